@@ -101,7 +101,9 @@ class Cox(ScriptedAnalysis):
         if self.width is None and self.until is not None:
             raise ValueError("until is the end of the last bin. Give width as well")
         if self.width is not None and self.until is not None and self.until / self.width > MAX_BINS:
-            raise ValueError(f"at most {MAX_BINS} bins, got {self.until / self.width:.0f}: give a larger width")
+            raise ValueError(
+                f"at most {MAX_BINS} bins are allowed, got {self.until / self.width:.0f}. Give a larger width"
+            )
         return self
 
     @property
@@ -111,13 +113,15 @@ class Cox(ScriptedAnalysis):
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task != "survival":
             raise Refused(
-                f"a Cox regression is of times to an event, and {schema.name} is a {schema.task}. Leave it out"
+                f"a Cox regression needs times to an event, but {schema.name} is a {schema.task}. Leave it out"
             )
         require_columns(schema, "a Cox regression")
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         if self.shows_rows or (not self.stratify and self.until is None):
-            raise ConfigError("sites of the analysis cox agree on time bins: give width and until, or stratify = true")
+            raise ConfigError(
+                "real sites must agree on the time bins of the analysis cox. Give width and until, or stratify = true"
+            )
         super().check_sites(schema, masked=masked)
 
     @property
@@ -127,11 +131,9 @@ class Cox(ScriptedAnalysis):
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         columns = len(ranges_of(terms, flagged=not self.shows_rows)[0])
         if question.name in self.retried and len(question.values["beta"]) != columns:
-            raise Refused(f"a step of this fit has {columns} coefficients, got {len(question.values['beta'])}")
+            raise Refused(f"a step of this fit needs {columns} coefficients, got {len(question.values['beta'])}")
         if question.name == "step" and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
-            raise Refused(
-                "the time bins of a question are those that the sites have agreed on and merged, and no others"
-            )
+            raise Refused("the time bins of a question must be the bins that the sites have agreed on and merged")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         design = design_of(client, terms, flagged=not self.shows_rows)
@@ -248,10 +250,10 @@ class Cox(ScriptedAnalysis):
         squares, (events,) = np.split(ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy(), [-1])
         spread = np.sqrt(squares / rows)
         if not events:
-            raise DataError("no row has an event. Nothing can be fitted")
+            raise DataError("no row contains an event, so nothing can be fitted")
         if not (spread > MIN_COLUMN_SPREAD).all():
             raise DataError(
-                f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} is the same in every row. Leave it out"
+                f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} has the same value in every row. Leave it out"
             )
         times = np.unique(np.concatenate([some.numpy() for some in terms.published]))
         public = {"centre": centre, "spread": spread, "times": times}

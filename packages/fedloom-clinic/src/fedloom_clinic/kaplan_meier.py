@@ -83,15 +83,13 @@ class KaplanMeier(Analysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task != "survival":
-            raise Refused(
-                f"survival curves are of times to an event, and {schema.name} is a {schema.task}. Leave it out"
-            )
+            raise Refused(f"survival curves need times to an event, but {schema.name} is a {schema.task}. Leave it out")
         groups_of(schema, self.group, 1)
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if self.until is None and schema.target_ranges[0] is None:
-            raise ConfigError("sites of the analysis kaplan-meier agree on the last time: give until = ...")
+            raise ConfigError("real sites must agree on the last time of the analysis kaplan-meier. Give until = ...")
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         groups = len(groups_of(terms.schema, self.group, len(terms.sizes)))
@@ -126,7 +124,7 @@ class KaplanMeier(Analysis):
 
     def step(self, state: Counted, total: Tensor, info: Info) -> Counted:
         if not total.any():
-            raise DataError("no row has a time. Nothing can be drawn")
+            raise DataError("no row contains a time, so no curve can be computed")
         return state._replace(total=total.view(len(state.groups.names), 2, -1))
 
     def result(self, state: Counted) -> pa.Table:

@@ -111,7 +111,7 @@ class TableOne(ScriptedAnalysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if not schema.is_table:
-            raise Refused(f"Table 1 is of the columns of a table, and {schema.name} is none. Leave it out")
+            raise Refused(f"Table 1 describes the columns of a table, but {schema.name} is not a table. Leave it out")
         groups_of(schema, self.group, 1)
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
@@ -174,7 +174,7 @@ class TableOne(ScriptedAnalysis):
         count = len(groups.names)
         total, _ = ask(Question("counts"))
         if not total[:count].any():
-            raise DataError("no client has a row that may be counted. Agree on a smaller least count")
+            raise DataError("no client has enough rows to be counted. Agree on a smaller minimum count")
         blocks = [
             dict(zip(columns, row.split([c.size for c in columns]), strict=True))
             for row in total[count:].view(count, -1)

@@ -348,7 +348,8 @@ def check_folder(folder: Path) -> None:
                 raise
             if place.is_symlink() and not place.exists():
                 raise RunDirError(
-                    f"{place} is a link to {place.readlink()}, which is not there. Remove it, or choose another folder"
+                    f"{place} is a link to {place.readlink()}, which does not exist. Remove it, or "
+                    "choose another folder"
                 ) from None
             continue
         if stat.S_ISDIR(mode):
@@ -362,8 +363,8 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 
     Args:
         path: the file.
-        kept: parts that are still intact.
-        again: advice for the time after disk space is freed.
+        kept: sentence on the results that are still intact.
+        again: end of the advice, for the time after disk space is freed.
 
     Raises:
         CheckpointError: the disk is full or rejects the write.
@@ -373,8 +374,8 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "the disk is full" if full else error.strerror or str(error)
-        first = "free some space" if full else "check the disk and the permissions of the folder"
-        raise CheckpointError(f"{path} could not be written: {what}; {kept} intact; {first}, then {again}") from error
+        first = "Free some space" if full else "Check the disk and the permissions of the folder"
+        raise CheckpointError(f"{path} could not be written: {what}. {kept}. {first}, then {again}") from error
 
 
 class Stop(Enum):

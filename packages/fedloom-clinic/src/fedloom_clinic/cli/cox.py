@@ -61,16 +61,16 @@ def cox(
         chosen = read_strength(penalty, strength)
         held_out = None if test is None else tuple(test.split("=", 1))
         if held_out is not None and len(held_out) != 2:
-            raise ConfigError(f"--test names test rows by COLUMN=VALUE, as fold=test, got {test!r}")
+            raise ConfigError(f"--test selects test rows by COLUMN=VALUE, as fold=test, got {test!r}")
         if bins is not None and (penalty == "firth" or chosen == "cv"):
             raise ConfigError(
-                "sums of --bins are of one likelihood. Give --penalty ridge with a --strength found without --bins"
+                "sums of --bins belong to one likelihood. Give --penalty ridge with a --strength found without --bins"
             )
         table = survival_rows(read(file).source, time, event, data_dir, held_out)
         say(*table.notes)
         if bins is not None and stratify:
             raise ConfigError(
-                "--stratify sends what one site alone has, so secure sums have nothing to add. Leave one out"
+                "--stratify sends the figures of each site alone, so secure sums would protect nothing. Leave one out"
             )
         sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)

@@ -70,7 +70,9 @@ def init(
         data = None if draft.asks else _try(text, place)
         say(*(f"  {note}" for note in ([] if data is None else data.notes)))
         if agree and (data is None or draft.questions):
-            raise ConfigError(f"{table}: no agreement is written while a question is open: {draft.questions[0]}")
+            raise ConfigError(
+                f"{table}: an agreement cannot be written before this question is answered: {draft.questions[0]}"
+            )
         make_folder(place.parent)
         if agree and data is not None:
             agreement = draft.agreement(data)

@@ -118,7 +118,9 @@ class Draft:
         wrong = wrong or ("is the same in every row" if target.constant else None)
         if wrong or (target.kind == "text" and target.identifies):
             what = wrong or "differs in every row"
-            raise ConfigError(f"{survey.path}: the target {target.name!r} {what}, nothing can be learned; {self._ask}")
+            raise ConfigError(
+                f"{survey.path}: the target {target.name!r} {what}, so a model cannot learn it; {self._ask}"
+            )
         rows = survey.rows - target.missing
         if rows < MIN_FEDERATION_ROWS:
             raise DataError(
@@ -222,7 +224,7 @@ class Draft:
 
         self._site = survey.column(option, "--client-column") if option else None
         if self._site is not None and self._site is target:
-            raise ConfigError(f"{survey.path}: {option!r} is taken for the target; --target names another column")
+            raise ConfigError(f"{survey.path}: {option!r} would be the target. Name another column with --target")
         if option is None and len(sure := split(sure)) > 1:
             question = f"which column names the site of a row? It may be {_list(sure)}"
             flags = " or ".join([*(f"--client-column {outcomes.quoted(name)}" for name in sure), "--client-column ''"])
@@ -242,9 +244,8 @@ class Draft:
         keep, kept = counts >= MIN_SITE_ROWS, counts[counts >= MIN_SITE_ROWS]
         if len(kept) < 2:
             raise ConfigError(
-                f"{survey.path}: {len(kept)} of the {len(names)} sites of --client-column {site.name} have at least "
-                f"{MIN_SITE_ROWS} "
-                f"{what}, a federation needs two; {self._ask}"
+                f"{survey.path}: {len(kept)} of the {len(names)} sites of --client-column {site.name} "
+                f"have at least {MIN_SITE_ROWS} {what}, but a federation needs two; {self._ask}"
             )
         self.report.append(
             f"site: {self._named(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "

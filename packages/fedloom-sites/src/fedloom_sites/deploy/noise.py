@@ -133,7 +133,7 @@ class SharedMean(PrivateMean):
         limit = int(count * math.isqrt(bound + 1) + 40 * self.scale * math.sqrt(count)) + count
         if bool(((totals > limit) | (totals < -limit)).any()):
             raise Refused(
-                f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it"
+                f"the sum of {count} sites is out of range: a site sent a wrong vector, or a mask was not removed"
             )
         total: np.ndarray[Any, Any] = np.ldexp(totals.astype(np.float64), exponent)
         return total

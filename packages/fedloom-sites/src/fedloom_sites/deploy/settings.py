@@ -116,9 +116,9 @@ class Secure(Value):
     def _majority(self) -> Secure:
         n = len(self.keys)
         if self.names and (len(self.names) != n or len({*self.names}) != n):
-            raise ValueError(f"names must be of all {n} sites, each once, got {len(self.names)}")
+            raise ValueError(f"names must list all {n} sites, each once, got {len(self.names)}")
         if not min_threshold(n) <= self.threshold <= n:
-            raise ValueError(f"threshold of {n} sites must be within {min_threshold(n)}..{n}, got {self.threshold}")
+            raise ValueError(f"threshold must be from {min_threshold(n)} to {n} for {n} sites, got {self.threshold}")
         return self
 
     @property
@@ -167,7 +167,7 @@ class Shared(Value):
     @model_validator(mode="after")
     def _keys_of_all(self) -> Self:
         if self.secure is not None and len(self.secure.keys) != self.clients:
-            raise ValueError(f"secure.keys must be of all {self.clients} sites, got {len(self.secure.keys)}")
+            raise ValueError(f"secure.keys must list the keys of all {self.clients} sites, got {len(self.secure.keys)}")
         return self
 
     @property
@@ -249,13 +249,13 @@ class Site(Shared):
     @classmethod
     def _names_source(cls, data: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(data.get("source"), str):
-            raise ValueError("needs source, a data set's name or a path")
+            raise ValueError("must contain source, a data set's name or a path")
         return data
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Site:
         if self.client >= self.clients:
-            raise ValueError(f"client must be within 0..{self.clients - 1}, got {self.client}")
+            raise ValueError(f"client must be from 0 to {self.clients - 1}, got {self.client}")
         return self
 
 
@@ -343,15 +343,17 @@ class Server(Shared):
             values = [getattr(member, what) for member in self.sites]
             twice = [v for v in values if values.count(v) > 1]
             if twice:
-                raise ValueError(f"sites: every {what} once, got {twice[0]!r} twice")
+                raise ValueError(f"sites: every {what} may occur once, got {twice[0]!r} twice")
         if max(member.client for member in self.sites) >= self.clients:
-            raise ValueError(f"sites: every client must be within 0..{self.clients - 1}")
+            raise ValueError(f"sites: every client must be from 0 to {self.clients - 1}")
         if self.quorum > len(self.sites):
             raise ValueError(f"quorum must be at most the {len(self.sites)} sites, got {self.quorum}")
         if self.secure is not None:
             wrong = [m.site for m in self.sites if self.secure.keys[m.client] != m.signing_key]
             if wrong:
-                raise ValueError(f"secure.keys must have the signing key of each site at its number, not so {wrong[0]}")
+                raise ValueError(
+                    f"secure.keys must list the signing key of each site at its number, which is wrong for {wrong[0]}"
+                )
         if self.ttl < self.deadline:
             raise ValueError(f"ttl ({self.ttl} s) must be at least the deadline ({self.deadline} s)")
         return self
@@ -389,7 +391,9 @@ def check_version(shared: Shared) -> None:
         ConfigError: the versions differ. The message names both.
     """
     if shared.version != __version__:
-        raise ConfigError(f"fedloom is {__version__} here, the experiment runs {shared.version}. Install that")
+        raise ConfigError(
+            f"fedloom is {__version__} here, but the experiment runs {shared.version}. Install that version"
+        )
 
 
 def placed(value: V, folder: Path) -> V:
@@ -401,7 +405,9 @@ def placed(value: V, folder: Path) -> V:
     paths = {name: folder / v for name in type(value).model_fields if isinstance(v := getattr(value, name), Path)}
     for name, path in paths.items():
         if "\0" in str(path):
-            raise ConfigError(f"{folder}: {name} = {str(path)!r} holds the character NUL, and no path does. Correct it")
+            raise ConfigError(
+                f"{folder}: {name} = {str(path)!r} contains the character NUL, which no path may contain. Correct it"
+            )
     return value.model_copy(update=paths)
 
 
@@ -444,8 +450,7 @@ def check_agreed(
     got = digest(content)
     if got != wanted:
         raise ConfigError(
-            f"{what} is not the {kind} that was agreed on: its SHA-256 is {got[:16]}..., agreed was {wanted[:16]}...; "
-            f"{cure}"
+            f"{what} is not the agreed {kind}: its SHA-256 is {got[:16]}..., but {wanted[:16]}... was agreed; {cure}"
         )
 
 
@@ -460,6 +465,6 @@ def _read(kind: type[V], path: Path, what: str) -> V:
         if release == __version__:
             raise
         raise ConfigError(
-            f"{error}. The file is of fedloom {release}, here it is {__version__}: install that"
+            f"{error}. The file was written by fedloom {release}, but this is {__version__}. Install that version"
         ) from None
     return placed(value, path.parent.resolve())

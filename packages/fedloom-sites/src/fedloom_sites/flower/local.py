@@ -89,8 +89,9 @@ class Local:
             return setting
         if channel is not None and not isinstance(channel, GaussianNoise):
             raise Refused(
-                "this node adds its own noise (Local(upload_transform=...)), and an upload passes one transform: "
-                f"leave the strategy's upload_transform {type(channel).__name__} out"
+                "this node adds its own noise (Local(upload_transform=...)), and an upload can have "
+                f"only one transform. Leave the strategy's upload_transform {type(channel).__name__} "
+                "out"
             )
         if (
             channel is not None
@@ -130,7 +131,9 @@ class Local:
         self._noise()
         bound: Any = self.norm_bound
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
-            raise ConfigError(f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}; or leave it out")
+            raise ConfigError(
+                f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}. Leave it out for no bound"
+            )
 
     def read(self) -> NodeProblem:
         """Read the samples and return the local problem.
@@ -147,7 +150,7 @@ class Local:
         try:
             torch.zeros(1, device=self.device)
         except Exception as error:
-            raise ConfigError(f"device: {str(self.device)!r} is not there ({str(error)[:100]}). Use 'cpu'") from error
+            raise ConfigError(f"device: {str(self.device)!r} does not exist ({str(error)[:100]}). Use 'cpu'") from error
         sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
         parts = {
             part: read_samples(part, samples, self.keys, self.subject)
@@ -170,8 +173,9 @@ class Local:
             labels = y.reshape(len(y), -1).squeeze(1).long()
             if labels.dim() > 1:
                 raise ConfigError(
-                    f"targets of the shape {[*y.shape[1:]]} do not go with outputs of {[*signature.outputs]}: a model "
-                    "gives a number per class, and with a label per position [L] a row of them for each, [L, C]"
+                    f"targets of shape {[*y.shape[1:]]} do not fit outputs of {[*signature.outputs]}. "
+                    "A model must return one number per class. With one label per position [L], it "
+                    "must return one row per position, [L, C]"
                 )
             classes = range(2) if task == "binary" else range(math.prod(signature.outputs))
             samples = Dataset("node", x, labels, task, tuple(map(str, classes)), design=_design(parts))
@@ -201,7 +205,9 @@ class Local:
                 loss = _loss_of_app(self.loss, y[0], signature.outputs)
                 fault = _fault(loss, outputs, targets)
             if fault:
-                raise ConfigError(f"loss: {fault}; of a label per position it gets the labelled positions")
+                raise ConfigError(
+                    f"loss: {fault}. With one label per position, the loss receives the labelled positions"
+                )
             objective = Objective(loss=loss)
         return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
 

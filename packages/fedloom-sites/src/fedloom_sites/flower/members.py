@@ -64,14 +64,14 @@ def introduction(reply: Message) -> Introduction:
         raise WireError(str(values["error"])[:500])
     sizes = values.get("sizes")
     if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
-        raise WireError("its numbers of samples make no sense")
+        raise WireError("its numbers of samples are invalid")
     try:
         schema = InputSpec.model_validate_json(str(values.get("schema")))
     except ValueError as error:
-        raise WireError("its schema of samples makes no sense") from error
+        raise WireError("its schema of samples is invalid") from error
     signature = Signature.read(str(values.get("signature")))
     if signature.inputs and (sum(signature.widths),) != schema.shape:
-        raise WireError("its signature of samples is not that of their shape")
+        raise WireError("its signature of samples does not fit their shape")
     return Introduction(schema, signature, sizes)
 
 
@@ -101,7 +101,7 @@ class SavedRun(NamedTuple):
         for name, new, old in (("run", document, self.document), ("model", parameters, self.parameters)):
             if new != old:
                 raise ConfigError(
-                    f"{folder} has another {name}: {old[:200]}, and this is {new[:200]}. Name another folder"
+                    f"{folder} belongs to another {name}: {old[:200]}, but this is {new[:200]}. Name another folder"
                 )
 
     def introduction(self, node: int) -> Introduction:
@@ -153,7 +153,7 @@ def introductions(
         log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
     if most is None or len(introduced) < min_nodes:
         why = "".join(f"; node {node}: {reason}" for node, reason in [*reasons.items(), *strangers.items()][:3])
-        raise ConfigError(f"{len(introduced)} nodes are there and fit, {min_nodes} are needed{why}")
+        raise ConfigError(f"{len(introduced)} suitable nodes are connected, but {min_nodes} are needed{why}")
     return {node: introduced[node] for node in nodes if node in introduced}
 
 
@@ -192,7 +192,7 @@ def read_run(folder: Path) -> SavedRun | None:
         schema, signature = InputSpec.model_validate(content["schema"]), Signature.read(content["signature"])
         return SavedRun(members, schema, signature, content["document"], content["parameters"])
     except (ValueError, TypeError, KeyError, WireError) as error:
-        raise CheckpointError(f"{path} is damaged. Name another folder to begin anew") from error
+        raise CheckpointError(f"{path} is damaged. Name another folder to start again") from error
 
 
 def write_run(folder: Path, saved: SavedRun) -> None:

@@ -165,8 +165,8 @@ class Strategy(FlowerStrategy):
         if self.state is not None and self.state.round and not self.state.trained:
             raise RunStopped(
                 Stop.UNUSABLE,
-                f"no reply was used in any of {self.state.round} rounds, so that nothing was trained. The log has the "
-                "reasons",
+                f"fedloom used no reply in any of {self.state.round} rounds, so nothing was trained. "
+                "The log states the reasons",
             )
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
             setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
@@ -189,8 +189,9 @@ class Strategy(FlowerStrategy):
             self._current = [arrays]
         if not any(arrays is record or arrays == record for record in self._current):
             raise ConfigError(
-                f"round {server_round}: the arrays are not those that aggregate_train gave, and nodes would train from "
-                f"those. A strategy around this one, or a subclass, must leave them as they are; {PRIVACY_HINT}"
+                f"round {server_round}: the arrays differ from those that aggregate_train returned, "
+                "and nodes would train from them. A strategy around this one, or a subclass, must "
+                f"not change them; {PRIVACY_HINT}"
             )
         clients, job, state = self._running
         server_round += self._before
@@ -239,7 +240,7 @@ class Strategy(FlowerStrategy):
                 first, reason = next(iter(answering.refusals.items()))
                 raise RunStopped(
                     Stop.FAILED,
-                    f"round {before.round + 1}: all {self._asked} nodes that were asked refused it; node "
+                    f"round {before.round + 1}: all {self._asked} nodes rejected the request. Node "
                     f"{self._members[first]}: {reason}",
                 ) from error
             none = f"round {before.round + 1}: none of its nodes answered"
@@ -311,8 +312,9 @@ class Strategy(FlowerStrategy):
             ConfigError: always.
         """
         raise ConfigError(
-            "fedloom_sites.flower.Strategy is of Flower's message API, and this server is the older one, of server_fn "
-            "or start_server. Call strategy.start(grid, arrays) in a function under @app.main() of a ServerApp"
+            "fedloom_sites.flower.Strategy belongs to Flower's message API, but this server uses the "
+            "older API with server_fn or start_server. Call strategy.start(grid, arrays) in a "
+            "function under @app.main() of a ServerApp"
         )
 
     def summary(self) -> None:
@@ -360,7 +362,9 @@ class Strategy(FlowerStrategy):
             ConfigError: no run has begun.
         """
         if self._clients is None or self._job is None or self.state is None:
-            raise ConfigError("no round has begun. Call configure_train, whose messages have the replies, or start")
+            raise ConfigError(
+                "no round has started. Call configure_train, which sends the messages of a round, or start"
+            )
         return self._clients, self._job, self.state
 
     def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:

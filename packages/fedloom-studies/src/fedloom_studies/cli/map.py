@@ -145,7 +145,7 @@ def map_command(
             from fedloom_studies.map.elsewhere import measure_elsewhere
 
             if join or budget is not None:
-                raise ConfigError("an executor starts the work itself: leave --join and --budget out")
+                raise ConfigError("an executor starts the work itself. Leave --join and --budget out")
             ended = measure_elsewhere(
                 open_executor(executor),
                 todo,

@@ -124,7 +124,7 @@ def reproduce(
                 raise typer.BadParameter("--verify needs NAME")
             if device != "cpu":
                 raise typer.BadParameter(
-                    "--verify computes on the CPU, since a GPU rounds otherwise. Leave --device out"
+                    "--verify computes on the CPU, because a GPU rounds differently. Leave --device out"
                 )
             _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
             return
@@ -283,7 +283,7 @@ def _verify(
 
     summary = read_summary(results, recipe.name, scale)
     if summary is None:
-        raise ConfigError(f"{results} holds no summary of {recipe.name} at {scale} scale. Run the recipe first")
+        raise ConfigError(f"{results} contains no summary of {recipe.name} at {scale} scale. Run the recipe first")
     with TemporaryDirectory() as folder:
         differences = verify(
             recipe, summary, Path(folder) / "run", data_dir=data_dir, only=only,
@@ -326,7 +326,7 @@ def _list(scale: Scale, results: Path, data_dir: Path | None, estimated: bool) -
 def _seeds(text: str | None) -> list[int]:
     parts = [] if text is None else text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise ConfigError(f"--seeds must be numbers with commas between, e.g. 1,10,100, got {text!r}")
+        raise ConfigError(f"--seeds must be numbers separated by commas, e.g. 1,10,100, got {text!r}")
     return [int(part) for part in parts]
 
 

@@ -225,4 +225,4 @@ def _find(
         if None not in places.values():
             return places
     needed = ", ".join(" or ".join(names) for names in files.values())
-    raise DataError(f"{what}: {needed} not found together; looked in {', '.join(map(str, tried))}; {cure}")
+    raise DataError(f"{what}: {needed} not found together. Looked in {', '.join(map(str, tried))}; {cure}")

@@ -104,7 +104,7 @@ class Claim(Value):
         if self.equivalent and not self.margin:
             raise ValueError("a claim of equivalence needs a margin")
         if self.spread and not all(isinstance(side, str) for side in self.than):
-            raise ValueError("a claim on spreads compares references, not numbers")
+            raise ValueError("a claim on spreads must compare references, not numbers")
         return self
 
     @property
@@ -166,7 +166,7 @@ class Paper(Value):
     def _table_fits(self) -> Paper:
         for variant, row in self.cells.items():
             if len(row) != len(self.columns):
-                raise ValueError(f"cells of {variant!r}: {len(row)} for {len(self.columns)} columns")
+                raise ValueError(f"cells of {variant!r}: {len(row)} values for {len(self.columns)} columns")
         foreign = set(self.stated) - {u.what for u in self.unknown}
         if foreign:
             raise ValueError(f"stated: no unknown is called {', '.join(sorted(foreign))}")
@@ -346,7 +346,7 @@ def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
         raise ConfigError(f"recipe {name}: the table [paper] is missing")
     if "client_weights" not in rest:
         raise ConfigError(
-            f"recipe {name}: client_weights is missing. Say how its clients are weighted, 'uniform' or 'samples'"
+            f"recipe {name}: client_weights is missing. Set it to 'uniform' or 'samples', the weights of its clients"
         )
     paper = make(Paper, rest.pop("paper"), f"recipe {name}: [paper]", Paper.model_fields)
     scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {SINGLE_VARIANT: {}}

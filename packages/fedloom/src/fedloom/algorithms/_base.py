@@ -71,7 +71,7 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
         raise ValueError(f"defaults must be 'default', 'paper' or 'released', got {defaults!r}")
     if defaults == "released" and not released:
         raise ValueError(
-            "defaults = 'released' needs a method with constants of a released code. Give this one defaults = 'paper'"
+            "defaults = 'released' needs a method with released code. For this method use defaults = 'paper'"
         )
     return {"default": {}, "paper": paper, "released": released}[defaults]
 
@@ -84,7 +84,7 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
     """
     if len(ctx.weight.unique()) > 1:
         name = type(method).__name__
-        raise Refused(f"{name} with {option} weighs clients by their samples in itself. Set client_weights = 'uniform'")
+        raise Refused(f"{name} with {option} already weights clients by their samples. Set client_weights = 'uniform'")
 
 
 class Algorithm(Value, ABC):
@@ -128,7 +128,9 @@ class Algorithm(Value, ABC):
         for key in options:
             if key in LocalSGD.model_fields and key not in cls.model_fields:
                 place = f"local={ {key: options[key]}!r} of the run"
-                raise ValueError(f"unknown key {key!r}; how clients train is no option of a method: give {place}")
+                raise ValueError(
+                    f"unknown key {key!r}. The training of clients is not an option of a method. Give {place}"
+                )
         if "defaults" not in options or "defaults" in cls.model_fields:
             return options
         rest = {key: value for key, value in options.items() if key != "defaults"}
@@ -369,7 +371,7 @@ class Algorithm(Value, ABC):
 
     def part(self, name: str, layout: Layout) -> Tensor:
         """Return the bool mask ``[d]`` that an upload field names as its part."""
-        raise AssertionError(f"{type(self).__name__} names no part {name!r}")
+        raise AssertionError(f"{type(self).__name__} does not declare a part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         """Raise if the method cannot work with a model or setting.

@@ -18,7 +18,7 @@ from fedloom.values import Value
 
 def _has_prox(f: Value | None) -> Value | None:
     if f is not None and not isinstance(f, Prox):
-        raise ValueError(f"a regulariser needs f, prox and convex, got {type(f).__name__}")
+        raise ValueError(f"a regularizer needs f, prox and convex, got {type(f).__name__}")
     if made_by(f) not in get_args(Form):
         raise ValueError(f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {made_by(f)!r}")
     return f

@@ -85,7 +85,7 @@ class Question:
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
             raise WireError(
-                "these bytes are no question of the analysis; both ends must have the same analysis"
+                "these bytes are not a question of the analysis. Both sides must use the same analysis"
             ) from None
         return cls(name, values)
 
@@ -247,15 +247,15 @@ class Analysis(Value):
         """
         if masked and self.shows_rows:
             raise ConfigError(
-                f"the analysis {kind_of(self)} with these options shows figures of single clients, which masks hide. "
-                "Leave the option out, or the secure aggregation"
+                f"the analysis {kind_of(self)} with these options shows figures of single clients, "
+                "but secure aggregation hides them. Leave the option out, or the secure aggregation"
             )
         unagreed = [column.name for column in schema.columns if not column.levels and column.range is None]
         if unagreed:
             raise ConfigError(
-                f"the analysis {kind_of(self)} puts numbers on one scale by agreed ranges, and "
-                f"{', '.join(map(repr, unagreed[:5]))} has none. Give each range = [LOWEST, HIGHEST] in the agreement "
-                "(fedloom init --agree)"
+                f"the analysis {kind_of(self)} scales numbers by agreed ranges, but "
+                f"{', '.join(map(repr, unagreed[:5]))} has no range. Give each range = [LOWEST, "
+                "HIGHEST] in the agreement (fedloom init --agree)"
             )
 
     @property

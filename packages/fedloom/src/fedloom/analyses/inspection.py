@@ -54,14 +54,14 @@ class Tsne(Analysis):
         unknown = [i for i in self.clients if i >= fed.n]
         if unknown:
             raise ConfigError(
-                f"tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only",
+                f"tsne names client {unknown[0]}, but the clients are 0 to {fed.n - 1}",
                 rule="tsne-client-missing",
-                fix="name clients that are there, or leave it out",
+                fix="name existing clients, or leave it out",
             )
         sizes = fed.sizes("test")
         if all(int(sizes[i]) < FEWEST_SAMPLES for i in self.clients):
             raise Refused(
-                f"tsne needs {FEWEST_SAMPLES} test samples of a client, and none of these clients has so many",
+                f"tsne needs {FEWEST_SAMPLES} test samples of a client, but these clients have fewer",
                 rule="tsne-too-few-samples",
                 fix="name clients with more test samples, or leave it out",
             )

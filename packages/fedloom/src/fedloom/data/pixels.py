@@ -47,13 +47,15 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
     low, high = float(x.min()), float(x.max())
     if dtype == "uint8":
         raise DataError(
-            f"{name}: samples are bytes (uint8), the model was trained on floats, taken as they are. Give what "
-            "training got: x / 255 if its floats went from 0 to 1, x.astype('float32') if they went from 0 to 255"
+            f"{name}: samples are bytes (uint8), but the model was trained on floats without scaling. "
+            "Convert as for training: x / 255 if the floats were from 0 to 1, x.astype('float32') if "
+            "they were from 0 to 255"
         )
     if pixels and (not dtype.startswith(FLOAT_TYPE_PREFIXES) or low < 0 or high > 1):
         raise DataError(
-            f"{name}: the model was trained on bytes: it takes bytes (uint8), which are divided by 255, or floats "
-            f"from 0 to 1; got {dtype} values from {low:.9g} to {high:.9g}; {_cure_of_range(x, dtype, low, high)}"
+            f"{name}: the model was trained on bytes. It takes bytes (uint8), which it divides by "
+            f"255, or floats from 0 to 1, but got {dtype} values from {low:.9g} to {high:.9g}; "
+            f"{_cure_of_range(x, dtype, low, high)}"
         )
 
 

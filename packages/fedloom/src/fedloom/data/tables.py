@@ -257,7 +257,7 @@ class Table(Value):
 
     def _check(self, x: Tensor) -> None:
         if x.ndim != 2 or x.shape[1] != len(self.columns):
-            raise DataError(f"the table has {len(self.columns)} columns, got samples of shape {tuple(x.shape[1:])}")
+            raise DataError(f"the table has {len(self.columns)} columns, but samples have shape {tuple(x.shape[1:])}")
 
     def _fit(self, column: TableColumn, values: Tensor, train: Tensor) -> Tensor:
         missing = values.isnan()

@@ -119,8 +119,9 @@ class RunCheckpoints:
         derived = [k.removeprefix("algorithm.") for k in sorted(changed) if k.startswith("algorithm.")]
         if depending := derived or find_round_readers(self._job.setting):
             raise RunDirError(
-                f"{checkpoints.folder} holds a run of {ended} rounds, and {', '.join(depending)} depends on the number "
-                f"of rounds: one of {rounds} is another run. Choose another --out folder, or start anew with --force"
+                f"{checkpoints.folder} contains a run of {ended} rounds, but {', '.join(depending)} "
+                f"depends on the number of rounds, so a run of {rounds} rounds is another run. Choose "
+                "another --out folder, or start anew with --force"
             )
         return ended
 

@@ -228,6 +228,6 @@ def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[st
     names = set(measured)
     models = sorted({kind for kind, _, _ in names})
     if model not in models:
-        return ConfigError(f"no {model} model was measured. This method has: {', '.join(models) or 'none'}")
+        return ConfigError(f"no {model} model was measured. Models of this method: {', '.join(models) or 'none'}")
     listing = ", ".join(sorted(map("/".join, names)))
-    return ConfigError(f"{model}/{part}/{metric} was not measured; there are: {listing}")
+    return ConfigError(f"{model}/{part}/{metric} was not measured. Measured: {listing}")

@@ -106,7 +106,7 @@ class Replay:
             raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round. Leave one out")
         if self.projection is not None and not algorithm.projects:
             raise Refused(
-                f"projection has nothing to act on in {type(algorithm).__name__}: it uses no matrix. Leave it out"
+                f"projection has no effect with {type(algorithm).__name__}, which uses no matrix. Leave it out"
             )
         n = len(sizes)
         if self.cohorts is not None:
@@ -127,7 +127,9 @@ class Replay:
             cohort = self.cohort(t)
             missing = sorted(set(range(n) if cohort is None else cohort.tolist()) - set(self._read))
             if missing:
-                raise ConfigError(f"batches: round {t} has client {missing[0]}, of which there are no batches")
+                raise ConfigError(
+                    f"batches: round {t} contains client {missing[0]}, but no batches of this client are given"
+                )
 
     def marks(self) -> dict[str, str]:
         """Return a digest of every given input, by name. A checkpoint must have the same digests."""
@@ -183,7 +185,7 @@ def _integers(where: str, what: str, numbers: object, below: int) -> Tensor:
         raise ConfigError(f"{where}: must be a list of {what} from 0 to {below - 1}, not empty, got {_short(numbers)}")
     out = (integers < 0) | (integers >= below)
     if bool(out.any()):
-        raise ConfigError(f"{where}: {what} are from 0 to {below - 1}, got {int(integers[out][0])}")
+        raise ConfigError(f"{where}: {what} must be from 0 to {below - 1}, got {int(integers[out][0])}")
     return integers.long()
 
 

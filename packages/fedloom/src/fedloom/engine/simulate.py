@@ -117,15 +117,17 @@ def simulate(
     several = isinstance(seed, Iterable) and not isinstance(seed, str)
     if "seeds" in choices or several or isinstance(algorithm, list | dict):
         raise ConfigError(
-            "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
+            "fl.simulate is one run of one method with one seed. For several runs, use "
+            "fl.compare(methods, fed, seeds=range(5))"
         )
     if isinstance(algorithm, Federation):
-        raise ConfigError("the method comes first: fl.simulate(method, fed)")
+        raise ConfigError("the method must be the first argument: fl.simulate(method, fed)")
     if not isinstance(fed, Federation):
         raise ConfigError(
-            f"fed must be a Federation, got {type(fed).__name__}. Split the data among clients first, as in "
-            "fl.partitions.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
-            "of samples that have clients give clients to fl.Dataset.create, and take fl.partitions.natural()"
+            f"fed must be a Federation, got {type(fed).__name__}. Split the data among clients first, "
+            "as in fl.partitions.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, "
+            "y), (x_test, y_test)). If the samples belong to clients, give clients to "
+            "fl.Dataset.create, and use fl.partitions.natural()"
         )
     if callable(callbacks) or not all(map(callable, callbacks := list(callbacks))):
         raise ConfigError(f"callbacks must be a list of functions of a state, as [print], got {callbacks!r:.200}")

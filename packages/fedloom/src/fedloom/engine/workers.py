@@ -29,8 +29,8 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
         return useful(cores(), problem.n) if on_cpu and work > WORTH_FORKING else 1
     if engine.workers > 1 and not on_cpu:
         raise Refused(
-            f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork cannot use the GPU "
-            f"{engine.device!r} of its parent",
+            f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork "
+            f"cannot use its parent's GPU {engine.device!r}",
             rule="workers-on-a-gpu",
             fix="leave {engine.workers} out, or start one process per GPU with torchrun",
         )

@@ -76,7 +76,7 @@ def _walk(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
         for field, part in zip(fields, tree, strict=True):
             yield from _walk(part, f"{name}.{field}" if name else str(field))
     elif tree is not None:
-        raise AssertionError(f"{name or 'a state'} must hold tensors in NamedTuples, got {type(tree).__name__}")
+        raise AssertionError(f"{name or 'a state'} must contain tensors in NamedTuples, got {type(tree).__name__}")
 
 
 def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

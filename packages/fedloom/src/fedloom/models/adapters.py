@@ -86,14 +86,14 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
             f"linear layers elsewhere: {', '.join(list(linear)[:8])}. Use on = 'linear'" if linear else "none at all"
         )
         raise ConfigError(
-            f"adapters on {adapters.on!r}: {type(module).__name__} has no such linear layer ({elsewhere})"
+            f"adapters on {adapters.on!r}: {type(module).__name__} contains no such linear layer ({elsewhere})"
         )
     for name in chosen:
         if adapters.rank > min(matrix(linear[name]).shape):
             shape = "x".join(map(str, matrix(linear[name]).shape))
             raise ConfigError(
-                f"adapters.rank is {adapters.rank}, but layer {name!r} is {shape}: its rank is at most "
-                f"{min(matrix(linear[name]).shape)}. Use a smaller rank"
+                f"adapters.rank is {adapters.rank}, but layer {name!r} is {shape}, so its rank is at "
+                f"most {min(matrix(linear[name]).shape)}. Use a smaller rank"
             )
     for p in module.parameters():
         p.requires_grad = False

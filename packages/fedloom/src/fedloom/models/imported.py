@@ -91,8 +91,9 @@ class Held(ModelSpec):
             module = deepcopy(self.held).cpu()
         except RuntimeError as error:
             raise ConfigError(
-                f"model {self.name!r} cannot be copied ({error}); after pruning, call torch.nn.utils.prune.remove; "
-                "in place of torch.nn.utils.weight_norm, use torch.nn.utils.parametrizations.weight_norm"
+                f"model {self.name!r} cannot be copied ({error}). After pruning, call "
+                "torch.nn.utils.prune.remove. Instead of torch.nn.utils.weight_norm, use "
+                "torch.nn.utils.parametrizations.weight_norm"
             ) from error
         return _build(lambda: module, {}, self.name, shape, outputs, tokens)
 
@@ -111,7 +112,7 @@ def describe_model(model: object) -> ModelSpec | None:
                 f"model {type(model).__name__!r} has lazy parameters ({', '.join(lazy)}). Call it on a sample first"
             )
         if any(value.is_meta for value in model.state_dict().values()):
-            raise ConfigError(f"model {type(model).__name__!r} has no weights (device meta). Give it some first")
+            raise ConfigError(f"model {type(model).__name__!r} has no weights (device meta). Initialize them first")
         kinds = {type(module): None for module in model.modules() if not type(module).__module__.startswith("torch")}
         text = "".join(map(text_of, {type(model): None, **kinds}))
         digest = hashlib.blake2b(f"{model!r} {text}".encode(), digest_size=8)
@@ -160,11 +161,11 @@ def _build(
         module = make(**{**offered, **options})
     except Exception as error:
         raise ConfigError(
-            f"model {name!r} could not be made with options {dict(options)}: {error}. It is called with "
-            f"{' and '.join(facts)} where it has parameters of these names"
+            f"model {name!r} could not be created with options {dict(options)}: {error}. fedloom "
+            f"calls it with {' and '.join(facts)} if it has parameters of these names"
         ) from error
     if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
-        raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(module).__name__}")
+        raise ConfigError(f"model {name!r} must return an nn.Module with parameters, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(f"model {name!r} is TorchScript, which is not trained here. Give the nn.Module it came from")
     odd = [n for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
@@ -262,8 +263,9 @@ def try_out(
     trains = any(parameter.requires_grad for parameter in module.parameters())
     if trains and not (graded or torch.is_inference_mode_enabled() or _trains(module, samples)):
         raise ConfigError(
-            f"model {path!r} gives outputs that no parameter has a gradient by, as after detach(), no_grad() or "
-            "round(). Compute them from the parameters by differentiable functions"
+            f"model {path!r} returns outputs without a gradient in any parameter, for example after "
+            "detach(), no_grad() or round(). Compute them from the parameters with differentiable "
+            "functions"
         )
 
 

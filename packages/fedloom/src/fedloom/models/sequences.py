@@ -25,7 +25,7 @@ class OfTokens(ModelSpec):
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         name = type(self).__name__.lower()
         raise ConfigError(
-            f"model {name} takes tokens, and these samples are numbers of shape {shape}. Use softmax, mlp or cnn"
+            f"model {name} needs tokens, but these samples are numbers of shape {shape}. Use softmax, mlp or cnn"
         )
 
 
@@ -68,7 +68,9 @@ class Transformer(OfTokens):
     @model_validator(mode="after")
     def _heads_divide_the_width(self) -> Transformer:
         if self.width % self.heads or self.width % 2:
-            raise ValueError(f"heads must divide the width, which is even; got {self.heads} heads, width {self.width}")
+            raise ValueError(
+                f"heads must divide the width, which must be even, got {self.heads} heads and width {self.width}"
+            )
         return self
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:

@@ -70,7 +70,9 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
         chosen = [one.option for one in self.constructions]
         if len(chosen) > 1:
             *names, last = (one.option for one in CONSTRUCTIONS)
-            raise ValueError(f"a network has one of {', '.join(names)} and {last}, got {' and '.join(chosen)}")
+            raise ValueError(
+                f"a network needs exactly one of {', '.join(names)} and {last}, got {' and '.join(chosen)}"
+            )
         return self
 
     @property
@@ -143,7 +145,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             ConfigError: the model takes only numbers.
         """
         raise ConfigError(
-            f"model {type(self).__name__} takes numbers, and these samples are tokens. Use lstm or transformer"
+            f"model {type(self).__name__} needs numbers, but these samples are tokens. Use lstm or transformer"
         )
 
     def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -153,8 +155,8 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             ConfigError: the model returns one output per sample.
         """
         raise ConfigError(
-            f"model {type(self).__name__} gives one output per sample, and these have a label per position. Give a "
-            "module of your own"
+            f"model {type(self).__name__} gives one output per sample, but these samples have a label "
+            "per position. Give your own module"
         )
 
 
@@ -180,14 +182,16 @@ def load_weights(module: nn.Module, file: str) -> None:
     try:
         saved = load(content)
     except SafetensorError as error:
-        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}). Give one") from None
+        raise ConfigError(
+            f"model weights {file}: not a readable safetensors file ({error}). Give another file"
+        ) from None
     initial = module.state_dict()
     for name in [*initial, *saved]:
         saved_shape, initial_shape = ([*of[name].shape] if name in of else "missing" for of in (saved, initial))
         if saved_shape != initial_shape:
             raise ConfigError(
-                f"model weights {file}: {name!r} is {saved_shape} there and {initial_shape} in the model. "
-                "Give weights of the same architecture, vocabulary and classes"
+                f"model weights {file}: {name!r} is {saved_shape} in the file and {initial_shape} in "
+                "the model. Give weights of the same architecture, vocabulary and classes"
             )
     module.load_state_dict(saved)
 
@@ -202,10 +206,12 @@ def weights_content(weights: str) -> bytes:
     try:
         content = regular(Path(file).expanduser()).read_bytes()
     except OSError as error:
-        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}). Give one") from None
+        raise ConfigError(
+            f"model weights {file}: not a readable safetensors file ({error}). Give another file"
+        ) from None
     got = hashlib.sha256(content).hexdigest()
     if got != (wanted or got):
-        raise ConfigError(f"model weights {file}: its SHA-256 is {got}, {wanted} is wanted. Get that file")
+        raise ConfigError(f"model weights {file}: its SHA-256 is {got}, but {wanted} is required. Get the right file")
     return content
 
 

@@ -83,8 +83,9 @@ def check_alone(what: str) -> None:
     size = _started()
     if size > 1:
         raise ConfigError(
-            f"torchrun has started {size} ranks, but {what} does not divide its work among ranks: each would do all of "
-            "it, into the same files. Start it without torchrun, with --workers"
+            f"torchrun has started {size} ranks, but {what} does not divide its work among ranks. "
+            "Each rank would do all of it and write the same files. Start it without torchrun, with "
+            "--workers"
         )
 
 
@@ -306,6 +307,6 @@ class _Memory:
                     file.truncate(size)
                 return
         raise CheckpointError(
-            f"{places[-1].parent} has no room for {wanted >> 20} MiB of clients' rows that the ranks of this "
-            "machine share. Free some space, or set TMPDIR to a folder with room"
+            f"{places[-1].parent} is too small for {wanted >> 20} MiB of clients' rows that the ranks "
+            "of this machine share. Free some space, or set TMPDIR to a larger folder"
         )

@@ -105,5 +105,7 @@ def _patience(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > BEAT_SECONDS:
-        raise ConfigError(f"{TIMEOUT_VARIABLE} must be a number of seconds above {BEAT_SECONDS:.0f}, got {text!r}")
+        raise ConfigError(
+            f"{TIMEOUT_VARIABLE} must be a number of seconds greater than {BEAT_SECONDS:.0f}, got {text!r}"
+        )
     return seconds

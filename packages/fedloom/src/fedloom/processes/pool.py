@@ -99,8 +99,9 @@ class WorkerPool:
     ) -> None:
         if workers > 1 and multiprocessing.current_process().daemon:
             raise ConfigError(
-                f"{workers} workers are wanted in a process that may have no others, as those of multiprocessing.Pool. "
-                "Take workers = 1 there, or concurrent.futures.ProcessPoolExecutor in place of that pool"
+                f"{workers} workers cannot start, because this process may not start others, like the "
+                "processes of multiprocessing.Pool. Use workers = 1, or "
+                "concurrent.futures.ProcessPoolExecutor instead of that pool"
             )
         self._handlers = handlers
         self._down = Buffer(down_bytes if workers > 1 else 0)

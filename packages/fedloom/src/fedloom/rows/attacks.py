@@ -160,11 +160,13 @@ class Backdoor(Attack):
                 x[:, place] = _code(name, value, names[name])
             return x
         if self.columns:
-            raise ConfigError("attack.columns are of a table, and these data have no columns. Leave attack.columns out")
+            raise ConfigError(
+                "attack.columns names columns of a table, but these data have no columns. Leave attack.columns out"
+            )
         if x.ndim < 3 or self.size > min(x.shape[-2:]):
             raise ConfigError(
-                f"samples {[*x.shape[1:]]} have no square of {self.size} x {self.size} pixels. Set a smaller "
-                "attack.size of images, or override stamp in your own subclass"
+                f"samples {[*x.shape[1:]]} are smaller than a square of {self.size} x {self.size} "
+                "pixels. Set a smaller attack.size for images, or override stamp in your own subclass"
             )
         x[..., -self.size :, -self.size :] = self.value
         return x

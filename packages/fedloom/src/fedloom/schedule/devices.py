@@ -183,7 +183,7 @@ class Trace(Devices):
         rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):
             cure = "give a row for each, or fewer clients" if len(rows) < n else "set devices.draw = true to draw them"
-            raise ConfigError(f"devices.file {self.file} has {len(rows)} devices for {n} clients; {cure}")
+            raise ConfigError(f"devices.file {self.file} lists {len(rows)} devices for {n} clients; {cure}")
         chosen = list(rows)
         if self.draw:
             order = torch.randperm(len(rows), generator=generator(seed, purpose=("devices", "trace")))[:n]
@@ -191,8 +191,9 @@ class Trace(Devices):
         elif chosen != list(range(n)):
             strange = next(client for k, client in enumerate(chosen) if client != k)
             raise ConfigError(
-                f"devices.file {self.file}: client must count from 0 to {n - 1}, got {strange} and not "
-                f"{chosen.index(strange)}. Number the clients anew, or set devices.draw = true"
+                f"devices.file {self.file}: client must be numbered from 0 to {n - 1}, got {strange} "
+                f"instead of {chosen.index(strange)}. Number the clients anew, or set devices.draw = "
+                "true"
             )
         devices = [rows[client] for client in chosen]
         names = tuple(sorted({device.name for device in devices}))

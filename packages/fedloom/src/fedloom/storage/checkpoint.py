@@ -137,8 +137,8 @@ def check_file_digest(path: Path) -> None:
         if digest.hexdigest() == recorded:
             return
     raise LayoutError(
-        f"{path} is damaged: its content does not match its SHA-256; where it is of a run directory, "
-        "run the experiment again to write it anew"
+        f"{path} is damaged: its content does not match its SHA-256. If it belongs to a run "
+        "directory, run the experiment again to write it anew"
     )
 
 
@@ -235,8 +235,8 @@ class Checkpoints:
                     f"its fingerprint is {body['fingerprint']}, that of this one {fingerprint}, so code or data differ"
                 )
                 raise RunDirError(
-                    f"{self.folder} holds checkpoints of another run: {changed}. Choose another --out folder, or start "
-                    "anew with --force"
+                    f"{self.folder} contains checkpoints of another run: {changed}. Choose another "
+                    "--out folder, or start anew with --force"
                 )
             return Loaded(generation, tensors, body["meta"], warnings)
         if warnings:

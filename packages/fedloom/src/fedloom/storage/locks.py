@@ -69,8 +69,9 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
         return False
     except OSError as error:
         raise RunDirError(
-            f"{path} cannot be locked ({error.strerror}): its disk has no file locks, and two processes could write "
-            "there at once. Choose a folder on a local disk, or have file locks turned on for this one"
+            f"{path} cannot be locked ({error.strerror}): its disk does not support file locks, so "
+            "two processes could write at once. Choose a folder on a local disk, or turn file locks "
+            "on for this disk"
         ) from error
     return True
 
@@ -115,7 +116,9 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
             cure = "wait for it, or start both so that they join" if joins else "wait for it, or choose another folder"
             raise RunDirError(f"{path.parent} is in use by {what}; {cure}")
         if time.monotonic() > end:
-            raise RunDirError(f"{path.parent} is in use by processes that joined. Join them (--join), or wait for them")
+            raise RunDirError(
+                f"{path.parent} is in use by processes that joined. Join them (--join), or wait for their end"
+            )
         time.sleep(0.02)
 
 

@@ -43,7 +43,7 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
             raise RecursionError
         return document
     except RecursionError:
-        raise ConfigError(f"{path} is not read: its arrays or tables are nested too deeply") from None
+        raise ConfigError(f"{path} cannot be read: its arrays or tables are nested too deeply") from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path} is not a TOML file: line {line} is not text in UTF-8. Save it as UTF-8") from None

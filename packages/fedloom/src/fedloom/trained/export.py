@@ -82,7 +82,7 @@ def export_model(
     check_threshold(model.recipe.facts, threshold)
     if threshold is not None and format != "onnx":
         raise ConfigError(
-            f"{format} holds no class that a threshold could decide. Export to onnx, or decide by the probabilities"
+            f"{format} contains no class that a threshold could decide. Export to onnx, or decide by the probabilities"
         )
     path = check_model_file(path, format, force=force)
     module, ranks = merge_adapters(model.module()), dict[str, int]()
@@ -146,7 +146,7 @@ class Program:
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
             self.facts = InputSpec.model_validate_json(extra[FACTS_FILE])
         except Exception as error:  # a file from elsewhere may break torch in any way
-            raise LayoutError(f"{path}: no model exported for torch ({cause_of(error)})") from None
+            raise LayoutError(f"{path}: not a model exported for torch ({cause_of(error)})") from None
         self.module = program.module()
 
     @torch.no_grad()
@@ -159,8 +159,9 @@ class Program:
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
             raise DataError(
-                "rows: the program takes bytes (uint8) only, got floats. Give (x * 255).round().astype('uint8'), or "
-                "predict by the model that it was made of, which takes floats from 0 to 1 too"
+                "rows: the program accepts only bytes (uint8), got floats. Give (x * "
+                "255).round().astype('uint8'), or predict with the original model, which also "
+                "accepts floats from 0 to 1"
             )
         outputs: NDArray[np.float64] = self.module(x).numpy()
         return outputs
@@ -203,7 +204,8 @@ def _quietly() -> Iterator[None]:
         while root.__cause__ is not None:
             root = root.__cause__
         raise ConfigError(
-            f"this model makes no graph ({cause_of(root).splitlines()[0]}); safetensors holds its parameters"
+            f"this model cannot be exported as a graph ({cause_of(root).splitlines()[0]}). Use "
+            "safetensors, which stores its parameters"
         ) from error
 
 

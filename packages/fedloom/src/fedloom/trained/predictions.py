@@ -166,7 +166,8 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
     unknown_sites = ", ".join(f"{site!r} ({count} rows)" for site, count in list(strange.items())[:8])
     if strange and "global" not in models.kinds():
         raise ConfigError(
-            f"no client of the run: {unknown_sites}; {models.about['method']} has no global model, give a client"
+            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so give "
+            "a client of the run"
         )
     groups = [
         (torch.tensor(some), models.ready(kind_of_sites if site else "global", site or None))

@@ -64,10 +64,10 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     out = f"{name} is not let in at any later start, since its key is in {KEYS_FOLDER}/{name}{REVOKED_SUFFIX} now"
     nodes = [node for key in keys if (node := _node_of(database, key)) is not None]
     if not nodes:
-        raise ConfigError(f"the server has let no key of {name} in yet; {out}")
+        raise ConfigError(f"the server has not registered a key of {name} yet; {out}")
     registered = [number for number, status in nodes if status != UNREGISTERED_STATUS]
     if not registered:
-        raise ProcessError(f"the server does not let {name} in: its key was revoked before")
+        raise ProcessError(f"the server rejects the key of {name}, because it was revoked")
     try:
         ask("unregister", home, programs, node=registered[-1])
     except ProcessError as error:
@@ -84,7 +84,7 @@ def _set_aside(server: Path, name: str) -> list[str]:
     file = key_file(server, name)
     sites = sorted({path.stem for kind in (ADMITTED_SUFFIX, REVOKED_SUFFIX) for path in file.parent.glob(f"*{kind}")})
     if name not in sites:
-        raise ConfigError(f"there is no site {name}; sites: {', '.join(sites)}")
+        raise ConfigError(f"no site is called {name}; sites: {', '.join(sites)}")
     keys = _revoked_keys(server, name)
     if file.exists():
         keys = [*(key for key in keys if key != _line(file)), _line(file)]

@@ -56,7 +56,9 @@ Files = dict[str, str | bytes]
 def _plain(path: Path) -> Path:
     """Return a path, and raise if it has characters that units, reverse proxy or instructions would change."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
-        raise ValueError(f"must begin with / and have letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}")
+        raise ValueError(
+            f"must begin with / and contain only letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}"
+        )
     return path
 
 
@@ -96,7 +98,7 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
     """
     check_output_folder(out)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is there already. Its keys are kept: choose another --out, or delete it yourself")
+        raise ConfigError(f"{out} already exists and contains keys. Choose another --out, or delete it yourself")
     out.parent.mkdir(parents=True, exist_ok=True)
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     new.mkdir(mode=0o700)
@@ -133,16 +135,18 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
         ca = keys.Authority.load(regular(here / "ca.key").read_bytes(), regular(here / "ca.crt").read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"{here} has no authority ({error.strerror}). Put its folder there for this command"
+            f"{here} contains no certificate authority ({error.strerror}). Copy its folder there to use this command"
         ) from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise ConfigError(f"{here} has a damaged ca.key or ca.crt. Put its folder there for this command") from None
+        raise ConfigError(
+            f"{here} contains a damaged ca.key or ca.crt. Copy the authority's folder there to use this command"
+        ) from None
     server = folder / "server"
     host = _host_of(server / "server.toml") if host is None else host
     place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
     if left < days:
-        raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
+        raise ConfigError(f"the certificate of the authority expires in {left} days, so --days must be at most that")
     drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
     try:
         write_files(new, _certified(ca, place))
@@ -158,7 +162,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
 def _host_of(server_file: Path) -> str:
     if not server_file.exists():
-        raise ConfigError(f"{server_file} is not there to name the server's host. Say --host")
+        raise ConfigError(f"{server_file} does not exist, so the server's host is unknown. Give --host")
     return read_server(server_file).host
 
 

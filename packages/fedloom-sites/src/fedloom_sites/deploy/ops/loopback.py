@@ -49,7 +49,7 @@ class Loopback:
         self._server_file = self.folder / "server" / "server.toml"
         if not self._server_file.exists():
             raise ConfigError(
-                f"{folder} has no server/server.toml. Write it with 'fedloom deploy init EXPERIMENT.toml'"
+                f"{folder} contains no server/server.toml. Write it with 'fedloom deploy init EXPERIMENT.toml'"
             )
         agreed = read_server(self._server_file)
         self.sites: dict[str, Site] = {m.site: read_site(self.site_file(m.site)) for m in agreed.sites}
@@ -206,7 +206,9 @@ def check_certificate(server: Server) -> None:
     try:
         ssl.create_default_context(cafile=server.ca)
     except ssl.SSLError:
-        raise ConfigError(f"{server.ca} is not a certificate in PEM form; authority/ has another copy") from None
+        raise ConfigError(
+            f"{server.ca} is not a certificate in PEM form. The folder authority/ contains another copy"
+        ) from None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.certificate, server.key, lambda: "")
     except ssl.SSLError as error:

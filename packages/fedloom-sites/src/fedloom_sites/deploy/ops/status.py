@@ -49,7 +49,7 @@ def _fitting() -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise RunDirError(
-            f"the server's log and checkpoints do not fit together ({what}). Nothing was changed"
+            f"the server's log and checkpoints contradict each other ({what}). Nothing was changed"
         ) from None
 
 
@@ -70,7 +70,9 @@ def server_file(folder: Path) -> Path:
     """
     files = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
     if not files:
-        raise ConfigError(f"{folder} has no server.toml and no server/server.toml. Give the directory of a deployment")
+        raise ConfigError(
+            f"{folder} contains no server.toml and no server/server.toml. Give the directory of a deployment"
+        )
     return files[0]
 
 

@@ -131,7 +131,7 @@ def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
     state = rogue.sites[site.client].site.state
     answered, sent = list[str](), 0
     if _status_of(rogue, site.client, write_good_message(site, rogue)) != "ok":
-        raise Inapplicable(f"the site refuses good messages: {rogue.refused[-1]}")
+        raise Inapplicable(f"the site rejects valid messages: {rogue.refused[-1]}")
     before = _files_of(state)
     for message in write_bad_messages(site, rogue):
         sent += 1
@@ -359,7 +359,7 @@ def _table_of(site: RehearsedSite, suffix: str = ".csv") -> tuple[Path, dict[str
     source = dict(site.site.data)
     key = "path" if "path" in source else "source"
     if site.site.samples.table is None or not Path(str(source[key])).suffix:
-        raise Inapplicable("the site's data are no table in a file")
+        raise Inapplicable("the site's data are not a table in a file")
     path = site.folder / f"crafted{suffix}"
     return path, source | {key: str(path)}
 

@@ -66,7 +66,9 @@ def find_first_layer(job: Job, features: int) -> FirstLayer:
     after = [name for name in names[1:] if len(shapes[name]) == 2 and int(shapes[name][1]) == units]
     biases = [name for name in names[1:3] if tuple(shapes[name]) == (units,)]
     if len(first) != 2 or int(first[1]) != features or not after or not biases:
-        raise Inapplicable("the model does not begin with a hidden linear layer, from which this attack reads samples")
+        raise Inapplicable(
+            "the first layer of the model is not a hidden linear layer, and this attack reads samples from such a layer"
+        )
     return FirstLayer(names[0], biases[0], after[0], units)
 
 
@@ -75,7 +77,7 @@ def training_rows(client: Any, fed: Federation) -> Tensor:
     index = fed.indices("train", client)[:MOST_COMPARED]
     rows = fed.fetch(index)
     if not rows.is_floating_point():
-        raise Inapplicable("samples are texts")
+        raise Inapplicable("the samples are texts")
     return rows.reshape(len(index), -1).double()
 
 
@@ -137,7 +139,9 @@ def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
             if absolute(kind, field.numel(), job.oracle.layout.d) or kind.keeps:
                 break
             return field.reshape(-1)
-    raise Inapplicable(f"uploads of {type(job.algorithm).__name__} are no changes of the model, which are read here")
+    raise Inapplicable(
+        f"uploads of {type(job.algorithm).__name__} are not model updates, and this attack reads model updates"
+    )
 
 
 def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tensor | None:
@@ -262,7 +266,7 @@ def change_first_sample(site: RehearsedSite) -> Federation:
         changed = replace(fed, data=replace(fed.data, x=x))
         if site.copy(changed).figures == figures:
             return changed
-    raise Inapplicable("every other first sample changes a fact that the site publishes")
+    raise Inapplicable("each candidate for the first sample changes a fact that the site publishes")
 
 
 def compare_twins(site: RehearsedSite) -> AttackOutcome:
@@ -271,7 +275,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     All numbers except the masked numbers are compared.
     """
     if site.site.secure is None and not site.copy().trainer.private:
-        raise Inapplicable("the server gets this site's answers themselves, see the row on single uploads")
+        raise Inapplicable("the server receives the answers of this site directly, see the row on single uploads")
     twins = [site.copy(**BUDGET_SETTINGS), site.copy(change_first_sample(site), **BUDGET_SETTINGS)]
     rogues = [site.rogue(twin) for twin in twins]
     try:

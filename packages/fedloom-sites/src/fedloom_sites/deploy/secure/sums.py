@@ -171,7 +171,7 @@ class SecureSums:
             return None
         vectors: dict[int, tuple[bytes, Integers, bytes]] = {c: a for c, a in answers.items() if c not in accusations}
         if self._apart(terms, [*vectors]) != [*vectors]:
-            raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal what a single site sent")
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal the upload of a single site")
         self._check_summands(t, weights, vectors)
         self._check_leaving(terms, weights, vectors)
         total: Integers = np.sum([vector for _, vector, _ in vectors.values()], axis=0, dtype=np.uint64)
@@ -266,8 +266,9 @@ class SecureSums:
             if missing:
                 raise RunStopped(
                     Stop.TOO_FEW,
-                    f"round {terms.round}: a sum without {self._names(missing)} and that of round {before.round}, on "
-                    "the same models, would reveal what it sent. The run continues when it is back",
+                    f"round {terms.round}: a sum without {self._names(missing)} and the sum of round "
+                    f"{before.round}, on the same models, would together reveal the upload of that "
+                    "site. The run continues when the site is back",
                 )
             clients = [c for c in clients if c in before.clients]
         return [*clients]
@@ -285,8 +286,9 @@ class SecureSums:
             "stays out",
             terms.round,
             stays_out,
-            f"round {terms.round}: {self._names(stays_out)} has left the sums or returned {self._changes.limit} times, "
-            "and every further change would reveal one more difference (changes in the table secure)",
+            f"round {terms.round}: {self._names(stays_out)} has left the sums or returned "
+            f"{self._changes.limit} times, and every further change would reveal one more difference "
+            "(changes in the table secure)",
         )
         return [c for c in cohort if c not in stays_out]
 
@@ -357,7 +359,7 @@ class SecureSums:
             self._unmasked.keep(pending := pending._replace(total=total, told=True))
             return pending
         raise GivenUp(
-            f"round {t}: the sum was asked for in vain: {why}. A sum of other sites would reveal the difference",
+            f"round {t}: no sum was obtained: {why}. A sum of other sites would reveal the difference",
             pending.clients,
         )
 
@@ -390,7 +392,7 @@ class SecureSums:
             if is_new:
                 self._unmasked.keep(pending := pending._replace(attempts=0))
             return pending, counts
-        raise GivenUp(f"round {t}: the counters of the sum were asked for in vain: {why}", pending.clients)
+        raise GivenUp(f"round {t}: no counters of the sum were obtained: {why}", pending.clients)
 
     def _session_of(self, pending: PendingSum) -> secure.Session:
         """Rebuild the session of a requested sum."""
@@ -448,7 +450,7 @@ class SecureSums:
         self._out.add(client)
         name = self._names([client])
         self._transport.note(
-            "left out", t, [client], f"round {t}: {name} is left out until the server starts again: {why}"
+            "left out", t, [client], f"round {t}: {name} is excluded until the server starts again: {why}"
         )
 
     def _names(self, clients: Collection[int]) -> str:
@@ -464,7 +466,9 @@ class SecureSums:
         """
         count, threshold = len(clients), self._agreed.threshold
         if count < threshold:
-            raise RunStopped(Stop.TOO_FEW, f"round {t}: {count} sites would be summed, the threshold is {threshold}")
+            raise RunStopped(
+                Stop.TOO_FEW, f"round {t}: the sum would contain {count} sites, but the threshold is {threshold}"
+            )
         try:
             check_summands(weights, clients, threshold, self._agreed.max_share)
         except Broken as error:

@@ -114,7 +114,8 @@ class Transport:
             why = "".join(f"; {name}: {reason}" for name, reason in self.presence.reasons().items())
             rule = f"; {everyone} needs every site's number of samples when the run begins" if everyone else ""
             raise RunStopped(
-                Stop.TOO_FEW, f"{len(self.nodes)} of {need} sites are there, missing: {', '.join(missing)}{why}{rule}"
+                Stop.TOO_FEW,
+                f"{len(self.nodes)} of {need} sites are connected, missing: {', '.join(missing)}{why}{rule}",
             )
         self._say(f"fedloom: begins without {', '.join(missing)}")
 

@@ -98,8 +98,9 @@ class SiteState:
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
             raise Rewound(
-                f"round {current} was accepted here, the server names {accepted}, which is too far back to follow. The "
-                "site keeps its state and model: begin a new experiment, or put the server's checkpoints back"
+                f"this site accepted round {current}, but the server names {accepted}, which is too "
+                "far back. The site keeps its state and model. Start a new experiment, or restore "
+                "the server's checkpoints"
             )
         state = self.read(accepted) if accepted else None
         if accepted and state is None:
@@ -255,7 +256,9 @@ def models(state: Path) -> list[SiteModel]:
                 about = json.loads(file.metadata()["about"])
             newest.append(SiteModel(about["experiment"], about["client"], about["round"], about["kind"], path))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}). It is written anew after the next round") from error
+            raise CheckpointError(
+                f"{path} is damaged ({error}). The site writes it again after the next round"
+            ) from error
     return newest
 
 

@@ -63,8 +63,8 @@ class Pool(NamedTuple):
         if self.y is None:
             what = "has a label per position" if self.data.each else f"is a {self.data.task}"
             raise Refused(
-                f"{kind} splits by class, but {self.data.name} {what}. Use iid, quantity-skew, by-column, or natural "
-                "where the data have natural clients"
+                f"{kind} splits by class, but {self.data.name} {what}. Use iid, quantity-skew, "
+                "by-column, or natural if the data have natural clients"
             )
         return self.y
 
@@ -173,10 +173,13 @@ class Partition(Value):
         if self.test + self.validation >= 1:
             raise ValueError(f"test + validation must be < 1 to leave training data, got {self.test + self.validation}")
         if self.pool and self.test_from != "own":
-            raise ValueError(f"test_from = {self.test_from!r} needs the official test set, but pool = true mixes it in")
+            raise ValueError(
+                f"test_from = {self.test_from!r} needs the official test set, but pool = true adds it to "
+                "the training samples"
+            )
         if self.folds is not None and self.test_from != "own":
             raise ValueError(
-                f"folds cut the client's own samples, but test_from is {self.test_from!r}. Drop one of them"
+                f"folds split the client's own samples, but test_from is {self.test_from!r}. Leave one of them out"
             )
         return self
 
@@ -289,8 +292,8 @@ class Partition(Value):
         other = f"folds = {self.folds}" if self.folds is not None else f"test_from = {self.test_from!r}"
         if self.folds is not None or self.test_from != "own":
             raise PartitionError(
-                f"{self.kind}: {data.name} has marked its test rows (test_column or test_since), so {other} cannot "
-                "choose others. Leave one of them out"
+                f"{self.kind}: {data.name} marks its test rows (test_column or test_since), so "
+                f"{other} cannot choose others. Leave one of them out"
             )
 
     def _in_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
@@ -303,9 +306,9 @@ class Partition(Value):
             for name, value in lists.items():
                 if strange := value.index[~np.isin(value.index, pool.index)].tolist():
                     raise PartitionError(
-                        f"{self.kind}: {name} has rows that are not in pool.index, which has one row of every subject "
-                        f"(first: row {strange[0]}); deal entries of pool.index, or set by_row = True in the class to "
-                        "deal single rows"
+                        f"{self.kind}: {name} contains rows that are not in pool.index, which lists "
+                        f"one row of every subject (first: row {strange[0]}). Assign entries of "
+                        "pool.index, or set by_row = True in the class to assign single rows"
                     )
             every = self._dealt_from(data)
             draw = draw._replace(dealt=_whole(design, draw.dealt, every))
@@ -316,7 +319,7 @@ class Partition(Value):
         trains = np.bincount(owner[~design.tested[draw.dealt.index]], minlength=n) > 0
         if not trains.any():
             raise PartitionError(
-                f"{self.kind}: every row of {data.name} is marked for the test part; none is trained on"
+                f"{self.kind}: every row of {data.name} is marked as test row, so no training row is left"
             )
         return draw if trains.all() else draw.without_tested(trains)
 
@@ -339,31 +342,34 @@ class Partition(Value):
             sizes, what = data.design.counts(owners(draw.dealt), draw.dealt.index, n), "subjects"
         if len(sizes) == 0 or sizes.min() < self.min_size:
             who = f"client {sizes.argmin()} gets {sizes.min()} {what}" if len(sizes) else "there are no clients"
-            raise PartitionError(f"{self.kind}: {who} of {data.name}, min_size is {self.min_size}. Use fewer clients")
+            raise PartitionError(
+                f"{self.kind}: {who} of {data.name}, but min_size is {self.min_size}. Use fewer clients"
+            )
         looked_at = data.prepare is not None or len(data.classes) == 1
         if looked_at and len(sizes) > 1 and bool((data.y == data.y[0]).all()):
-            raise DataError(f"{data.name}: the target is the same in every row. Nothing can be learned from it")
+            raise DataError(f"{data.name}: the target is the same in every row. A model cannot learn from it")
         if self.test_from != "own" and data.test is None:
             raise PartitionError(
                 f"{self.kind}: test_from = {self.test_from!r}, but {data.name} has no official test set"
             )
         if self.test_from == "clients" and draw.test is None:
             raise PartitionError(
-                f"{self.kind}: test_from = 'clients' works with natural and by-column only. Use 'ratio'"
+                f"{self.kind}: test_from = 'clients' works only with natural and by-column. Use 'ratio'"
             )
         changes = any(change is not None for change in (draw.noise, draw.relabel, draw.views))
         if self.test_from != "own" and changes:
             raise Refused(
-                f"{self.kind}: changes a client's samples, official test samples would not fit. Use test_from = 'own'"
+                f"{self.kind}: changes a client's samples, so official test samples would not fit. "
+                "Use test_from = 'own'"
             )
         if draw.test is not None and (self.folds is not None or self.test_from == "ratio"):
             option = f"folds = {self.folds}" if self.folds is not None else "test_from = 'ratio'"
-            raise PartitionError(f"{self.kind}: gives the test parts itself, so {option} cannot. Leave it out")
+            raise PartitionError(f"{self.kind}: defines the test parts itself, so {option} has no effect. Leave it out")
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
             if draw.test is not None:
                 cure = "give every sample to one client, and to one part; a test set of all clients is Draw.common"
-            raise Refused(f"{self.kind}: overlapping clients would need two versions of one sample; {cure}")
+            raise Refused(f"{self.kind}: clients that share a sample would need two versions of it; {cure}")
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
         """Choose for every client `test_count` official test samples, with the label shares of its training part."""
@@ -377,8 +383,8 @@ class Partition(Value):
         if (wanted > held).any():
             c = int((wanted - held).max(0).argmax())
             raise PartitionError(
-                f"{self.kind}: test_count = {self.test_count} needs {wanted[:, c].max()} test samples of class "
-                f"{data.classes[c]!r}, {data.name} has {held[c]}. Lower test_count"
+                f"{self.kind}: test_count = {self.test_count} needs {wanted[:, c].max()} test samples "
+                f"of class {data.classes[c]!r}, but {data.name} has {held[c]}. Lower test_count"
             )
         return choose_each(lists, wanted, rng)
 
@@ -396,8 +402,9 @@ class Sized(Partition):
         """
         if self.clients * self.min_size > len(pool):
             raise PartitionError(
-                f"{self.kind}: {self.clients} clients of at least {self.min_size} samples, but {pool.data.name} has "
-                f"{len(pool)} to give. Use fewer clients or a smaller min_size"
+                f"{self.kind}: {self.clients} clients with at least {self.min_size} samples each need "
+                f"more than the {len(pool)} samples of {pool.data.name}. Use fewer clients or a "
+                "smaller min_size"
             )
 
 

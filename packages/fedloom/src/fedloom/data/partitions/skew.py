@@ -107,7 +107,7 @@ class Shards(Sized):
             sizes = even(len(pool), n * q)
         if sizes.min() == 0:
             raise PartitionError(
-                f"shards: {len(sizes)} shards of {len(pool)} samples leave some empty. Use fewer clients"
+                f"shards: {len(sizes)} shards are more than the {len(pool)} samples can fill. Use fewer clients"
             )
         taker = np.full(len(sizes), n)
         taker[rng.permutation(len(sizes))[: n * q]] = np.repeat(np.arange(n), q)
@@ -132,7 +132,8 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
     if (dealt > held).any():
         c = int((dealt - held).argmax())
         raise PartitionError(
-            f"shards: {dealt[c]} clients share {held[c]} samples of class {pool.data.classes[c]!r}. Use fewer clients"
+            f"shards: {dealt[c]} clients need samples of class {pool.data.classes[c]!r}, but there "
+            f"are only {held[c]}. Use fewer clients"
         )
     counts = np.zeros((n, len(lists)), np.int64)
     for c in np.flatnonzero(dealt).tolist():
@@ -177,8 +178,9 @@ class FemnistFedProx(Sized):
         if (wanted > held).any():
             c = int((wanted - held).argmax())
             raise PartitionError(
-                f"femnist-fedprox: {self.clients} clients ask for {wanted.sum()} samples, {wanted[c]} of class "
-                f"{pool.data.classes[c]!r}, but {pool.data.name} has {held[c]} of it to give. Lower clients or mean"
+                f"femnist-fedprox: {self.clients} clients need {wanted.sum()} samples, {wanted[c]} of "
+                f"them of class {pool.data.classes[c]!r}, but {pool.data.name} has only {held[c]}. "
+                "Lower clients or mean"
             )
         return Draw(deal(lists, counts), notes=notes)
 

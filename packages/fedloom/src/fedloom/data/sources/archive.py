@@ -87,8 +87,8 @@ class _Bounded(io.RawIOBase):
         self._start = now if math.isnan(self._start) else self._start
         if now - self._start > self._seconds:
             raise DataError(
-                f"{self._where}: not read to its end within {self._seconds:.0f} s, which is long for its packed size. "
-                "If the file is genuine, unpack it yourself and give the unpacked file"
+                f"{self._where}: reading took more than {self._seconds:.0f} s, which is long for its "
+                "packed size. If the file is genuine, unpack it yourself and give the unpacked file"
             )
         return count
 
@@ -113,8 +113,9 @@ def damaged(where: str, error: Exception) -> DataError:
 def bomb(where: str, size: int) -> DataError:
     """Return the error for a file that unpacks to far more bytes than expected."""
     return DataError(
-        f"{where}: unpacks to {size:,} bytes or more, too many for its packed size or beyond {MAX_UNPACKED_BYTES:,}. "
-        "If the file is genuine, unpack it yourself and give the unpacked file"
+        f"{where}: unpacks to {size:,} bytes or more, which is too much for its packed size or more "
+        f"than {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack it yourself and give the "
+        "unpacked file"
     )
 
 
@@ -168,7 +169,7 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
         size = path.stat().st_size
         file = path.open("rb")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}). Check the path and its rights") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}). Check the path and its permissions") from error
     with file:
         yield _unpacked(file, size, str(path))
 
@@ -298,7 +299,7 @@ def finished(entry: Entry) -> None:
         DataError: bytes remain.
     """
     if entry.stream.read(1):
-        raise DataError(f"{entry.where}: bytes left after the last declared record. The file contradicts its header")
+        raise DataError(f"{entry.where}: data follow the last declared record, so the file contradicts its header")
 
 
 class GrowingRows:

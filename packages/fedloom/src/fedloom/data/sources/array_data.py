@@ -95,8 +95,8 @@ def make_dataset(
         each, y = True, np.ascontiguousarray(y.reshape(len(y), -1)).astype(np.int64)
     elif y.ndim > 2:
         raise DataError(
-            f"{place}: y {y.shape} fits no image of x {x.shape}; masks are whole numbers [N, height, width] with the "
-            "size of the images, -1 where a pixel has no label"
+            f"{place}: y {y.shape} does not fit images of x {x.shape}. Masks are whole numbers [N, "
+            "height, width] with the size of the images, and -1 for pixels without a label"
         )
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 and not each else y
     problems = []
@@ -135,13 +135,16 @@ def make_dataset(
         shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
         refuse(
             place,
-            [f"the test set has classes that no training sample has: {shown}. Leave them out, or name all in classes"]
+            [
+                f"the test set contains classes that no training sample has: {shown}. Leave them out, or "
+                "list all classes in classes"
+            ]
             if new
             else [],
         )
     owners = None if users is None else plain(users, f"{name}: users")
     if owners is not None and owners.dtype.kind == "f" and np.isnan(owners).any():
-        raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no owner. Give every sample one")
+        raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no client. Give every sample one")
     levels, codes = (None, None) if owners is None else np.unique(owners, return_inverse=True)
     with naming_file_in_errors(Path(place)):
         return Dataset(
@@ -250,9 +253,8 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
             rows = int(beyond.reshape(len(x), -1).any(1).sum())
             more = f" ({rows} such rows)" if rows > 1 else ""
             raise DataError(
-                f"{place}: row {first + at[0]}{column}: expected a number of at most {MAX_NUMBER:.3g}, got "
-                f"{x[at]:g}{more}"
-                ". Repair it, or leave its row out"
+                f"{place}: row {first + at[0]}{column}: expected a number of at most "
+                f"{MAX_NUMBER:.3g}, got {x[at]:g}{more}. Repair it, or leave its row out"
             )
     return out
 
@@ -333,7 +335,7 @@ def _targets(
         names = classes or tuple(rows)
         code_of = {name: code for code, name in enumerate(names)}
         if odd := [str(level) for level in levels if str(level) not in code_of]:
-            raise DataError(f"{place}: y has {', '.join(map(repr, odd))}, the classes are {', '.join(names)}")
+            raise DataError(f"{place}: y contains {', '.join(map(repr, odd))}, but the classes are {', '.join(names)}")
         y, classes = np.array([code_of[str(level)] for level in levels])[codes], names
     whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
     if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all()):
@@ -348,9 +350,9 @@ def _targets(
     if task in ("classification", "binary") and not whole:
         raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
     if task == "regression" and y.dtype.kind == "U":
-        raise DataError(f"{place}: y holds text, which is no target of a regression. Leave task out")
+        raise DataError(f"{place}: y contains text, which cannot be the target of a regression. Leave task out")
     if (task == "regression" or not whole) and len(y) > 1 and bool((y == y[0]).all()):
-        raise DataError(f"{place}: the target is the same in every row. Nothing can be learned from it")
+        raise DataError(f"{place}: the target is the same in every row. A model cannot learn from it")
     if task == "regression" or not whole:
         return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
     names = classes or numbered(y, place)
@@ -368,16 +370,18 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
     if getattr(values, "is_meta", False):
         raise DataError(f"{name}: a tensor of the device meta has no values. Make it with device='cpu'")
     if hasattr(values, "toarray"):
-        raise ConfigError(f"{name}: {type(values).__name__} is sparse, which no model takes. Give x.toarray()")
+        raise ConfigError(f"{name}: {type(values).__name__} is sparse, but models need dense arrays. Give x.toarray()")
     try:
         array = as_array(values)
     except ValueError:
         raise DataError(
-            f"{name}: rows of different lengths make no array. Give every sample one size (pad tokens with 0 and their "
-            "labels with -1)"
+            f"{name}: rows have different lengths. Give every sample one size (pad tokens with 0 and "
+            "their labels with -1)"
         ) from None
     if array.dtype.names:
-        raise DataError(f"{name}: a structured array, with {', '.join(array.dtype.names)}. Give pandas.DataFrame(x)")
+        raise DataError(
+            f"{name}: is a structured array with the fields {', '.join(array.dtype.names)}. Give pandas.DataFrame(x)"
+        )
     if array.dtype == object and not mixed:
         cells = array.ravel().tolist()
         kinds = str if isinstance(cells[0] if cells else "", str) else (int, float, np.number, np.bool_)
@@ -385,7 +389,7 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
             if not isinstance(cell, kinds):
                 cure = ". Give y[:].astype(str)" if isinstance(cell, bytes) else ""
                 raise DataError(
-                    f"{name}: value {k} is {cell!r:.60}; expected numbers only, or text only, none missing{cure}"
+                    f"{name}: value {k} is {cell!r:.60}. Give only numbers or only text, without missing values{cure}"
                 )
         array = np.array(cells).reshape(array.shape)
     return array

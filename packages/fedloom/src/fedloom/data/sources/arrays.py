@@ -78,8 +78,9 @@ class Npy(_Arrays):
         users = next((_mapped(file) for key in CLIENT_KEYS if (file := place / f"{key}.npy").exists()), None)
         if x.dtype not in (np.uint8, np.float32) or not x.flags.c_contiguous:
             raise DataError(
-                f"{place / 'x.npy'}: holds {x.dtype} in {'C' if x.flags.c_contiguous else 'Fortran'} order; to stay on "
-                "disk it must be uint8 or float32 in C order: save it so"
+                f"{place / 'x.npy'}: contains {x.dtype} in "
+                f"{'C' if x.flags.c_contiguous else 'Fortran'} order, but an array that stays on disk "
+                "must be uint8 or float32 in C order. Save it in this form"
             )
         options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
         options |= {"layout": self.layout}
@@ -122,8 +123,8 @@ class Npz(_Arrays):
         unread = [key for key in headers if key not in (*keys, *CLIENT_KEYS, *SAMPLE_ROLES)]
         if tests := [key for key in unread if "test" in key.lower().split("_")]:
             raise DataError(
-                f"{place}: {tests[0]} beside {x_key} and {y_key} would not be read. Name the arrays {x_key}_train, "
-                f"{y_key}_train, {x_key}_test and {y_key}_test"
+                f"{place}: fedloom would ignore {tests[0]} beside {x_key} and {y_key}. Name the "
+                f"arrays {x_key}_train, {y_key}_train, {x_key}_test and {y_key}_test"
             )
         sides = [(x_key, y_key)] + ([(x_test, y_test)] if x_test in headers and y_test in headers else [])
         x_keys, y_keys = ([side[k] for side in sides] for k in (0, 1))
@@ -214,10 +215,11 @@ def _header(entry: Entry) -> _Header:
         raise DataError(f"{entry.where}: not an array written by numpy ({error}). Save it again") from error
     if header.dtype.hasobject or header.dtype.kind not in "uifbUS":
         raise DataError(
-            f"{entry.where}: holds {header.dtype} (a pickle), allowed are numbers. Save it with a number type"
+            f"{entry.where}: contains {header.dtype} (a pickle), but only numbers are allowed. Save "
+            "it with a number type"
         )
     if any(length < 0 for length in header.shape):
-        raise DataError(f"{entry.where}: shape {header.shape} cannot be. The file is damaged, save it again")
+        raise DataError(f"{entry.where}: shape {header.shape} is impossible. The file is damaged, save it again")
     check_size(entry.where, math.prod(header.shape) * header.dtype.itemsize, entry.packed)
     return header
 
@@ -233,11 +235,11 @@ def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> t
     for key in keys:
         if headers[key].shape[1:] != first.shape[1:] or headers[key].dtype != first.dtype or not first.shape:
             raise DataError(
-                f"{place}: {keys[0]} is {first.dtype} {first.shape}, {key} is {headers[key].shape}. No match"
+                f"{place}: {keys[0]} is {first.dtype} {first.shape}, but {key} is {headers[key].shape}. They must match"
             )
     if first.dtype.kind in "US" and keys[0] not in (*CLIENT_KEYS, "subject", "strata"):
         raise DataError(
-            f"{place}: {keys[0]} holds text ({first.dtype}), allowed are numbers. Number the classes from 0"
+            f"{place}: {keys[0]} contains text ({first.dtype}), but only numbers are allowed. Number the classes from 0"
         )
     return (sum(headers[key].shape[0] for key in keys), *first.shape[1:]), first.dtype
 

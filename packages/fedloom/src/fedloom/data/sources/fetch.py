@@ -142,7 +142,7 @@ def fetch(
     root = environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
         raise ConfigError(
-            f"{name}: say where data sets are kept: set {DATA_FOLDER_VARIABLE}, or give data_dir (--data-dir)"
+            f"{name}: the folder of data sets is unknown. Set {DATA_FOLDER_VARIABLE}, or give data_dir (--data-dir)"
         )
     remote = REMOTE_SETS[name]
     place = check_output_folder(Path(root).expanduser() / remote.folder)
@@ -158,7 +158,7 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
     path = place / file
     if path.exists() and not pooch.hashes.hash_matches(path, digest):
         raise ConfigError(
-            f"{path} is there already with another digest than {digest[:19]}.... Move it, then fetch again"
+            f"{path} already exists and has another digest than {digest[:19]}.... Move it, then fetch again"
         )
     pooch.get_logger().setLevel("ERROR")
     failures = []
@@ -174,6 +174,6 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
         except OSError as error:
             raise DataError(f"{name}: {place / file} cannot be written: {error}") from error
     raise DataError(
-        f"{name}: {file} was not fetched ({'; '.join(failures)}); is this machine offline? Put the original file into "
-        f"{place} by hand"
+        f"{name}: {file} was not fetched ({'; '.join(failures)}). Is this machine offline? Put the "
+        f"original file into {place} by hand"
     )

@@ -66,13 +66,15 @@ class _Pictures:
 
     def _check(self, entry: Entry, size: tuple[int, int]) -> None:
         if max(size) > SIDE_LIMIT:
-            raise DataError(f"{entry.where}: declares {size[0]}x{size[1]} pixels, at most {SIDE_LIMIT} a side are read")
+            raise DataError(
+                f"{entry.where}: declares {size[0]}x{size[1]} pixels, but images may have at most {SIDE_LIMIT} per side"
+            )
         if self._side is None:
             self.size = self.size or size
             if size != self.size:
                 raise DataError(
-                    f"{entry.where}: image of {size[0]}x{size[1]}, the others are {self.size[0]}x{self.size[1]}. "
-                    "Give side to resize all of them"
+                    f"{entry.where}: image of {size[0]}x{size[1]}, but the others are "
+                    f"{self.size[0]}x{self.size[1]}. Give side to resize all of them"
                 )
             self._pixels, self._packed = self._pixels + size[0] * size[1], self._packed + entry.packed
             check_size(entry.where, self._pixels, self._packed)
@@ -105,12 +107,12 @@ def _read(
         labels.append(label)
         in_test.append(side_of(path))
     if not labels:
-        raise DataError(f"{name}: no image in {place}; expected one folder of images per class")
+        raise DataError(f"{name}: no image in {place}, expected one folder of images per class")
     classes = tuple(sorted(set(labels)))
     unseen = set(classes) - {label for label, held in zip(labels, in_test, strict=True) if not held}
     if unseen and not all(in_test):
         raise DataError(
-            f"{name}: unknown label {min(unseen)!r} in the test images of {place}, no training image has it"
+            f"{name}: unknown label {min(unseen)!r} in the test images of {place}, because no training image has it"
         )
     code = {label: i for i, label in enumerate(classes)}
     test = torch.tensor(in_test).nonzero().flatten()

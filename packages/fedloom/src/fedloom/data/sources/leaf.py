@@ -54,7 +54,7 @@ class Collector:
             if len(fields) < len(pairs):
                 key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
                 what = "user" if isinstance(fields[key], dict) else "key"
-                raise DataError(f"{where}: {what} {key!r} comes twice (also in {where}). Every {what} may come once")
+                raise DataError(f"{where}: {what} {key!r} occurs twice (also in {where}). Every {what} may occur once")
             if isinstance(fields.get("x"), list):
                 fields["x"] = self._features(fields["x"])
             return fields
@@ -71,18 +71,18 @@ class Collector:
         document: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
         declared, data, sizes = (document.get(key) for key in ("users", "user_data", "num_samples"))
         if not (isinstance(declared, list) and all(isinstance(u, str) for u in declared)) or not isinstance(data, dict):
-            raise DataError(f"{where}: no list of users or no user_data; not a LEAF file")
+            raise DataError(f"{where}: no list of users or no user_data. This is not a LEAF file")
         held = {user: self._user(samples, user, in_test, where) for user, samples in data.items()}
         if not held:
-            raise DataError(f"{where}: no list of users or no user_data; not a LEAF file")
+            raise DataError(f"{where}: no list of users or no user_data. This is not a LEAF file")
         if len(set(declared)) != len(declared):
             twice = next(user for user in declared if declared.count(user) > 1)
-            raise DataError(f"{where}: user {twice!r} is listed twice. Every user may come once")
+            raise DataError(f"{where}: user {twice!r} is listed twice. Every user may occur once")
         if set(declared) != set(held):
             odd = min(set(declared) ^ set(held))
             raise DataError(f"{where}: user {odd!r} is in only one of users and user_data. Fetch the file again")
         if sizes is not None and sizes != [held[user] for user in declared]:
-            raise DataError(f"{where}: num_samples is not what user_data holds. Fetch the file again")
+            raise DataError(f"{where}: num_samples contradicts user_data. Fetch the file again")
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
         """Return samples as ``[n, width]`` in their storage type, or a description of the fault."""
@@ -108,7 +108,7 @@ class Collector:
     def _user(self, entry: object, user: str, in_test: bool, where: str) -> int:
         if (user, in_test) in self._file_of:
             other = self._file_of[user, in_test]
-            raise DataError(f"{where}: user {user!r} comes twice (also in {other}). Every user may come once")
+            raise DataError(f"{where}: user {user!r} occurs twice (also in {other}). Every user may occur once")
         self._file_of[user, in_test] = where
         x, listed = (entry.get(key, []) if isinstance(entry, dict) else [] for key in ("x", "y"))
         if isinstance(x, str):
@@ -127,14 +127,13 @@ class Collector:
             shape = self._options.shape
             if shape is not None and math.prod(shape) != x.shape[1]:
                 raise DataError(
-                    f"{where}: samples of {x.shape[1]} values cannot have the shape {shape}; not the data set that was "
-                    "asked for"
+                    f"{where}: samples of {x.shape[1]} values cannot have the shape {shape}. This is another data set"
                 )
             self.x = GrowingRows(x.shape[1:], x.dtype.type)
         if x.shape[1:] != self.x.shape:
             raise DataError(
-                f"{where}: user {user!r} has a sample of {x.shape[1]} values, the others have {self.x.shape[0]}. "
-                "All samples need one size"
+                f"{where}: user {user!r} has a sample of {x.shape[1]} values, but the others have "
+                f"{self.x.shape[0]}. All samples need one size"
             )
         held = len(y)
         if self._kept is not None:
@@ -152,14 +151,14 @@ class Collector:
         count = self._options.classes or MOST_CLASSES
         if (y != np.floor(y)).any():
             raise DataError(
-                f"{where}: user {user!r} has labels that are not whole numbers. Set task = 'regression' if they "
-                "are measurements"
+                f"{where}: user {user!r} has labels that are not whole numbers. Set task = "
+                "'regression' if they are measurements"
             )
         if ((y < 0) | (y >= count)).any():
             bad = y[((y < 0) | (y >= count)).argmax()]
             raise DataError(
-                f"{where}: user {user!r} has the unknown label {bad:g}, allowed 0..{count - 1}. Repair the file, "
-                "or set task = 'regression' if labels are measurements"
+                f"{where}: user {user!r} has the unknown label {bad:g}, labels must be from 0 to "
+                f"{count - 1}. Repair the file, or set task = 'regression' if labels are measurements"
             )
 
 
@@ -290,7 +289,7 @@ def collect(place: Path, inside: str, collector: Collector) -> Collected:
         collector.file(entry, any(TEST_NAME_PATTERN.search(part) for part in (*path.parts[-2:-1], path.stem)))
     if collector.x is None or not collector.counts:
         where = f"{place}/{inside}" if inside else str(place)
-        raise NoSamples(f"LEAF: no sample in {where}; expected JSON files with users and user_data")
+        raise NoSamples(f"LEAF: no sample in {where}, expected JSON files with users and user_data")
     counts = torch.tensor(collector.counts)
     users = torch.tensor(collector.user).repeat_interleave(counts)
     in_test = torch.tensor(collector.in_test).repeat_interleave(counts)

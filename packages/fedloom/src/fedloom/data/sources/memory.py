@@ -64,7 +64,9 @@ def as_dataset(
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
-            raise ConfigError(f"{obj.name}: is a Dataset already. Give target, task, test and options when it is made")
+            raise ConfigError(
+                f"{obj.name}: is already a Dataset. Give target, task, test and options when you create it"
+            )
         return obj
     if isinstance(obj, Mapping) and "train" in obj:
         sides = [obj["train"], *([obj["test"]] if test is None and "test" in obj else [])]
@@ -77,8 +79,8 @@ def as_dataset(
     if is_frame(first):
         if len(sides) > 1:
             raise ConfigError(
-                f"{name}: a table has no separate test set, its scaling is fitted per client. Join both, with a column "
-                "that marks test rows, and name it in test_column"
+                f"{name}: a table cannot have a separate test set, because its scaling is fitted per "
+                "client. Join both, add a column that marks test rows, and name it in test_column"
             )
         return _table(first, target, task, name, options)
     allowed = ("classes", "mean", "std", "clients", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)
@@ -136,11 +138,13 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         label = getattr(target, "name", None)
         label = label if isinstance(label, str) else "target"
         if label in obj.columns and not np.array_equal(obj[label].astype(object), np.asarray(target, object)):
-            raise ConfigError(f"{name}: a column of the table is named {label!r} too, and differs. Rename one")
+            raise ConfigError(
+                f"{name}: a column of the table is also called {label!r}, and its values differ. Rename one"
+            )
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
-        raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {shown:.60}")
+        raise ConfigError(f"{name}: target must be the name of a column or the targets themselves, got {shown:.60}")
     names = frame_names(obj)
     target = next((n for n in TARGET_NAMES if n in names), names[-1]) if target is None else target
     target = str(target)
@@ -181,8 +185,9 @@ class HubData(Source):
             splits: Any = datasets.load_dataset(self.name, self.config)
         except Exception as error:  # the library raises its own, urllib's and httpx's errors
             raise DataError(
-                f"hub:{self.name}: cannot be had ({type(error).__name__}: {error}). Check name and connection, or "
-                "run this once where there is one (the library keeps data sets in ~/.cache/huggingface)"
+                f"hub:{self.name}: cannot be loaded ({type(error).__name__}: {error}). Check the name "
+                "and the connection, or load it once on a machine with a connection (the library "
+                "keeps data sets in ~/.cache/huggingface)"
             ) from error
         if self.train not in splits:
             raise DataError(f"hub:{self.name}: no split {self.train!r}; {nearest(self.train, splits)}")

@@ -78,7 +78,7 @@ class Texts(FileSource):
         place = locate("texts", self.path, data_dir, ("texts",), lambda p: True)
         kind = detect(place)
         if not issubclass(kind, TableSource):
-            raise DataError(f"{place}: is no table; texts need a CSV or Parquet file with a column of them")
+            raise DataError(f"{place}: is not a table. Texts need a CSV or Parquet file with a column of texts")
         table = kind(path=str(place), **({"separator": self.separator} if kind is Csv else {}))
         with table.open() as raw:
             last = next(reversed(raw.names), None)
@@ -88,7 +88,8 @@ class Texts(FileSource):
                 raise ConfigError(f"{place}: no column {absent[0]!r}; {nearest(absent[0], raw.names)}")
             if self.text in roles or len(set(roles)) < len(roles):
                 raise ConfigError(
-                    f"{place}: text, target and client_column must be three columns, got {[self.text, *roles]}"
+                    f"{place}: text, target and client_column must be three different columns, got "
+                    f"{[self.text, *roles]}"
                 )
             texts, coded = [], {c: Codes() for c in roles}
             for start, column, cells in raw.cells:
@@ -102,7 +103,7 @@ class Texts(FileSource):
                     coded[column].add(cells, empty)
             refuse(raw.problems.where, raw.problems.sentences())
         if not texts:
-            raise NoSamples(f"{place}: no rows below the header; an empty table")
+            raise NoSamples(f"{place}: no rows below the header, so the table is empty")
         coded_columns = [codes.done() for codes in coded.values()]
         return texts, [(torch.from_numpy(code).long(), names) for code, names in coded_columns], str(place)
 
@@ -210,7 +211,9 @@ class Docstrings(Source):
         whole = _texts()
         texts = {name: text[: self.max_characters] for name, text in whole.items() if len(text) >= self.min_characters}
         if not texts:
-            raise NoSamples(f"docstrings: no module has {self.min_characters} characters of them. Lower least")
+            raise NoSamples(
+                f"docstrings: no module has {self.min_characters} characters of docstrings. Lower min_characters"
+            )
         vocabulary = vocabulary_of(whole.values(), "character", least=MIN_CHARACTER_COUNT)
         names = [n for k, n in enumerate(texts) if self.modules == "all" or k % 2 == (self.modules == "odd")]
         parts = [windows(texts[name], vocabulary, self.length) for name in names]
@@ -248,7 +251,7 @@ def _texts() -> dict[str, str]:
     """Return the docstrings of every single-file module of the standard library, by module name."""
     files = [file for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if file.name[0] != "_"]
     if not files:
-        raise DataError("docstrings: this Python comes without the source of its standard library. Use another source")
+        raise DataError("docstrings: this Python has no source of its standard library. Use another source")
     return {file.stem: _docstrings(file) for file in files}
 
 

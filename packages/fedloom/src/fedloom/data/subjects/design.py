@@ -162,7 +162,9 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
         if value.shape != (rows,):
             raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples. Give one value per sample")
         if value.dtype == object and any(v is None or v != v for v in value.tolist()):
-            raise DataError(f"{place}: {name} is missing for some samples. Give one for each, or leave them out")
+            raise DataError(
+                f"{place}: {name} is missing for some samples. Give a value for each sample, or leave those samples out"
+            )
     design = dict[str, Tensor]()
     for name in ("subject", "strata"):
         if name in arrays:

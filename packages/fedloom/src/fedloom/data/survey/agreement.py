@@ -44,9 +44,9 @@ class AgreedColumn(Value):
         if disguised := direction_in(self.name, *self.levels):
             raise ValueError(disguised)
         if len(set(self.levels)) < len(self.levels):
-            raise ValueError("levels: every level once")
+            raise ValueError("levels: every level may occur only once")
         if self.range is not None and not self.range[0] < self.range[1]:
-            raise ValueError(f"range must rise, got {self.range[0]:g} to {self.range[1]:g}")
+            raise ValueError(f"range must increase, got {self.range[0]:g} to {self.range[1]:g}")
         return self
 
     @property
@@ -105,18 +105,18 @@ class Agreement(Value):
         if disguised := direction_in(self.target or "", self.event or "", *self.classes):
             raise ValueError(disguised)
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"column: two of them are called {twice[0]!r}")
+            raise ValueError(f"column: two columns are called {twice[0]!r}")
         roles = ("target", "event", "subject", "order", "test_column")
         for what, name in ((role, getattr(self, role)) for role in roles):
             if name in names:
-                raise ValueError(f"column: {name!r} is the {what}, it cannot be a feature")
+                raise ValueError(f"column: {name!r} is the {what}, so it cannot be a feature")
         if all(column.scoring for column in self.column):
-            raise ValueError("column: at least one must be a feature, without scoring = true")
+            raise ValueError("column: at least one column must be a feature, without scoring = true")
         if self.target_range is not None and not self.target_range[0] < self.target_range[1]:
-            raise ValueError(f"target_range must rise, got {self.target_range[0]:g} to {self.target_range[1]:g}")
+            raise ValueError(f"target_range must increase, got {self.target_range[0]:g} to {self.target_range[1]:g}")
         least = 2 if self.task in CLASS_TASKS else 0
         if len(self.classes) < least or (self.task != "classification" and len(self.classes) != least):
-            raise ValueError(f"classes: {self.task} with {len(self.classes)} of them")
+            raise ValueError(f"classes: a {self.task} cannot have {len(self.classes)} classes")
         return self
 
     @classmethod
@@ -171,7 +171,7 @@ class Agreement(Value):
             elif len(common) > 1 and 2 * sum(rows[level] for level in common) >= sum(rows.values()):
                 kept.append(column.with_(levels=common, missing=True))
         if not any(not column.scoring for column in kept):
-            raise ConfigError(f"every column has levels of fewer than {self.level_rows} rows only. Group them first")
+            raise ConfigError(f"every level of every column has fewer than {self.level_rows} rows. Group levels first")
         return self.with_(column=tuple(kept))
 
     def text(self) -> str:

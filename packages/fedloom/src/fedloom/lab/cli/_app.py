@@ -87,11 +87,11 @@ class Words(TyperGroup):
             empty = word == "" or (word.startswith("--") and word.find("=") == len(word) - 1)
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
                 place = f" after {args[k - 1]}" if k and word == "" else f": {word}" if word else ""
-                _refuse(f"an empty word{place}; is a variable of the shell not set? give a value, or leave it out")
+                _refuse(f"an empty word{place}. Is a shell variable not set? Give a value, or leave it out")
             try:
                 word.encode()
             except UnicodeEncodeError:
-                _refuse(f"{word!a} is not text in UTF-8. Use a name that is")
+                _refuse(f"{word!a} is not text in UTF-8. Use another name")
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -209,7 +209,7 @@ def worker_count(text: str) -> int | str:
         ConfigError: the text is neither.
     """
     if text != "auto" and not (text.isdecimal() and int(text) > 0):
-        raise ConfigError(f"--workers must be a number from 1 or 'auto', got {text!r}")
+        raise ConfigError(f"--workers must be 'auto' or a number of at least 1, got {text!r}")
     return text if text == "auto" else int(text)
 
 

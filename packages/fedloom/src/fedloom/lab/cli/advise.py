@@ -60,7 +60,7 @@ def advise(
         from fedloom.values import table
 
         if budget is not None and not 0 < budget < float("inf"):
-            raise ConfigError(f"--budget must be a number above 0, got {budget}")
+            raise ConfigError(f"--budget must be a number greater than 0, got {budget}")
         document = read_toml(file, "experiment file")
         check_document(document, file, trust=trust)
         if count is not None:

@@ -237,8 +237,8 @@ def adapt(
         if "personal" not in chosen.models.kinds():
             able = [r.method for r in opened.runs(seed=chosen.seed) if "personal" in r.models.kinds()]
             raise ConfigError(
-                f"{chosen.method} has no personal models: every client uses its global model; "
-                f"methods with personal models: {', '.join(able) or 'none'}"
+                f"{chosen.method} has no personal models: every client uses its global model. Methods "
+                f"with personal models: {', '.join(able) or 'none'}"
             )
         adapted_model = chosen.models.adapt(
             opened.read(data, data_dir), rounds=rounds, epochs=epochs, steps=steps, lr=lr, holdout=holdout
@@ -310,5 +310,5 @@ def _one(opened: RunDirectory, method: str | None, seed: int | None) -> Recorded
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:
-        raise ConfigError(f"which method? give --method: {', '.join(methods)}")
+        raise ConfigError(f"the run has several methods. Give --method: {', '.join(methods)}")
     return runs[0]

@@ -57,7 +57,7 @@ def watch(
             from fedloom.lab.printing import print_rows
 
             if not (run / "experiment.toml").is_file():
-                raise RunDirError(f"{run} is no run directory. Give the --out of 'fedloom run'")
+                raise RunDirError(f"{run} is not a run directory. Give the --out of 'fedloom run'")
             print_rows(list_status(run))
             return
         page = Page(run, every)
@@ -89,11 +89,13 @@ class Page:
     def __init__(self, folder: Path, every: int) -> None:
         self._folder, self._every = folder, every
         if not folder.is_dir():
-            raise RunDirError(f"{folder} is not a directory. Give the --out of 'fedloom run', or a deployment's")
+            raise RunDirError(
+                f"{folder} is not a directory. Give the --out of 'fedloom run', or the directory of a deployment"
+            )
         if not (folder / "experiment.toml").is_file():
             places = [entry.load() for entry in entry_points(group="fedloom.results")]
             if not places:
-                raise RunDirError(f"{folder} is no run directory. Give the --out of 'fedloom run'")
+                raise RunDirError(f"{folder} is not a run directory. Give the --out of 'fedloom run'")
             self._folder = places[0](folder)
         self._draft = tempfile.TemporaryDirectory(prefix="fedloom-watch-")
         self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE

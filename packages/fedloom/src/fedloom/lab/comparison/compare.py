@@ -151,7 +151,7 @@ def compare(
     if not isinstance(tune, int | Mapping | None):
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
     if join and folder is None:
-        raise ConfigError("compare: join shares the runs of a folder. Give a folder that all processes have")
+        raise ConfigError("compare: join needs a folder to share the runs. Give a folder that all processes can use")
     if not all(map(callable, callbacks)):
         raise ConfigError(f"compare: callbacks must be a list of functions of an event, got {callbacks!r:.80}")
     if track is not None:

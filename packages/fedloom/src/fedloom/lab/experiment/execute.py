@@ -217,7 +217,7 @@ class Plan:
         """Raise if no executor can run the experiment, before any work."""
         check_executor(executor)
         if join or self.ranks.size > 1:
-            raise ConfigError("an executor starts the work itself: leave join and torchrun out")
+            raise ConfigError("an executor starts the work itself. Leave join and torchrun out")
         self._luggage()
 
     def _luggage(self) -> Luggage:
@@ -248,10 +248,11 @@ class Plan:
         The processes share the runs, the further runs of analyses, and the final files.
         """
         if self.ranks.size > 1:
-            raise ConfigError("a process that joins takes whole runs, but torchrun's ranks compute one together")
+            raise ConfigError("a process that joins computes whole runs, but torchrun's ranks compute one run together")
         if self._directory.force:
             raise ConfigError(
-                f"a process that joins cannot forget what others do, as --force would. Delete {self.out} first"
+                "a process that joins cannot start anew with --force, because other processes use "
+                f"the results. Delete {self.out} first"
             )
         session, line, ended = JoinedWork(self.out), EventQueue(), set[tuple[str, int]]()
         workers = None if self.share.runs == 1 else self.share.workers

@@ -61,7 +61,7 @@ class RecordedData(Source):
     """Data of a finished run, which may have been moved."""
 
     def load(self, data_dir: object = None) -> Dataset:
-        raise DataError("the data of a finished run are not looked for. Read them with the source that they came from")
+        raise DataError("fedloom does not read the data of a finished run. Read them with their source")
 
 
 class RunDirectory:
@@ -93,19 +93,19 @@ class RunDirectory:
             summary = read_summary(self.path / SUMMARY_FILE)
             self._runs = {(record.method, record.seed): record for record in summary.runs}
         except OSError:
-            raise RunDirError(f"{path} has no summary.json yet. Let 'fedloom run' finish first") from None
+            raise RunDirError(f"{path} contains no summary.json yet. Let 'fedloom run' finish first") from None
         except RunDirError:
             raise
         except ConfigError as error:
             raise RunDirError(f"{path} is damaged: {error}") from None
         if not self._runs:
-            raise RunDirError(f"{path} holds no run yet. Let 'fedloom run' finish first")
+            raise RunDirError(f"{path} contains no run yet. Let 'fedloom run' finish first")
         if model is None:
             return
         if describe_model(model) is None:
-            raise ConfigError(f"open_run: model must be an nn.Module or what makes one, got {model!r:.80}")
+            raise ConfigError(f"open_run: model must be an nn.Module or a function that makes one, got {model!r:.80}")
         if not any(_has_unnamed_model(table) for table in (self._document, *self._methods)):
-            raise ConfigError(f"{settings} names the models of its runs. Leave model out")
+            raise ConfigError(f"{settings} already names the models of its runs. Leave model out")
 
     def __iter__(self) -> Iterator[RecordedRun]:
         return (self[key] for key in self._runs)
@@ -118,11 +118,11 @@ class RunDirectory:
         if not isinstance(pair, tuple) or len(pair) != 2:
             label, seed = next(iter(self._runs))
             raise ConfigError(
-                f"{self.path}: a run is known by its method and seed, as in [{label!r}, {seed}], got {key!r:.80}"
+                f"{self.path}: a run is identified by its method and seed, as in [{label!r}, {seed}], got {key!r:.80}"
             )
         if key not in self._runs:
             runs = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
-            raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}. It has {runs}")
+            raise ConfigError(f"{self.path} contains no run of {key[0]!r} with seed {key[1]}. Its runs: {runs}")
         run = self._runs[key]
         return RecordedRun(*key, run.status, run.reason, run.rounds, self.table, partial(self.saved_models, *key))
 
@@ -134,9 +134,9 @@ class RunDirectory:
         """
         methods, seeds = ({key[k] for key in self._runs} for k in (0, 1))
         if method is not None and method not in methods:
-            raise ConfigError(f"{self.path} has no method {method!r}; {nearest(method, map(str, methods))}")
+            raise ConfigError(f"{self.path} contains no method {method!r}; {nearest(method, map(str, methods))}")
         if seed is not None and seed not in seeds:
-            raise ConfigError(f"{self.path} has no seed {seed}. It has {', '.join(map(str, sorted(seeds)))}")
+            raise ConfigError(f"{self.path} contains no seed {seed}. Its seeds: {', '.join(map(str, sorted(seeds)))}")
         return [run for run in self if method in (None, run.method) and seed in (None, run.seed)]
 
     @cached_property
@@ -150,7 +150,7 @@ class RunDirectory:
             RunDirError: the file is missing or damaged.
         """
         if not (self.path / METRICS_FILE).is_file():
-            raise RunDirError(f"{self.path} has no metrics.parquet. Run the experiment again to write it")
+            raise RunDirError(f"{self.path} contains no metrics.parquet. Run the experiment again to write it")
         return self._table
 
     @cached_property
@@ -187,9 +187,9 @@ class RunDirectory:
         name = tables[0].get("algorithm") if tables else None
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
-                f"{self.path / SETTINGS_FILE}: no name or import path leads to the method of {label!r} ({name}); "
-                "in Python, "
-                "the same call of fl.compare with this folder has its models, and runs nothing again"
+                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) cannot be found by a "
+                "name or import path. In Python, the same call of fl.compare with this folder "
+                "returns its models, and runs nothing again"
             )
         return self._experiment(tables).methods[0].setting
 

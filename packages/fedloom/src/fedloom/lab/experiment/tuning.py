@@ -23,7 +23,7 @@ class Range(Value):
     @model_validator(mode="after")
     def _ordered(self) -> Range:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise ValueError(f"low must be below high, got {self.low} and {self.high}")
+            raise ValueError(f"low must be less than high, got {self.low} and {self.high}")
         if self.log and self.low <= 0:
             raise ValueError(f"a logarithmic range needs low > 0, got {self.low}")
         return self

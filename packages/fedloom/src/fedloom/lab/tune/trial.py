@@ -194,7 +194,7 @@ def scored_models(
     metric_name = leading(names, "settings") if metric is None else metric
     if metric_name not in names:
         allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
-        raise ConfigError(f"[tune] metric is {metric_name!r}; on this data it can be: {allowed}")
+        raise ConfigError(f"[tune] metric is {metric_name!r}, but for this data it can be: {allowed}")
     return models, metric_name, facts(metric_name).higher
 
 

@@ -195,13 +195,14 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     if untrained:
         raise ConfigError(
             f"task: loss {name!r} is computed from tensors that no client trains, of shape "
-            f"{', '.join(map(str, untrained[:4]))}; detach() them, or make them parameters of the model (a penalty on "
-            "those of the model is local.weight_decay)"
+            f"{', '.join(map(str, untrained[:4]))}. Call detach() on them, or make them parameters of "
+            "the model (for a penalty on parameters, use local.weight_decay)"
         )
     if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _tells_pairs(task.objective.loss, outputs, y):
         raise ConfigError(
-            f"task: loss {name!r} is the same whichever output a target belongs to, as where outputs "
-            f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}",
+            f"task: loss {name!r} does not depend on which output belongs to which target, for "
+            f"example because outputs {[*outputs.shape]} and targets {[*y.shape]} broadcast to "
+            f"{[len(y), len(y)]}",
             rule="loss-broadcasts",
             fix="give outputs and targets the same shape in {task.loss}",
         )

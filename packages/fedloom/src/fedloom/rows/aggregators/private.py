@@ -43,7 +43,9 @@ class PrivateMean(Aggregator):
         if self.delta is not None and self.sigma == 0:
             raise ValueError("delta needs noise: sigma must be greater than 0")
         if self.pre:
-            raise ValueError("private-mean bounds every client by itself; pre would mix them before: leave it empty")
+            raise ValueError(
+                "private-mean bounds every client by itself, but pre would mix the clients first. Leave pre empty"
+            )
         return self
 
     def combine(

@@ -102,7 +102,7 @@ class MDA(Aggregator):
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
         if comb(m, self.f) > MOST_SUBSETS:
             raise ConfigError(
-                f"mda tries every subset: C({m}, {self.f}) = {comb(m, self.f)} are more than {MOST_SUBSETS}",
+                f"mda tries every subset, and C({m}, {self.f}) = {comb(m, self.f)} are more than {MOST_SUBSETS}",
                 rule="subsets-too-many",
                 fix="take fewer clients per round, or set {aggregator = 'multi-krum'}",
             )
@@ -134,7 +134,7 @@ class FLTrust(Aggregator):
     @model_validator(mode="after")
     def _sees_the_root(self) -> Self:
         if self.pre:
-            raise ValueError("fltrust must see the root's own row: it takes no steps before it")
+            raise ValueError("fltrust needs the root's own row, and must not do anything before it reads that row")
         return self
 
     def require(self, m: int) -> None:

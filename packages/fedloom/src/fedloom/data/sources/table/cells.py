@@ -107,8 +107,8 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
     """Return the error for a byte that is not UTF-8, counted from 0. `rest` begins with this byte."""
     if stated is not None:
         return DataError(
-            f"{where}: not text in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). Set encoding to "
-            "the encoding of the file"
+            f"{where}: not text in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). "
+            "Set encoding to the encoding of the file"
         )
     encoding = "WINDOWS-1252"
     if rest[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and at == 0:

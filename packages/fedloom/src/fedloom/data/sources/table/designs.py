@@ -69,9 +69,9 @@ class DesignOptions(FileSource):
     @model_validator(mode="after")
     def _design_fits(self) -> DesignOptions:
         if self.test_levels and self.test_column is None:
-            raise ValueError("test_levels are of test_column, which is not set. Name it")
+            raise ValueError("test_levels belong to test_column, which is not set. Set it")
         if self.test_since is not None and self.order is None and getattr(self, "agreement", None) is None:
-            raise ValueError("test_since needs order, the column of when a row came. Name it")
+            raise ValueError("test_since needs order, the column with the time of each row. Set it")
         if self.test_since is not None and self.test_column is not None:
             raise ValueError("test_since and test_column both choose the test part. Leave one of them out")
         check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "client_column")})
@@ -111,8 +111,8 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
     for role, column in columns.items():
         if column is not None and column in role_of:
             raise ValueError(
-                f"{role_of[column]} and {role} are both {column!r}: a patient is no site, and a column has one role. "
-                "Name another column, or leave one of them out"
+                f"{role_of[column]} and {role} are both {column!r}, but a column can have only one "
+                "role. Name another column, or leave one of them out"
             )
         if column is not None:
             role_of[column] = role
@@ -221,7 +221,7 @@ class DesignReading:
             value = seconds_of(since) if dates else number_of(since)
             if value is None:
                 kind = "a date as 2024-09-01" if dates else "a number"
-                raise ConfigError(f"test_since must be {kind}, as {self.order!r} has, got {since!r}")
+                raise ConfigError(f"test_since must be {kind}, like the values of {self.order!r}, got {since!r}")
             held_out, what = order >= value, f"test_since = {since!r}"
         elif self._marked is not None:
             codes, names = coded[self._marked]
@@ -233,7 +233,7 @@ class DesignReading:
             return None
         if not bool(held_out.any()) or bool(held_out.all()):
             some = "every row is a test row" if bool(held_out.any()) else "no row is a test row"
-            raise DataError(f"{what}: {some}. Name a value that parts the rows, or leave it out")
+            raise DataError(f"{what}: {some}. Give a value that splits the rows, or leave it out")
         return held_out
 
     def _marks(self, names: Sequence[str]) -> set[str]:
@@ -245,11 +245,11 @@ class DesignReading:
         named = self._options.get("test_levels", ())
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
         if absent := [level for level in named if level not in names]:
-            raise ConfigError(f"test_levels: {self._marked!r} has no level {absent[0]!r}. It has {shown}")
+            raise ConfigError(f"test_levels: {self._marked!r} has no level {absent[0]!r}. Its levels: {shown}")
         if not named and (odd := [name for name in names if name.lower() not in (*TEST_LEVELS, *TRAINING_LEVELS)]):
             raise ConfigError(
-                f"test_column: {self._marked!r} has {odd[0]!r}, which is neither yes nor no. Name the levels that mark "
-                f"test rows in test_levels: it has {shown}"
+                f"test_column: {self._marked!r} contains {odd[0]!r}, which means neither yes nor no. "
+                f"List the levels that mark test rows in test_levels. The column has {shown}"
             )
         return {*named} or {name for name in names if name.lower() in TEST_LEVELS}
 

@@ -125,9 +125,9 @@ class Excel(LibraryTable):
         names: list[str] = [sheet.title for sheet in book.worksheets]
         shown = ", ".join(map(repr, names))
         if self.sheet is None and len(names) != 1:
-            raise DataError(f"{place}: has {len(names)} sheets, {shown}. Name one, such as sheet = {names[0]!r}")
+            raise DataError(f"{place}: contains {len(names)} sheets, {shown}. Name one, such as sheet = {names[0]!r}")
         if isinstance(self.sheet, int) and not 1 <= self.sheet <= len(names):
-            raise ConfigError(f"{place}: sheet = {self.sheet}, but the file has {len(names)} sheets, {shown}")
+            raise ConfigError(f"{place}: sheet = {self.sheet}, but the file contains {len(names)} sheets, {shown}")
         if isinstance(self.sheet, str) and self.sheet not in names:
             raise ConfigError(f"{place}: no sheet {self.sheet!r}; {nearest(self.sheet, names)}")
         place_of = names.index(self.sheet) if isinstance(self.sheet, str) else (self.sheet or 1) - 1
@@ -150,7 +150,7 @@ class Statistics(LibraryTable):
         library = library_for(place, "pyreadstat")
         reader = STATISTICS_READERS.get(place.suffix.lower())
         if reader is None:
-            raise DataError(f"{place}: unknown ending; known are {', '.join(STATISTICS_READERS)}")
+            raise DataError(f"{place}: unknown file extension. Known: {', '.join(STATISTICS_READERS)}")
         options: dict[str, Any] = {"output_format": "dict"}
         options |= {} if self.encoding is None else {"encoding": self.encoding}
         options |= {"user_missing": True} if reader not in ("read_xport", "read_por") else {}
@@ -221,5 +221,5 @@ def _arrow_table(table: Any, place: Path) -> LoadedTable:
 
     check_size(str(place), table.nbytes, place.stat().st_size)
     if nested := [field.name for field in table.schema if types.is_nested(field.type)]:
-        raise DataError(f"{place}: column {nested[0]!r} has lists or objects in its cells. Write one column per value")
+        raise DataError(f"{place}: column {nested[0]!r} contains lists or objects. Write one column per value")
     return LoadedTable(frame_names(table), frame_cells(table), coded_columns(table))

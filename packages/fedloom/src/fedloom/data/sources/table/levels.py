@@ -116,8 +116,8 @@ class Codes:
         longest = max((len(cell) for cell in cells if isinstance(cell, str | bytes)), default=0)
         if longest > LONGEST_NAME:
             raise DataError(
-                f"a cell of {longest:,} characters is no name of a class, client or category, which has at most "
-                f"{LONGEST_NAME:,}. Drop the column, or read it as text"
+                f"a cell of {longest:,} characters is too long for the name of a class, client or "
+                f"category (at most {LONGEST_NAME:,}). Drop the column, or read it as text"
             )
         codes = [
             -1 if is_missing else self.levels.setdefault(level(cell), len(self.levels))

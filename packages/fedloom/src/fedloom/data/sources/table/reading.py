@@ -133,8 +133,9 @@ class TableSource(DesignOptions):
         """Raise if several targets are given."""
         if isinstance(target, list | tuple):
             raise ValueError(
-                f"one column is predicted, got {', '.join(map(str, target))}; for a time to an event, target "
-                "names the time and event the event; for several targets, take an experiment for each"
+                f"a model predicts one column, got {', '.join(map(str, target))}. For a time to an "
+                "event, set target to the time and event to the event. For several targets, run one "
+                "experiment for each"
             )
         return target
 
@@ -144,7 +145,10 @@ class TableSource(DesignOptions):
         if self.client_column is None and (
             columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
         ):
-            raise ValueError(f"factors of {columns[0]!r} are by client; client_column names the column of clients")
+            raise ValueError(
+                f"factors of {columns[0]!r} differ by client, but client_column is not set. Set it to the "
+                "column of clients"
+            )
         return self
 
     @property
@@ -229,7 +233,7 @@ class _Reading:
         self.special = [*spec.columns, *([] if spec.client_column is None else [spec.client_column])]
         self.design = design = DesignReading(spec.chosen)
         if self.label in design.complete or (self.event is not None and self.event in design.complete):
-            raise ConfigError(f"{where}: the target cannot be subject, order or test_column too. Name another column")
+            raise ConfigError(f"{where}: the target cannot also be subject, order or test_column. Name another column")
         wanted = {
             *design.columns,
             self.label,
@@ -259,13 +263,13 @@ class _Reading:
         self.features = [c for c in names if c not in no_features]
         if agreement is not None:
             if self.label in {column.name for column in agreement.column}:
-                raise ConfigError(f"{where}: {self.label!r} is a feature of the agreement. Name the target in label")
+                raise ConfigError(f"{where}: {self.label!r} is a feature in the agreement. Name the target in label")
             self.agreed = agreed_columns(agreement.table, "repair it, or agree on impute = true", spec.factors)
             self.features = list(self.agreed)
         if not self.features:
             raise ConfigError(
-                f"{where}: no column is left as a feature, the header has {', '.join(map(repr, names))}. Check "
-                "separator, label and drop"
+                f"{where}: no column is left as a feature, the header contains "
+                f"{', '.join(map(repr, names))}. Check separator, label and drop"
             )
         categorical = () if self.agreed else spec.categorical
         included = () if self.agreed else [c for c in spec.include if c in self.features and c not in categorical]
@@ -352,7 +356,7 @@ class _Reading:
         left_out = self._leave_out()
         sentences = problems.sentences()
         if self.x.size == 0 and not sentences:
-            raise NoSamples(f"{where}: no rows below the header; an empty table")
+            raise NoSamples(f"{where}: no rows below the header, so the table is empty")
         coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
         for column, (_, named) in coded.items():
             if disguised := direction_in(*named):

@@ -74,7 +74,7 @@ class ExperimentDirectory:
             )
         if not is_run_directory(self.out):
             raise RunDirError(
-                f"{settings} was not written by a run, and a run would replace it. Choose another --out, or move it"
+                f"{settings} was not written by a run, but a run would replace it. Choose another --out, or move it"
             )
         refuse_links(self.out, RESULT_FOLDERS)
         if self.force and not self._partly:
@@ -95,13 +95,14 @@ class ExperimentDirectory:
             difference = self._other_methods(before)
         if difference and joins:
             raise RunDirError(
-                f"{self.out}: processes that joined work on another experiment: {difference}. Join with the same "
-                "settings, and change them once all have ended. If none of them is left, delete "
-                f"{self.out / WORK_FOLDER}"
+                f"{self.out}: processes that joined work on another experiment: {difference}. Join "
+                "with the same settings, and change them after all have ended. If no process is "
+                f"left, delete {self.out / WORK_FOLDER}"
             )
         if difference:
             raise RunDirError(
-                f"{self.out} holds another experiment: {difference}. Choose another --out, or start anew with --force"
+                f"{self.out} contains another experiment: {difference}. Choose another --out, or "
+                "start anew with --force"
             )
 
     def _other_methods(self, before: Mapping[str, Any]) -> str:

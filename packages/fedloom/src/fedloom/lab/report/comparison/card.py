@@ -54,7 +54,7 @@ def check_card(out: Path) -> None:
         ConfigError: the file exists. People may have edited it.
     """
     if out.exists():
-        raise ConfigError(f"{out} is there and may hold what people wrote into it. Move it, then write it anew")
+        raise ConfigError(f"{out} already exists and may contain text by people. Move it, then write it again")
 
     def owns(place: Path) -> bool:
         return len(place.parts) == 2 and place.parts[0] not in RESULT_FOLDERS

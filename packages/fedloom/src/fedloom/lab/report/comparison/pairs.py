@@ -146,7 +146,9 @@ def checked_margin(margin: object) -> float | None:
         return None
     if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin < math.inf:
         return float(margin)
-    raise ConfigError(f"margin must be a number above 0, in the units of the figure (0.01 is a point), got {margin!r}")
+    raise ConfigError(
+        f"margin must be a number greater than 0, in the units of the metric (0.01 is one point), got {margin!r}"
+    )
 
 
 def pairs_csv(comparisons: Sequence[Pair]) -> str:

@@ -145,8 +145,8 @@ def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) ->
     common = sorted(set.intersection(*(set(s) for s in scores))) if scores else []
     if len(scores) < MIN_RANKED_METHODS or len(common) < MIN_RANKED_BLOCKS:
         raise ConfigError(
-            f"critical_difference ranks {MIN_RANKED_METHODS} methods or more in {MIN_RANKED_BLOCKS} {blocks} or more "
-            f"with {name!r}, got {len(scores)} methods and {len(common)} {blocks}"
+            f"critical_difference needs at least {MIN_RANKED_METHODS} methods and {MIN_RANKED_BLOCKS} "
+            f"{blocks} with {name!r}, got {len(scores)} methods and {len(common)} {blocks}"
         )
     table = np.array([[score[block] for score in scores] for block in common])
     ranks: NDArray[np.float64] = rankdata(-table if metric(name).higher else table, axis=1)
