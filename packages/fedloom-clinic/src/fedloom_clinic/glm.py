@@ -86,7 +86,7 @@ class Glm(ScriptedAnalysis):
         if schema.task not in FAMILY_OF_TASK or len(schema.target_ranges) != 1:
             cure = {
                 "survival": "a Cox regression is for times to an event",
-                "classification": "declare two classes as binary, with task = 'binary' where the data are read",
+                "classification": "declare two classes as binary, with task = 'binary' in the options of the data",
             }.get(schema.task, "take one target")
             raise Refused(f"a regression needs one number or two classes, but {schema.name} is a {schema.task}; {cure}")
         require_columns(schema, "a regression")

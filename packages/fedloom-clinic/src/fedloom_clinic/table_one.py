@@ -434,13 +434,16 @@ def _note_clients(rows: list[dict[str, object]]) -> None:
         gap = (float(str(row["mean"])) - centre) / deviation if deviation > 0 else 0.0
         if abs(gap) <= NOTED_DISTANCE:
             continue
-        note = f"stands apart: its mean is {gap:+.1f} deviations of the others' rows from theirs"
+        note = (
+            f"is unusual: its mean differs from the mean of the others by {gap:+.1f} standard deviations of their rows"
+        )
         here, elsewhere = float(str(row["median"])), float(np.median([float(str(o["median"])) for o in rest]))
         ratio = max(here / elsewhere, elsewhere / here) if here * elsewhere > 0 else 0.0
         for factor, units in UNIT_FACTORS.items():
             if abs(ratio / factor - 1) <= UNIT_TOLERANCE:
                 note += (
-                    f"; the ratio of medians, {ratio:.3g}, is near that of {units} ({factor:g}): is the unit another?"
+                    f". The ratio of medians, {ratio:.3g}, is close to the ratio of {units} "
+                    f"({factor:g}). Is the unit different?"
                 )
                 break
         row["note"] = note

@@ -80,13 +80,14 @@ def cox(
             )
             fit, losses = secure.fit, secure.losses
             say(
-                f"bins of {option(bins)}, at least {min_events} events and rows of a site: "
+                f"bins of {option(bins)}, with at least {min_events} events and rows per site: "
                 f"{losses.rare + losses.uncovered} of {losses.events} events are censored "
-                f"({losses.rare} in bins with too few, {losses.uncovered} late)"
+                f"({losses.rare} in bins with too few, {losses.uncovered} after the last bin)"
             )
             say(
-                f"rounding moves no coefficient by more than {significant(float(secure.bound.max()), 1)} "
-                "from the pooled fit of these rows"
+                "rounding changes every coefficient by at most "
+                f"{significant(float(secure.bound.max()), 1)} compared with the pooled fit of these "
+                "rows"
             )
         low, high = fit.interval()
         heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")

@@ -185,7 +185,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
         if target is None and len(times) > 1:
             names = [c.name for c in times]
             return TableOutcome(
-                None, question=_question(survey, f"which is the time of {event!r}", names, f"--event {event}")
+                None, question=_question(survey, f"which column is the time of {event!r}", names, f"--event {event}")
             )
         time = times[0] if target is None else survey.column(target, "--target")
         return TableOutcome(time, chosen, note=_late_entry(survey, time, chosen))
@@ -241,7 +241,10 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
             if not entry:
                 drop = f"{_flags(times[0].name, '')} drafts it without the event"
                 if CENSORED_PATTERN.search(events[0].name):
-                    drop += f"; 1 in {events[0].name!r} is taken for an event, since rows with 0 have longer times"
+                    drop += (
+                        f". The value 1 in {events[0].name!r} probably means an event, because rows with "
+                        "0 have longer times"
+                    )
                 return TableOutcome(
                     times[0], events[0], note=drop, alternatives=tuple(n for n in ranked if points[n] and n not in pair)
                 )
@@ -393,11 +396,11 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
         if column.name == target or not _may_be_event(column):
             continue
         levels, ended = {*column.numbers.tolist()}, int((column.numbers == 1).sum())
-        what = f"{time.name!r} beside {column.name!r} may be a time to event"
+        what = f"{time.name!r} together with {column.name!r} may be a time to event"
         flags = _flags(time.name, column.name)
         if levels == {0.0, 1.0}:
             return (
-                f"{what}: {flags} where 1 is an event ({ended} of {len(column.numbers)} rows), not where 1 is censored"
+                f"{what}: {flags} if 1 is an event ({ended} of {len(column.numbers)} rows), but not if 1 means censored"
             )
         if levels == {1.0, 2.0}:
             return f"{what}, but is coded 1 and 2: write 1 for an event and 0 for none, then {flags}"
@@ -412,5 +415,7 @@ def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> st
         if column.kind == "number" and ENTRY_PATTERN.search(column.name) and column not in (time, event):
             here = ~np.isnan(column.values) & ~np.isnan(time.values)
             if here.any() and (column.values[here] <= time.values[here]).mean() >= MIN_ENTRY_SHARE:
-                return f"{column.name!r} looks like a late entry: rows count as at risk from time 0 on. Leave it out"
+                return (
+                    f"{column.name!r} looks like a late entry, but rows count as at risk from time 0 on. Leave it out"
+                )
     return ""

@@ -207,22 +207,29 @@ def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
         )
         say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
     elif planned.sends:
-        say("no norm_bound, for want of data here: one site can move the model as far as it likes. Say --norm-bound")
+        say(
+            "no norm_bound, because the experiment's data are not on this machine, so one site can move "
+            "the model as far as it likes. Give --norm-bound"
+        )
     if planned.most_samples is None and planned.by_samples:
-        say("a site counts by the samples that it claims, up to 10^8: say the largest site's with --most-samples")
+        say(
+            "the weight of a site is its claimed number of samples, up to 10^8. Limit it to the size of "
+            "the largest site with --most-samples"
+        )
     if planned.threshold is not None:
         from fedloom_sites.deploy.secure.protocol import colluders
 
         count = colluders(len(planned.sites), planned.threshold)
         say(
-            f"secure aggregation: sums of at least {planned.threshold} sites, of scores too. A dishonest server "
-            f"may collude with {count} of them and learns no other site's upload"
+            f"secure aggregation: sums of at least {planned.threshold} sites, also for scores. A "
+            f"dishonest server may collude with {count} of them and still learns no upload of another "
+            "site"
         )
     if planned.code.files:
-        say(f"user code, copied to all of them: {', '.join(planned.code.files)}")
+        say(f"user code, copied to all sites: {', '.join(planned.code.files)}")
     if planned.code.installed:
-        say(f"user code, to be installed at all of them: {', '.join(planned.code.installed)}")
-    say(f"directions: {folder / 'README.md'}; to try it on this machine: fedloom deploy local {folder}")
+        say(f"user code, to be installed at all sites: {', '.join(planned.code.installed)}")
+    say(f"instructions: {folder / 'README.md'}. To try it on this machine: fedloom deploy local {folder}")
 
 
 @deploy.command()
@@ -245,7 +252,7 @@ def check(
             say(f"{finding.level:<8}{finding.sentence}")
             refused += finding.level == "refused"
         if refused:
-            say(f"the site cannot take part: {refused} of the findings must be mended", err=True)
+            say(f"the site cannot take part: {refused} of the findings must be repaired", err=True)
             raise typer.Exit(1)
 
 
@@ -279,7 +286,7 @@ def rehearse(
                 "verdict",
                 "the server tried",
                 "it learned",
-                "rule that stopped it, or what remains",
+                "rule that stopped it, or the remaining risk",
             )
             print_texts(titles, ([row[column] for column in columns] for row in rows), width=FILE_COLUMNS, names=True)
         if opened:
@@ -385,7 +392,7 @@ def stop(
             return
         write_atomic(stop_file(server), b"")
         runs = "it stops after the current round" if is_in_use(server.checkpoints) else "no run is in progress"
-        say(f"{runs}; to resume later: fedloom deploy stop {folder} --undo, then start the run again")
+        say(f"{runs}. To resume later: fedloom deploy stop {folder} --undo, then start the run again")
 
 
 @deploy.command("verify-log")
@@ -412,4 +419,4 @@ def verify_log(
             logs = [server_of(place).audit]
         for log in logs:
             end = check_log(log)
-            say(f"{log}: {end.lines} lines, each follows the line before. The last has SHA-256 {end.digest}")
+            say(f"{log}: {end.lines} lines in an unbroken chain. The last line has SHA-256 {end.digest}")

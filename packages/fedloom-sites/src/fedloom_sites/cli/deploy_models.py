@@ -37,7 +37,7 @@ def models(
             check_output_folder(out)
         models_there = owned(folder)
         if not models_there:
-            say("no model yet: a site has one after the first round that it took part in")
+            say("no model yet: a site has a model after its first round")
         for one in models_there:
             path = one.model.path if out is None else export_state_dict(one, out, force=force)
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")

@@ -163,7 +163,7 @@ class FlowerClients(RemoteClients):
                 log(WARNING, "fedloom: node %s did not answer: %s", node, reply.error.reason)
                 continue
             if client is None or client in values:
-                log(WARNING, "fedloom: node %s was not asked; its reply is left out", node)
+                log(WARNING, "fedloom: node %s was not asked, so its reply is ignored", node)
                 continue
             try:
                 values[client] = self._read(client, reply, read)
@@ -171,7 +171,7 @@ class FlowerClients(RemoteClients):
                 reason = (
                     str(error) if isinstance(error, FedloomError) else f"it cannot be read ({type(error).__name__})"
                 )
-                log(WARNING, "fedloom: the reply of node %s is left out: %s", node, reason)
+                log(WARNING, "fedloom: the reply of node %s is ignored: %s", node, reason)
         return values
 
     def _read(self, client: int, reply: Message, read: Callable[[RecordDict], T]) -> T:

@@ -40,8 +40,8 @@ OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate
 CLIPPING_KEY = "clipping_norm"
 """Key by which Flower's strategies with differential privacy make a mod clip."""
 PRIVACY_HINT = (
-    "in the place of Flower's DifferentialPrivacy strategies, clip and add noise with an upload transform: "
-    "upload_transform={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
+    "instead of Flower's DifferentialPrivacy strategies, clip and add noise with an upload "
+    "transform: upload_transform={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
 )
 """Advice instead of a strategy that wraps a strategy of fedloom."""
 

@@ -321,5 +321,5 @@ def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
         return f"{loss.__name__} fails on {shapes} ({type(error).__name__}: {str(error)[:150]})"
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         got = [*mean.shape] if isinstance(mean, Tensor) else type(mean).__name__
-        return f"{loss.__name__} must give one number for a batch, their mean for one, got {got} for {shapes}"
+        return f"{loss.__name__} must return one number for a batch, for example the mean, got {got} for {shapes}"
     return ""

@@ -24,13 +24,14 @@ RUN_FILE = "run.json"
 NODE_POLL_SECONDS = 1.0
 """Seconds between two searches for nodes."""
 MODS_HINT = (
-    "mods that change one record of the model do not fit, as a method sends rows: leave the mod out, and clip or add "
-    "noise with an upload transform of the strategy, such as upload_transform={'kind': 'clip', 'bound': 1.0}"
+    "mods that change one record of the model do not fit, because a method sends rows. Leave the mod "
+    "out, and clip or add noise with an upload transform of the strategy, such as "
+    "upload_transform={'kind': 'clip', 'bound': 1.0}"
 )
 """Advice for a node whose mods reject messages."""
 STRANGE_NODE_REASON = (
-    "it is not of the run in the folder: a node keeps its number where it has a key, and in a simulation every run of "
-    "Flower has new nodes; to begin anew, name another folder"
+    "it does not belong to the run in the folder. A node keeps its number if it has a key, and in a "
+    "simulation every run of Flower has new nodes. To start again, name another folder"
 )
 """Reason why a node takes no part in a run that began without it."""
 
@@ -131,7 +132,9 @@ def introductions(
     while len(nodes := _awaited(grid, saved, strangers)) < min_nodes and (left := end - time.monotonic()) > 0:
         if len(nodes) != logged:
             logged = len(nodes)
-            log(INFO, "fedloom: waiting %.0f s at most for %s nodes, of which %s are there", left, min_nodes, logged)
+            log(
+                INFO, "fedloom: waiting at most %.0f s for %s nodes, of which %s are connected", left, min_nodes, logged
+            )
         time.sleep(NODE_POLL_SECONDS)
     content = RecordDict({VALUES_RECORD: write_values(parameters=parameters)})
     messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]

@@ -160,8 +160,8 @@ class _Node:
         def handler(message: Message, context: Context) -> Message:
             if VALUES_RECORD not in message.content:
                 reason = (
-                    "this node runs fedloom_sites.flower, the message is of another strategy. Use "
-                    "fedloom_sites.flower.Strategy"
+                    "this node runs fedloom_sites.flower, but the message comes from another "
+                    "strategy. Use fedloom_sites.flower.Strategy"
                 )
                 return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
             try:

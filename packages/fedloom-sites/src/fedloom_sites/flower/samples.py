@@ -181,7 +181,7 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
     owners = None
     if subject is not None:
         if not isinstance(batch, Mapping) or subject not in batch:
-            have = f"they have {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "they are no dicts"
+            have = f"they have {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "they are not dicts"
             raise ConfigError(f"subject: samples of {part}set contain no entry {subject!r}; {have}")
         named = batch[subject]
         owners = named.tolist() if isinstance(named, Tensor) else list(named)
@@ -200,9 +200,7 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
     values = dict(zip(names, inputs, strict=True))
     for name, value in {**values, "target": y}.items():
         if not isinstance(value, Tensor):
-            cure = (
-                ", or name the entries that count: Local(..., keys=('image', 'label'))" if type(batch) is dict else ""
-            )
+            cure = ", or name the relevant entries: Local(..., keys=('image', 'label'))" if type(batch) is dict else ""
             raise ConfigError(
                 f"{part}set: {name!r} of the samples must be a tensor or a number, got "
                 f"{type(value).__name__}. Leave it out{cure}"

@@ -52,7 +52,7 @@ ROUND_KEY = "server-round"
 """Key of a round in the configs of Flower's strategies."""
 CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
-    "evaluate_config": "for scores of your own, add @app.evaluate('mine') to the nodes",
+    "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
 }
 """Replacements of Flower's configs."""
 LONG_RUN_ROUNDS = 1000
@@ -142,15 +142,20 @@ class Strategy(FlowerStrategy):
         self._clients = self._job = None
         self._before = done = self._begin(initial_arrays, grid).round
         if (newest := self._arrays()) is None:
-            log(WARNING, "fedloom: %s has no global model: result.arrays is empty; nodes have the models", self._name)
+            log(
+                WARNING,
+                "fedloom: %s has no global model, so result.arrays is empty. The nodes have the models",
+                self._name,
+            )
             if evaluate_fn:
-                log(WARNING, "fedloom: evaluate_fn is not called, as it scores a global model")
+                log(WARNING, "fedloom: evaluate_fn is not called, because it scores a global model")
                 evaluate_fn = None
         elif running_statistics(self._model):
             log(
                 WARNING,
-                "fedloom: no message has statistics of normalisation layers: evaluate_fn and result.arrays have those "
-                "of initial_arrays; before scoring, let the model see samples in training mode, or use client_metrics",
+                "fedloom: no message contains statistics of normalization layers, so evaluate_fn and "
+                "result.arrays use the statistics of initial_arrays. Before scoring, run the model "
+                "on samples in training mode, or use client_metrics",
             )
         arrays = newest if done and newest else initial_arrays
         self._current = [arrays]
@@ -374,7 +379,7 @@ class Strategy(FlowerStrategy):
         if keys:
             log(
                 WARNING,
-                "fedloom: %s has %s, which no node reads; %s",
+                "fedloom: %s contains %s, which nodes do not read; %s",
                 name,
                 ", ".join(map(repr, keys)),
                 CONFIG_HINTS[name],
@@ -386,7 +391,7 @@ class Strategy(FlowerStrategy):
         here, before = set(grid.get_node_ids()), clients.reachable
         clients.reachable = {node for node in self._members if node in here}
         for node in sorted(before - here):
-            log(WARNING, "fedloom: node %s has left; the run continues without it until it is back", node)
+            log(WARNING, "fedloom: node %s has disconnected. The run continues without it until it is back", node)
 
     def _save(self) -> None:
         """Write a checkpoint, if the run has a folder."""
@@ -440,7 +445,7 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
     derived = {key: value for key, value in options.items() if value != of_many.get(key)}
     if derived:
         cure = f"Strategy({name!r}, ..., {'=..., '.join(derived)}=...)"
-        why = "follows from the number of rounds, which only start has, and is that of one round"
+        why = "follows from the number of rounds, which only start knows, so this value is for one round"
         log(WARNING, "fedloom: %s %s. Set it: %s", derived, why, cure)
 
 

@@ -47,10 +47,10 @@ COMPARED_PACKAGES = (
 """Packages whose version `check_site` compares."""
 MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
 """Largest difference between a site's clock and the server's: signatures of connections contain the time."""
-NEW_NAME = "correct server in site.toml, or have the coordinator run 'fedloom deploy renew' with --host of this name"
+NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
 CERTIFICATE_HINTS = {
-    9: "set the clock of this machine, or of the one that made it",
-    10: "have the coordinator run 'fedloom deploy renew', or set the clock of this machine",
+    9: "set the clock of this machine, or the clock of the machine that made the certificate",
+    10: "ask the coordinator to run 'fedloom deploy renew', or set the clock of this machine",
     62: NEW_NAME,
     64: NEW_NAME,
 }
@@ -191,7 +191,7 @@ def _share(site: Site, train: int) -> Iterator[Finding]:
         )
     if most == 1:
         return
-    cure = "have the coordinator agree on a larger max_share in [secure] of all, or on other weights"
+    cure = "ask the coordinator for a larger max_share in [secure] at all sites, or for other weights"
     if isinstance(setting.client_weights, list | tuple):
         share = setting.client_weights[site.client] / sum(setting.client_weights)
         if share > min(most, MAX_SAFE_SHARE):
@@ -228,14 +228,14 @@ def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
         yield f"cannot read the private key {path}: {error.strerror}"
         return
     if mode & 0o077:
-        yield f"{path} can be read by others (mode {mode:o}); chmod 600 {path}"
+        yield f"{path} can be read by others (mode {mode:o}). Run: chmod 600 {path}"
     try:
         key = load_ssh_private_key(data, password=None)
     except (ValueError, TypeError) as error:
         yield f"{path} is not a private key in OpenSSH form without a passphrase: {str(error).splitlines()[0]}"
         return
     if not isinstance(key, kind) or (isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name != "secp384r1"):
-        yield f"{path} must be an {name} key. Make one as the directions of the deployment say"
+        yield f"{path} must be an {name} key. Make one as described in the README of the deployment"
 
 
 def _authority(site: Site) -> Iterator[Finding]:
@@ -261,7 +261,7 @@ def _dates(what: str, certificate: x509.Certificate) -> Finding:
             "refused", f"{what} expired on {end:%Y-%m-%d %H:%M} UTC. Ask the server's administrator for a new one"
         )
     if now < start:
-        here = f"here it is {now:%Y-%m-%d %H:%M}. Set the clock"
+        here = f"the time here is {now:%Y-%m-%d %H:%M}. Set the clock"
         return Finding("refused", f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC only, {here}")
     if now > end - EXPIRY_NOTICE:
         return Finding("note", f"{what} expires soon, on {end:%Y-%m-%d}")
@@ -287,7 +287,7 @@ def _disk(site: Site) -> Iterator[Finding]:
 
 
 def _port(site: Site) -> Iterator[Finding]:
-    check_free(site.port, "port (the site may be running already)")
+    check_free(site.port, "port (the site may already be running)")
     yield Finding("ok", f"port {site.port} on loopback is free")
 
 

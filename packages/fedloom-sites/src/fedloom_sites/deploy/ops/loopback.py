@@ -26,7 +26,7 @@ from fedloom_sites.deploy.site.local_data import site_federation
 
 LOG_PREFIX = "fedloom: "
 """Prefix of the server's log lines that are meant for people."""
-RENEW_HINT = "'fedloom deploy renew' makes its certificate and key anew"
+RENEW_HINT = "'fedloom deploy renew' makes the server's certificate and key anew"
 """Advice on the files of the server's certificate."""
 
 Print = Callable[[str], None]
@@ -134,7 +134,7 @@ class Loopback:
                 for process in serving:
                     process.check()
                 for process in [p for p in sites if not p.alive()]:
-                    show(f"{LOG_PREFIX}{process.name} has ended, the others go on; the end of {process.log}:")
+                    show(f"{LOG_PREFIX}{process.name} has ended, the others continue. The end of {process.log}:")
                     show(f"{LOG_PREFIX}{process.tail(3)}")
                     sites.remove(process)
                 pass_on()
@@ -146,7 +146,7 @@ class Loopback:
             raise ProcessError(stops[-1].removeprefix(LOG_PREFIX))
         status = self.status()
         if status != "finished:completed":
-            cure = "the same command resumes after the last round; if it ends so again, the log has the reason"
+            cure = "the same command resumes after the last round. If the run ends like this again, see the log"
             raise ProcessError(f"the run ended as {status}; {cure}. The end of {stream.log}:\n{stream.tail()}")
 
     def status(self) -> str:
@@ -254,6 +254,9 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
                 show(f"site {name} is node {nodes[name]}")
                 here.start_site(name)
             else:
-                show(f"site {name} stays out, its key was revoked; 'fedloom deploy remove' ends the wait for it")
+                show(
+                    f"site {name} cannot connect, because its key was revoked. 'fedloom deploy remove' "
+                    "tells the server not to wait for it"
+                )
         here.run(say)
     return here

@@ -201,16 +201,16 @@ def proposed(folder: Path, change: Path) -> Proposal:
     wrong = [
         what
         for what, holds in {
-            f"it changes settings of the site's own ({', '.join(sorted(foreign))})": not foreign,
-            "it is no change of this site's agreement": site.fingerprint in (former, new.fingerprint),
-            "the experiment file is another one": digest(experiment) == new.fingerprint,
+            f"it changes settings that belong to the site ({', '.join(sorted(foreign))})": not foreign,
+            "it is not a change of this site's agreement": site.fingerprint in (former, new.fingerprint),
+            "the experiment file has changed": digest(experiment) == new.fingerprint,
             "the experiment file names other members": header.endswith(keys_digest(members)),
             "the experiment changes": document == before and rounds[0] <= rounds[1],
             "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in FIXED_FIELDS),
-            "the members are not one more": [m.client for m in members][-1:] == [new.clients - 1]
+            "the change does not add exactly one member": [m.client for m in members][-1:] == [new.clients - 1]
             and new.clients == site.clients + 1,
             "the keys or the threshold of secure aggregation change": _keeps(site.secure, new.secure, members),
-            "the initial model is another one": start == new.start,
+            "the initial model has changed": start == new.start,
             "the sites share the data of one partition": site.share == "all",
         }.items()
         if not holds

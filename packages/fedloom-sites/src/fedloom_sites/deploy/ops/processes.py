@@ -82,7 +82,7 @@ class Process:
         """Return the end of the output, or the reason that Flower or the system has written."""
         output = self.log.read_text(errors="replace")
         if os.strerror(errno.EADDRINUSE).lower() in output.lower():
-            return "another program took its port after that was chosen. Run the same command again"
+            return "another program took the chosen port in the meantime. Run the same command again"
         _, why, reason = output.rpartition(EXIT_CODE_PREFIX)
         return why + reason.partition("\n\n")[0] if why else "\n".join(output.splitlines()[-lines:])
 

@@ -188,7 +188,7 @@ class Checks:
         for name, value in wanted.items():
             if head[name] != value:
                 got, want = (v.hex() if isinstance(v, bytes) else v for v in (head[name], value))
-                hint = "; the site has another agreement, or has not approved this one" if name == "experiment" else ""
+                hint = ". The site has another agreement, or has not approved this one" if name == "experiment" else ""
                 raise Rejected(4, f"{name} is {str(got)[:40]}, not {str(want)[:40]}{hint}")
         client: int = head["client"]
         if client not in self._keys:
@@ -331,7 +331,7 @@ class Checks:
         (2, "no error of the node", _no_error),
         (3, "records, fields and bytes of its kind", _read),
         (4, "release, experiment, kind, round, nonce, client, digest and signature", _identify),
-        (2, "no refusal of the site", _no_refusal),
+        (2, "no rejection by the site", _no_refusal),
         (9, "in a greeting, the experiment's columns and possible numbers of samples", _data),
         (5, "number, names, sizes, headers, types and order of the arrays (5 to 7)", _decode),
         (8, "finite numbers", _finite),

@@ -184,7 +184,9 @@ def read_single_upload(site: RehearsedSite) -> AttackOutcome:
             session.vector(c, rogue.terms(1, download), download)
             numbers.add(session.vectors.get(c, b"")[SIGNATURE_BYTES:])
         is_open = upload is not None or len(numbers) == 1
-        return judge(is_open, tried, "uploads leave under masks, drawn anew in each session", "an upload without masks")
+        return judge(
+            is_open, tried, "every upload is masked, and each session draws new masks", "an upload without masks"
+        )
     tried = "one round with an honest model"
     if upload is None:
         return AttackOutcome("stopped", tried, "nothing", f"the site refuses: {rogue.refused[-1]}")
@@ -202,12 +204,12 @@ def read_by_bins(site: RehearsedSite) -> AttackOutcome:
     change = ask_change(site, rogue, craft_bins(rogue, layer, rows))
     count = 0 if change is None else count_read(read_bins(layer, rogue.trainer.job, change), rows)
     tried = f"one crafted model with {layer.units} bins"
-    learned = f"{count} of {len(rows)} training samples to {READ_ERROR:.0%}"
+    learned = f"{count} of {len(rows)} training samples, to {READ_ERROR:.0%}"
     protection = protection_of(site)
     if count and protection == "masks":
-        remains = "a sum hides whose samples they are, not the samples: add noise (delta), or trust the server"
+        remains = "a sum hides the origin of samples, not the samples. Add noise (delta), or trust the server"
         return AttackOutcome("remains", tried, f"{learned}, in the sum of a round", remains)
-    rule = "noise (delta)" if protection != "masks" else "training blurs single samples; noise (delta) hides them"
+    rule = "noise (delta)" if protection != "masks" else "training blurs single samples. Noise (delta) hides them"
     return judge(bool(count), tried, rule, learned, "0 samples")
 
 
@@ -292,7 +294,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     return judge(
         differing > 0,
         f"{questions} crafted models, to the site with one sample and with another in its place",
-        "a refusal, its sentence and its length depend on the message alone",
+        "a rejection, its sentence and its length depend only on the message",
         f"{differing} of {questions} answers tell the two samples apart",
         f"0 of {questions} answers differ",
     )
@@ -338,7 +340,9 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
         return AttackOutcome(
             "OPEN", tried, learned, "the model memorizes: fewer epochs, a smaller model, or noise (delta)"
         )
-    return AttackOutcome("remains", tried, learned, "what a model shows of its training; noise (delta) bounds it")
+    return AttackOutcome(
+        "remains", tried, learned, "a model reveals something about its training samples. Noise (delta) limits it"
+    )
 
 
 def _losses_of(job: Job, model: Tensor, client: int, part: str) -> Tensor:
@@ -349,7 +353,7 @@ def _losses_of(job: Job, model: Tensor, client: int, part: str) -> Tensor:
 
 SAMPLE_ATTACKS: Sequence[tuple[str, Any]] = (
     ("single upload", read_single_upload),
-    ("is this row there? (refusals)", compare_twins),
+    ("is this row in the data? (rejections)", compare_twins),
     ("bins of one row (crafted model)", read_by_bins),
     ("models that memorize", guess_members),
 )

@@ -87,10 +87,10 @@ class Changes(NamedTuple):
         changed = self.changed(sites, weights)
         if over := self.exhausted(changed):
             why = (
-                "the list of opened sums at this site was damaged, so no site leaves the sums or returns any more"
+                "the list of decrypted sums at this site was damaged, so sites can no longer leave the sums or return"
                 if self.record.get("lost")
-                else f"a site leaves the sums over the same data, or returns, {self.limit} times at most (changes in "
-                "the table secure)"
+                else f"a site may leave the sums over the same data, or return, at most {self.limit} times "
+                "(changes in the table secure)"
             )
             raise Broken(f"the sum contains other sites than the sum before, they differ in {', '.join(over)}; {why}")
         used = self.record.get("changes", {})

@@ -54,9 +54,12 @@ def check_maskable(setting: Setting) -> None:
     elif setting.aggregation_weights.probes:
         why = f"aggregation_weights {setting.aggregation_weights.kind!r} queries single clients"
     elif setting.sampler.probes or setting.sampler.learns:
-        why = f"sampler {setting.sampler.kind!r} looks at single clients"
+        why = f"sampler {setting.sampler.kind!r} reads single clients"
     elif setting.sampler.repeats:
-        why = f"sampler {setting.sampler.kind!r} draws a client twice, which would make a sum mostly its own"
+        why = (
+            f"sampler {setting.sampler.kind!r} may draw a client twice, so that a sum would consist "
+            "mostly of its upload"
+        )
     elif (
         isinstance(setting.aggregator, PrivateMean)
         and 0 < released(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS

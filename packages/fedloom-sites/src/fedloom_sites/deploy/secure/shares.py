@@ -261,7 +261,7 @@ class Undecided(Broken):
 
     def __init__(self, owner: int, count: int) -> None:
         self.owner = owner
-        super().__init__(f"no subset of the {count} shares of client {owner}'s secret gives what it is committed to")
+        super().__init__(f"no subset of the {count} shares of client {owner}'s secret fits the committed value")
 
 
 def restored(

@@ -209,7 +209,7 @@ class MaskedAnswers:
                 output, *weights, before, is_neutral=trained.is_neutral, is_cut=is_cut
             )
             if is_cut:
-                trainer.log_privately("the upload was longer than agreed and was shortened")
+                trainer.log_privately("the norm of the upload exceeded the agreed bound and was reduced")
             if clipped:
                 trainer.log_privately(f"{clipped} numbers of the upload are out of range and were clipped")
             return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}

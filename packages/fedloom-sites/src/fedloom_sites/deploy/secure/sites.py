@@ -117,12 +117,12 @@ class MaskedSites(Sites):
             return
         total = counts.answered + counts.neutral
         reason = (
-            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, as their own was not "
-            "finite, failed or had a weight below zero, or their protection refused the model; the log of each of "
-            "these sites has the reason"
+            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, "
+            "because their upload was not finite, failed or had a negative weight, or because their "
+            "protection rejected the model. The log of each of these sites states the reason"
         )
         if counts.answered < self._agreed.threshold:
-            least = f"a sum needs {self._agreed.threshold} others, so no site opens it"
+            least = f"a sum needs {self._agreed.threshold} others, so no site decrypts it"
             raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}")
         self._transport.note("neutral uploads", t, clients, reason)
 

@@ -232,14 +232,12 @@ class SecureSums:
                 if c not in keys or not shares.is_readable(session, accused, c, sealed[accused][c], keys[c])
             ]
             if bad:
-                self._leave_out(
-                    course.round, accused, f"its shares for {self._names(bad)} do not decrypt, which it has signed"
-                )
+                self._leave_out(course.round, accused, f"its signed shares for {self._names(bad)} do not decrypt")
             for accuser in {*accusers} - {*bad}:
                 self._leave_out(
                     course.round,
                     accuser,
-                    f"it claims that the share of {self._names([accused])} does not decrypt; it does",
+                    f"it claims that the share of {self._names([accused])} does not decrypt, but it does",
                 )
         return len(self._out) > before
 
@@ -353,7 +351,7 @@ class SecureSums:
             try:
                 read(total, len(pending.clients))
             except Refused as error:
-                why = f"{error}; which site's vector is wrong cannot be known from a sum"
+                why = f"{error}. A sum does not show which site's vector is wrong"
                 self._unmasked.keep(pending := pending._replace(attempts=MAX_ATTEMPTS))
                 continue
             self._unmasked.keep(pending := pending._replace(total=total, told=True))

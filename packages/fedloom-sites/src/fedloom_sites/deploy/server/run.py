@@ -60,8 +60,8 @@ STOP_PREFIX = "fedloom: stops: "
 """Beginning of the line with the reason why a run ended early."""
 STOP_FILE = "stop"
 """File beside the server's audit log that requests the end of the run after the current round."""
-STOP_HINT = "stopped by 'fedloom deploy stop'; 'fedloom deploy stop FOLDER --undo' allows the next start"
-FINISHED_HINT = "all rounds are done; for more of them, deploy an experiment with more rounds"
+STOP_HINT = "stopped by 'fedloom deploy stop'. To allow the next start: 'fedloom deploy stop FOLDER --undo'"
+FINISHED_HINT = "all rounds are done. For more rounds, deploy an experiment with more rounds"
 
 
 @undisturbed()

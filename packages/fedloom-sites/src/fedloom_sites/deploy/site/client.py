@@ -211,14 +211,14 @@ class Client:
         before = self._memory.changed(self.trainer.samples)
         if before is None:
             return
-        what = f"the samples of {self.site.site} are not those that it began with"
+        what = f"the samples of {self.site.site} differ from those at the start"
         if self.site.fixed_data:
             raise Refused(f"{what}, but fixed_data requires the same data. Restore the data, or start a new experiment")
         self._memory.note_samples(self.trainer.samples)
         if self.trainer.private or self.site.secure is not None:
             self.trainer.log_privately(what)
         else:
-            self._memory.notes.append(f"{what}; the run continues with the new ones")
+            self._memory.notes.append(f"{what}. The run continues with the new samples")
 
     def _act(self, envelope: Envelope) -> Answer:
         if envelope.head["kind"] == "hello":

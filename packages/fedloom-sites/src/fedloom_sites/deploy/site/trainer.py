@@ -311,7 +311,7 @@ class Trainer:
             sentence = (
                 f"{what}: {error}"
                 if isinstance(error, QUOTES_NO_VALUE)
-                else f"{what}; the reason is in the site's own log"
+                else f"{what}. The site's own log states the reason"
             )
             self.log_privately(f"{what}: {sentence_of(error)}")
             if not self.private and self.site.secure is None:
@@ -357,7 +357,7 @@ class Trainer:
         sys.stderr.write(
             f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
         )
-        return f"site {self.site.site} could not answer; the reason is in its own log"
+        return f"site {self.site.site} could not answer. Its own log states the reason"
 
 
 def _digest(download: bytes, weights: Sequence[float]) -> str:

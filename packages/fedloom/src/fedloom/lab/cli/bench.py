@@ -157,13 +157,12 @@ def _row(speed: Speed) -> dict[str, Any]:
 
 def _costs_text(costs: Costs) -> str:
     return (
-        f"{significant(1e3 * costs.share, 3)} ms a client of the cohort, "
-        f"{fixed(costs.crowd, 2)} times that where all {costs.cores} cores compute, "
-        f"{significant(1e3 * costs.result, 3)} ms and {significant(costs.message / 1e6, 3)} MB "
-        f"a chunk of up to {costs.chunk} clients, "
-        f"{significant(1e9 * costs.client, 3)} ns a client of the federation, "
-        f"{significant(1e3 * costs.fixed, 3)} ms fixed, "
-        f"{significant(costs.row / 1e6, 3)} MB kept of a client"
+        f"{significant(1e3 * costs.share, 3)} ms per client of the cohort, {fixed(costs.crowd, 2)} "
+        f"times as much if all {costs.cores} cores compute, {significant(1e3 * costs.result, 3)} ms "
+        f"and {significant(costs.message / 1e6, 3)} MB per chunk of up to {costs.chunk} clients, "
+        f"{significant(1e9 * costs.client, 3)} ns per client of the federation, "
+        f"{significant(1e3 * costs.fixed, 3)} ms fixed, {significant(costs.row / 1e6, 3)} MB stored "
+        "per client"
     )
 
 

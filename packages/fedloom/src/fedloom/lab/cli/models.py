@@ -176,7 +176,10 @@ class PredictionsFile:
         say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {self._path}")
         if predictions.far:
             far = ", ".join(map(repr, predictions.far))
-            what = "most numbers lie far beyond the training data, as in another unit; the predictions are written"
+            what = (
+                "most numbers are far outside the training data, for example in another unit. The "
+                "predictions are written"
+            )
             say(f"{far}: {what}, and the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
             raise typer.Exit(FAR_ROWS_EXIT_CODE)
 
@@ -251,7 +254,7 @@ def adapt(
             say(f"trained on {samples['train']} samples; on the {samples['test']} held out:")
             print_rows([{**who, "model": kind, **values} for kind, values in scores.items()])
         else:
-            say(f"trained on {samples['train']} samples; none were held out to score it")
+            say(f"trained on {samples['train']} samples. No samples were held out to score the model")
         say(f"model: {path}")
 
 

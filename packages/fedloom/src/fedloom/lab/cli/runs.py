@@ -189,9 +189,15 @@ def _preview(plan: Plan) -> None:
         ]
     )
     if beside:
-        say("other, once for a run: clusters found for shares, and personal models trained for the last evaluation")
+        say(
+            "other work, once per run: finding clusters for the shares, and training personal models for "
+            "the last evaluation"
+        )
     time = minutes(plan, costs)
-    say("estimated time: " + ("unknown, with so few rounds" if time is None else f"about {duration(time)}"))
+    say(
+        "estimated time: "
+        + ("unknown, because there were too few rounds" if time is None else f"about {duration(time)}")
+    )
 
 
 def _print_table(out: Path) -> None:
@@ -262,7 +268,7 @@ def merge(
         if can_draw():
             say(f"report: {report.write_report([out], out / 'report.html', charts=False)}")
     for label, seed in lacks:
-        say(f"no directory has {label}, seed {seed}", err=True)
+        say(f"no directory contains {label}, seed {seed}", err=True)
     if lacks:
         say(f"next: fedloom run {out / 'experiment.toml'} --out {out}")
 

@@ -20,9 +20,11 @@ from fedloom.lab.cli._app import app, errors, say
 from fedloom.rundir import WORK_FOLDER
 
 LOCAL_HOST = "127.0.0.1"
-WAITING_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fedloom</title></head>
-<body><main><h1>No figures yet</h1><p>They come with an evaluation; this page looks again by itself.</p></main></body>
-</html>"""
+WAITING_PAGE = (
+    '<!doctype html><html lang="en"><head><meta '
+    'charset="utf-8"><title>fedloom</title></head>\n<body><main><h1>No results yet</h1><p>They appear '
+    "after an evaluation, without a reload of this page.</p></main></body>\n</html>"
+)
 LIVE_SCRIPT = """<script>
 let tag = null;
 setInterval(async () => {

@@ -232,7 +232,7 @@ def _compared(
             outcomes = plan.run(hear, *hears.listeners(plan, place), page=False, join=join, executor=executor)
     except RunDirError as error:
         what, flag, _ = str(error).partition(". Choose another --out")
-        seed = "; where its code is the same, call torch.manual_seed before the module is made, as it draws weights"
+        seed = ". If its code is the same, call torch.manual_seed before you create the module, which draws its weights"
         drawn = seed if ": model.digest was " in what else ""
         raise RunDirError(f"{what}{drawn}. Give another folder, or remove this one" if flag else what) from None
     if any(one.status == "interrupted" for one in outcomes):

@@ -71,7 +71,7 @@ from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import lock
 
 NO_CHOICES: Mapping[Any, Any] = MappingProxyType({})
-NO_PAGE = "no report.html is written: its charts need another package. Pip install 'fedloom[charts]'"
+NO_PAGE = "no report.html is written, because its charts need another package. Run: pip install 'fedloom[charts]'"
 
 
 class Plan:
@@ -357,7 +357,7 @@ class Plan:
         except DamagedCheckpoint as error:
             if self.ranks.size > 1:  # the other ranks wait for what the first has read
                 raise
-            again = f"the other methods went on; to begin it anew: --force --method {shlex.quote(method.label)}"
+            again = f"the other methods continued. To start it again: --force --method {shlex.quote(method.label)}"
             outcome = Outcome(method.label, method.algorithm, seed, None, f"{error.damage}; {again}", damaged=True)
         emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome

@@ -335,7 +335,7 @@ class RunDirectory:
                 values = [float(run.final(kinds[0], lead, "validation").nanmean()) for run in runs]
                 figures[name] = sum(values) / len(values) * (1 if metric(lead).higher else -1)
         if not figures:
-            what = "no run is done" if not done else "nothing was measured on validation that could choose a method"
+            what = "no run is finished" if not done else "no validation result exists that could choose a method"
             raise ConfigError(f"{self.path}: {what}. Give a method: {', '.join(methods) or 'none'}")
         top = max(figures, key=lambda name: figures[name])
         return next(run for run in done if run.method == top and seed in (None, run.seed))
@@ -362,11 +362,14 @@ class RunDirectory:
 def _deployed(path: Path) -> str:
     """Return the part of a deployment that a folder is and the commands for its models, or "" for other folders."""
     if (path / "site.toml").is_file():
-        return f"a site of a deployment: use 'fedloom deploy predict {path} ROWS' (evaluate and export too)"
+        return f"a site of a deployment. Use 'fedloom deploy predict {path} ROWS' (also evaluate and export)"
     if (path.parent / "site.toml").is_file():
-        return f"of a site of a deployment: use 'fedloom deploy predict {path.parent} ROWS' (evaluate and export too)"
+        return (
+            f"part of a site of a deployment. Use 'fedloom deploy predict {path.parent} ROWS' (also "
+            "evaluate and export)"
+        )
     if (path / "sites").is_dir() or (path / "server.toml").is_file() or (path.parent / "server.toml").is_file():
-        return "of a deployment, whose models are at its sites: use 'fedloom deploy predict SITE ROWS' there"
+        return "a deployment, whose models are at its sites. There, use 'fedloom deploy predict SITE ROWS'"
     return ""
 
 

@@ -379,7 +379,7 @@ class Tuning:
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
-            head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
+            head += "# The rounds of every method make its sample gradients nearest to those of `rounds` plain ones.\n"
             head += "".join(f"# {sentence}\n" for sentence in report_overspending(findings))
         head += "".join(f"# {sentence}\n" for sentence in note_limits(findings))
         content = document if self._read is parse else experiment.settings()  # values have no form in TOML

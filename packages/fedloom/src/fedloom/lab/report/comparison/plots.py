@@ -176,7 +176,7 @@ def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, 
             blank = " " * (len(bars) + 1)  # a row without a name for each bar
             bars.append({"method": blank, "from": rounded(float(mean[k])), "to": rounded(float(mean[order[last]]))})
             reach = last
-    title = f"Mean rank over {len(ranks)} {blocks} (1 is best; critical difference {significant(limit)})"
+    title = f"Mean rank over {len(ranks)} {blocks} (1 is best, critical difference {significant(limit)})"
     lines = [*names, *(bar["method"] for bar in bars)]
     x, y = kit.number("rank", title, scale={"domain": [0.8, len(names) + 0.2]}), kit.nominal_channel("method", lines)
     y["axis"] |= {"labelOverlap": False, "ticks": False}
