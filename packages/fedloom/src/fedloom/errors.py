@@ -387,7 +387,7 @@ class Stop(Enum):
 
     DONE = "all rounds done"
     STOPPED = "stopped by a callback"
-    INTERRUPTED = "interrupted. Run the same command again to go on"
+    INTERRUPTED = "interrupted. Run the same command again to continue"
     TOO_FEW = "too few clients returned a usable update"
     BUDGET = "the privacy budget is spent"
     DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"

@@ -38,7 +38,7 @@ def unregularised(method: Any, then: str = "makes models without zeros", c: floa
     if method.regulariser is not None:
         return []
     name = type(method).__name__
-    return [f"{name} without a regulariser {then}: give one, such as regulariser = {{ kind = 'l1', c = {c} }}"]
+    return [f"{name} without a regularizer {then}. Give one, such as regulariser = {{ kind = 'l1', c = {c} }}"]
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:

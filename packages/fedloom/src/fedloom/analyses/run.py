@@ -351,8 +351,8 @@ def clients_of(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, Clie
     if unagreed:
         more = ", ..." if len(unagreed) > 5 else ""
         notes.append(
-            f"nobody has agreed on ranges of {', '.join(unagreed[:5])}{more}: here they are as wide as the columns; "
-            "real sites must agree on them"
+            f"no ranges are agreed for {', '.join(unagreed[:5])}{more}. This simulation uses the "
+            "ranges of the columns, but real sites must agree on ranges"
         )
     return schema, rows, notes
 

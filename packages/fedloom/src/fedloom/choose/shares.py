@@ -90,7 +90,10 @@ def _levels(column: str, fed: Federation) -> Tensor:
     """
     data, what = fed.data, f"client_weights = 'groups by {column}'"
     if column not in data.columns:
-        cure = f"{data.name} keeps {', '.join(data.columns) or 'none'}. Name those of a table in data.group_columns"
+        cure = (
+            f"{data.name} has {', '.join(data.columns) or 'no columns'}. Name the columns of a table in "
+            "data.group_columns"
+        )
         raise unknown("column", column, data.columns, what, cure)
     levels = list[int]()
     for client in range(fed.n):

@@ -18,7 +18,9 @@ from fedloom.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
-CLIENTS_EXAMPLE = "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], of which test parts are cut"
+CLIENTS_EXAMPLE = (
+    "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], from which test parts are cut"
+)
 """Example of the argument `clients`."""
 
 

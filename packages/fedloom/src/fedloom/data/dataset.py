@@ -30,7 +30,7 @@ MISSING_LEVEL = ""
 MOST_CLASSES = 2**16
 """Largest number of classes of a data set. Larger class numbers are measurements or damaged data."""
 TOO_MANY = (
-    f"at most {MOST_CLASSES:,} are predicted. Set task = 'regression' if labels are measurements, or name another"
+    f"at most {MOST_CLASSES:,} are allowed. Set task = 'regression' if labels are measurements, or name another column"
 )
 
 
@@ -279,7 +279,7 @@ class Dataset:
 
     def _wrong_y(self, n: int) -> Iterator[str]:
         if len(self.y) != n:
-            yield f"{n} samples but {len(self.y)} targets; every sample needs one target"
+            yield f"{n} samples but {len(self.y)} targets. Every sample needs one target"
         if self.classed:
             if self.task == "binary" and len(self.classes) != 2:
                 yield f"a binary task has 2 classes, got {len(self.classes)}"
@@ -326,17 +326,19 @@ def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
     elif task == "survival":
         early, odd = y[:, 0] < 0, (y[:, 1] != 0) & (y[:, 1] != 1)
         if bool(early.any()):
-            yield f"{int(early.sum())} times are below 0 (first: sample {int(early.int().argmax())}). Repair them"
+            yield f"{int(early.sum())} times are negative (first: sample {int(early.int().argmax())}). Repair them"
         if bool(odd.any()):
-            yield f"events must be 1, or 0 where the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
+            yield f"events must be 1, or 0 if the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
     elif task == "count":
         odd = ((y < 0) | (y != y.floor())).any(1)
         if y.shape[1] != 1 or bool(odd.any()):
-            yield f"counts must be one whole number of at least 0 per row; {int(odd.sum())} rows have none"
+            yield (
+                f"counts must be one whole number of at least 0 per row, but {int(odd.sum())} rows have no such number"
+            )
 
 
 def _outside(what: str, codes: Tensor, count: int) -> Iterator[str]:
     if codes.dtype != torch.int64 or codes.ndim != 1:
         yield f"{what} must be int64 of one dimension, got {codes.dtype} {codes.ndim}-d"
     elif len(codes) and (int(codes.min()) < 0 or int(codes.max()) >= count):
-        yield f"{what} must be within 0..{count - 1}, got {int(codes.min())}..{int(codes.max())}"
+        yield f"{what} must be from 0 to {count - 1}, got {int(codes.min())} to {int(codes.max())}"

@@ -27,7 +27,7 @@ from fedloom.values import Value
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts of a sample that a server and its sites compare."""
-NO_TABLE = "give an array of them, an NPZ file or, of images, a folder"
+NO_TABLE = "give an array of samples, an NPZ file or, for images, a folder"
 """Advice for samples that are not a table."""
 
 

@@ -190,7 +190,7 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
         raise DataError(f"{name}: contains texts, but the model was trained on tokens given as numbers. Give numbers")
     x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
-    note = f"not in the vocabulary of the training, read as {UNKNOWN_TOKEN}: {strange} tokens"
+    note = f"not in the vocabulary of the training data, read as {UNKNOWN_TOKEN}: {strange} tokens"
     return NewRows(x.long(), notes=(note,) if strange else ())
 
 

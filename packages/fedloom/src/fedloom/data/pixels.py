@@ -66,9 +66,9 @@ def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
     if low >= 0 and high <= 255 and bool((x == x.floor()).all()):
         return "give bytes: x.astype('uint8')"
     if low >= -ROUNDING_TOLERANCE and high <= 1 + ROUNDING_TOLERANCE:
-        return "they exceed it by rounding: give x.clip(0, 1)"
+        return "they exceed it by rounding. Give x.clip(0, 1)"
     if low >= 0 and high <= 255:
-        return "if they go from 0 to 255, give x / 255"
+        return "if they are from 0 to 255, give x / 255"
     if low >= 0 and not dtype.startswith(FLOAT_TYPE_PREFIXES):
-        return "give floats: x divided by the largest number that a pixel can have, such as x / 65535"
-    return "give the samples before they were normalised, as bytes or as floats from 0 to 1: the model scales them"
+        return "give floats: x divided by the largest possible value of a pixel, such as x / 65535"
+    return "give the samples before normalization, as bytes or as floats from 0 to 1. The model scales them"

@@ -122,7 +122,7 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
         raise DataError(
             f"{name}: {text}: targets are text, but those of {numbers} are numbers. Give all targets one type"
         )
-    for field, cure in (("classes", "number them alike"), ("columns", "give all one order, as x[names]")):
+    for field, cure in (("classes", "number them alike"), ("columns", "give all in the same order, as x[names]")):
         named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
         longest = max(named.values(), key=len, default=())
         for who, names in named.items():
@@ -187,7 +187,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
             if len(parts) == 4 or [len(part) for part in parts if type(part) is tuple] == [2, 2]:
                 cure = "{'train': (x, y), 'test': (x_test, y_test)}"
             elif isinstance(obj, np.ndarray) and obj.dtype.names:
-                cure = "pandas.DataFrame(x), whose columns have names too"
+                cure = "pandas.DataFrame(x), whose columns also have names"
             raise ConfigError(f"{name}: features without targets. Give {cure}")
         return Side.create(obj, target, name)
     if isinstance(obj, TorchDataset):
@@ -204,9 +204,9 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     hints = {
         "toarray": "give x.toarray()",
         "batch_size": ("give torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "give its .dataset")
-        + (", whose samples are those that its collate_fn makes" if collates else ""),
-        "__next__": "give what it goes through, such as the .dataset of a DataLoader",
-        "strip": "read a file by fl.load",
+        + (", whose samples come from its collate_fn" if collates else ""),
+        "__next__": "give the object that it iterates over, such as the .dataset of a DataLoader",
+        "strip": "read a file with fl.load",
         "to_pandas": "give x.to_pandas()",
     }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")

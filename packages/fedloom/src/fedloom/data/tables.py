@@ -217,17 +217,17 @@ class Table(Value):
             extreme = values[(values < low - reach) | (values > high + reach)]
             if share < NOTED_ROW_SHARE and column.range is None and len(extreme):
                 sentences.append(
-                    f"column {column.name!r}: {len(extreme)} of {len(values)} numbers lie far beyond {low:.4g} to "
-                    f"{high:.4g}, where those of the training lie, as {float(extreme[0]):.4g} does; what follows from "
-                    "them is uncertain"
+                    f"column {column.name!r}: {len(extreme)} of {len(values)} numbers are far outside "
+                    f"{low:.4g} to {high:.4g}, the range of the training data, for example "
+                    f"{float(extreme[0]):.4g}. Predictions for these rows are uncertain"
                 )
             if share >= NOTED_ROW_SHARE:
                 unit = f" {column.unit}" if column.unit else ""
                 origin = "which was agreed on" if column.range is not None else "where those of the training lie"
                 sentences.append(
-                    f"column {column.name!r}: {share:.0%} of the rows lie beyond {low:.4g} to {high:.4g}{unit}, "
-                    f"{origin} (median here {float(values.median()):.4g}); another unit or another marker of missing "
-                    "cells?"
+                    f"column {column.name!r}: {share:.0%} of the rows are outside {low:.4g} to "
+                    f"{high:.4g}{unit}, {origin} (median here {float(values.median()):.4g}). Is it "
+                    "another unit, or another marker of missing cells?"
                 )
         return sentences
 

@@ -83,15 +83,15 @@ def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
     if len(beyond):
         sample, place = beyond[0].tolist()
         yield (
-            f"sample {sample} has the token {int(x[sample, place])} at position {place}, beyond the vocabulary of "
-            f"{len(vocabulary)} entries (0 to {len(vocabulary) - 1}, 0 is padding). Give a larger vocabulary, or "
-            "encode the samples with this one"
+            f"sample {sample} contains the token {int(x[sample, place])} at position {place}, but the "
+            f"vocabulary has {len(vocabulary)} entries (0 to {len(vocabulary) - 1}, 0 is padding). "
+            "Give a larger vocabulary, or encode the samples with this one"
         )
     is_token = x != 0
     for what, bad in (
         ("is empty: only padding, token 0. Leave it out", ~is_token.any(1)),
         (
-            "has padding, token 0, before its end. Pad a sequence at its end only",
+            "contains padding, token 0, before its end. Pad a sequence only at its end",
             (is_token[:, 1:] > is_token[:, :-1]).any(1),
         ),
     ):
@@ -103,8 +103,8 @@ def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
     """Yield errors in the labels of positions, ``[N, length]``, with -1 for no label."""
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
-            f"labels of positions must be int64 as the tokens {[*x.shape]}, got {y.dtype} {[*y.shape]}. Give every "
-            "position a label, -1 where it has none"
+            f"labels of positions must be int64 like the tokens {[*x.shape]}, got {y.dtype} "
+            f"{[*y.shape]}. Give every position a label, or -1 for no label"
         )
         return
     yield from wrong_range(y, classes)

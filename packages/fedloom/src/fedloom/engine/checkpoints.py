@@ -29,7 +29,7 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.values import Value
 from fedloom.version import __version__
 
-UNATTACKED_NOTE = "no attacker took part in any round: none was attacked"
+UNATTACKED_NOTE = "no attacker took part in any round, so nothing was attacked"
 """Note about a run after its last round."""
 
 

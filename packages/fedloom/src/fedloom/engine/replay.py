@@ -51,7 +51,7 @@ class Replay:
             shapes = dict(zip(layout.names, layout.shapes, strict=True))
             more = [str(name) for name in self.initial if name not in shapes]
             if more:
-                buffers = "take buffers out, which start as the module has them: dict(MODULE.named_parameters())"
+                buffers = "remove buffers, which start with the module's values: dict(MODULE.named_parameters())"
                 cure = buffers if shapes.keys() <= self.initial.keys() else nearest(more[0], shapes)
                 raise ConfigError(f"initial: the model has no parameter {more[0]!r}; {cure}")
             values = {

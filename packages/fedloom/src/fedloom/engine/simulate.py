@@ -157,7 +157,7 @@ def simulate(
         job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
         calls = [lambda state: reason if state.round == best else None]
         result = _play(job, server, place, calls, pause, advance=advance)
-        result.notes.append(f"early_stop: {words}; the work of the later rounds is not counted")
+        result.notes.append(f"early_stop: {words}. The work of the later rounds is not counted")
     result.notes[:0] = [f"data: {note}" for note in fed.remarks]
     return result
 
@@ -208,11 +208,11 @@ class _Simulation(Hooks):
         notes, attackers, rounds = list[str](), self._job.attackers, self._job.setting.rounds
         if state.round == 1 and rng_states() != self._drawn:
             notes.append(
-                "code at the server draws from a global generator of torch, numpy or random, so equal runs differ. "
-                "Draw from ctx.rng(purpose), which the seed decides"
+                "code at the server draws from a global generator of torch, numpy or random, so "
+                "equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
             )
         if state.round == 1 and not state.totals[CLIENT_COUNTS.index("samples_backward")]:
-            notes.append("round 1 took no gradient of any client: nothing is trained")
+            notes.append("round 1 computed no gradient for any client, so nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
             notes.append(UNATTACKED_NOTE)
         return tuple(notes)

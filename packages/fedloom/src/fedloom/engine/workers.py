@@ -42,6 +42,6 @@ def idle_workers(engine: Engine) -> list[str]:
     if engine.workers == "auto" or engine.workers <= PER_CORE * cores():
         return []
     return [
-        f"engine.workers = {engine.workers}: at most {PER_CORE * cores()} processes are started, {PER_CORE} for each "
-        f"of the {cores()} cores that this program may use, and no more than there are clients or runs"
+        f"engine.workers = {engine.workers}: at most {PER_CORE * cores()} processes start, {PER_CORE} "
+        f"for each of the {cores()} cores that this program may use, and no more than clients or runs"
     ]

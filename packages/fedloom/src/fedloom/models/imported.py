@@ -196,10 +196,10 @@ def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
     width = math.prod(shape)
     recurrent = any(isinstance(m, nn.RNNBase | nn.TransformerEncoderLayer) for m in module.modules())
     if recurrent and len(shape) == 3 and shape[0] == 1:
-        return "make the data with layout = 'sequence', if a sample is [time, features]"
+        return "use layout = 'sequence' for the data, if a sample is [time, features]"
     if len(shape) > 1 and layers and isinstance(layers[0], nn.Linear):
         return f"begin with torch.nn.Flatten() and a layer of {width} inputs"
-    return "give a model that takes such samples"
+    return "give a model for such samples"
 
 
 def try_out(
@@ -253,11 +253,11 @@ def try_out(
     if got != [2, *wanted]:
         must, cure = ", ".join(map(str, ("b", *wanted))), ""
         if isinstance(got, str):
-            cure = ". Return the tensor of the outputs alone"
+            cure = ". Return only the tensor of the outputs"
         elif wanted[-1] == 1 and got == [2, *wanted[:-1]]:
             cure = ". Give it a last dimension of 1"
         elif outputs == 2 and got == [2, *wanted[:-1], 1]:
-            cure = ". Give two outputs, or make the data with task = 'binary'"
+            cure = ". Give two outputs, or use task = 'binary' for the data"
         raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2{cure}")
     graded = isinstance(output, Tensor) and output.requires_grad
     trains = any(parameter.requires_grad for parameter in module.parameters())

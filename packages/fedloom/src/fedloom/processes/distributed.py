@@ -121,7 +121,7 @@ def _translated(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         cause = re.sub(r"^(\[\S+:\d+\] )+", "", str(error)).splitlines()[0].split(". ")[0][:200]
         raise FedloomError(
-            f"rank {rank} lost contact with another rank, which crashed or was killed ({cause}); {RESUME_HINT}"
+            f"rank {rank} lost contact with another rank, which crashed or was killed ({cause}). {RESUME_HINT}"
         ) from error
 
 
@@ -133,7 +133,7 @@ def _ended_by_signal() -> Iterator[None]:
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
-        raise FedloomError(f"torchrun has ended the ranks: one of them died, or a signal stopped it; {RESUME_HINT}")
+        raise FedloomError(f"torchrun has ended the ranks: one of them died, or a signal stopped it. {RESUME_HINT}")
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -222,9 +222,9 @@ class _Silence:
             if worker in self._reported or silent < max(MIN_SILENCE_SECONDS, SILENCE_MULTIPLE * self._longest):
                 continue
             if worker.is_stopped():
-                why = f"a signal has stopped it; 'kill -CONT {worker.pid}' lets it go on"
+                why = f"a signal has stopped it. 'kill -CONT {worker.pid}' continues it"
             elif self._longest:
-                why = f"the longest answer before took {self._longest:.1f} s; it may lack memory, or wait for a disk"
+                why = f"the longest earlier answer took {self._longest:.1f} s. It may lack memory, or wait for a disk"
             else:
                 continue
             self._reported.add(worker)

@@ -140,7 +140,7 @@ def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Co
     previous = (-1, 0.0)
     for k in order[~np.isnan(columns["start"][order])].tolist():
         client, start, end = int(columns["client"][k]), float(columns["start"][k]), float(columns["end"][k])
-        span = f"client {client} is there in [{start:g}, {end:g}) s"
+        span = f"client {client} is present in [{start:g}, {end:g}) s"
         if not start < end:
             _refuse(path, k, f"{span}; end must be after start")
         if start < 0:

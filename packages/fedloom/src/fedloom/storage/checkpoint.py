@@ -232,7 +232,7 @@ class Checkpoints:
                 before = self._update_numbers(body["meta"].get("numbers") or {})
                 changed = find_difference(before, json.loads(json.dumps(numbers))) if before and numbers else ""
                 changed = changed or (
-                    f"its fingerprint is {body['fingerprint']}, that of this one {fingerprint}, so code or data differ"
+                    f"its fingerprint is {body['fingerprint']}, but this run has {fingerprint}, so code or data differ"
                 )
                 raise RunDirError(
                     f"{self.folder} contains checkpoints of another run: {changed}. Choose another "

@@ -112,8 +112,8 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
         pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").partition(" ")
         alive = host != socket.gethostname() or _alive(int(pid))
         if (time.monotonic() > end or (pid and alive)) and _is_held(fd):
-            what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but not all of its workers")
-            cure = "wait for it, or start both so that they join" if joins else "wait for it, or choose another folder"
+            what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but some of its workers have not")
+            cure = "wait for it, or start both with --join" if joins else "wait for it, or choose another folder"
             raise RunDirError(f"{path.parent} is in use by {what}; {cure}")
         if time.monotonic() > end:
             raise RunDirError(

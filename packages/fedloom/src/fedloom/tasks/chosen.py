@@ -263,9 +263,9 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
     except FedloomError:
         raise
     except Exception as error:
-        cure = "; it is called with (outputs, targets)"
+        cure = ". It is called with (outputs, targets)"
         if output.shape == (len(y), 1) and y.ndim == 1:
-            cure += ", logits and classes here: it may need outputs.squeeze(1) and targets.float()"
+            cure += ", here logits and classes. It may need outputs.squeeze(1) and targets.float()"
         raise CodeError(
             f"{what} {scorer.display_name!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: "
             f"{cause_of(error)}{cure}"

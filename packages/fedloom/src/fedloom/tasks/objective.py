@@ -117,8 +117,9 @@ class Objective(Value):
         if self.class_weights is None or self.calibrate:
             return []
         return [
-            "class_weights raise the probabilities of rare classes above their shares: AUROC and recall hold, "
-            "probabilities and calibration do not; [task] calibrate = true mends them on validation"
+            "class_weights raise the probabilities of rare classes above their true values. AUROC "
+            "and recall remain valid, but probabilities and calibration do not. Set [task] calibrate "
+            "= true to correct them on validation data"
         ]
 
     @property

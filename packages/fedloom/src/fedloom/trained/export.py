@@ -106,7 +106,7 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
         return ""
-    how = "--threshold gives another to onnx" if threshold is None else "from --threshold"
+    how = "--threshold sets another one for onnx" if threshold is None else "from --threshold"
     return f"class {facts.classes[1]!r} from a probability of {0.5 if threshold is None else threshold:g} on; {how}"
 
 
@@ -125,7 +125,9 @@ def units(model: Model, factors: Factors | None) -> str:
         several = isinstance(factor, Mapping) and not client
         if column in columns and (several or number != 1):
             parts.append(f"{column} by {'the factor of its client' if several else format(number, 'g')}")
-    return f"numbers are taken in the agreed units: multiply {', '.join(parts)} first, as predict does" if parts else ""
+    return (
+        f"numbers are expected in the agreed units. First multiply {', '.join(parts)}, as predict does" if parts else ""
+    )
 
 
 class Program:

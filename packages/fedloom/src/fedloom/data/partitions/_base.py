@@ -116,8 +116,9 @@ class Draw(NamedTuple):
         outside = dealt[~trains[owner]]
         shown = ", ".join(self.names[k] if self.names else str(k) for k in np.flatnonzero(~trains)[:8].tolist())
         note = (
-            f"{n - of} of {n} clients have test rows alone ({shown}): they train on nothing, and their {len(outside)} "
-            "rows are the common test set, on which global models are scored as those of a new client"
+            f"{n - of} of {n} clients have only test rows ({shown}). They do not train, and their "
+            f"{len(outside)} rows are the common test set, on which global models are scored as for a "
+            "new client"
         )
         return self._replace(
             dealt=group_by_owner(dealt[trains[owner]], number[owner[trains[owner]]], of),
@@ -329,10 +330,13 @@ class Partition(Value):
             return []
         marked = data.design is not None and data.design.tested is not None
         if marked and self.test == 0:
-            return [f"{self.kind}: test = 0 leaves the test part empty, so rows that are marked for it are trained on"]
+            return [
+                f"{self.kind}: test = 0 leaves the test part empty, so rows that are marked as test rows "
+                "are training rows"
+            ]
         if draw.test is None and not marked:
             return []
-        who = "partition gives the test parts itself" if draw.test is not None else "test rows are marked in the data"
+        who = "the partition defines the test parts itself" if draw.test is not None else "the data mark test rows"
         return [f"{self.kind}: test = {self.test:g} has no effect, because the {who}"]
 
     def _check(self, draw: Draw, held: Dealt, data: Dataset) -> None:
@@ -368,7 +372,7 @@ class Partition(Value):
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
             if draw.test is not None:
-                cure = "give every sample to one client, and to one part; a test set of all clients is Draw.common"
+                cure = "give every sample to one client, and to one part. A test set for all clients is Draw.common"
             raise Refused(f"{self.kind}: clients that share a sample would need two versions of it; {cure}")
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
@@ -431,22 +435,25 @@ def _notes(
         if len(absent):
             absent_names = ", ".join(repr(classes[c]) for c in absent[:8]) + (", ..." if len(absent) > 8 else "")
             notes.append(
-                f"the data have no sample of {len(absent)} of their {len(classes)} classes ({absent_names}), for which "
-                "the model has outputs all the same: number the labels from 0 without gaps, if that was not meant"
+                f"the data contain no sample of {len(absent)} of their {len(classes)} classes "
+                f"({absent_names}), although the model has outputs for them. If this is not intended, "
+                "number the labels from 0 without gaps"
             )
         cells = [owners(cut[part]) * len(classes) + y[cut[part].index] for part in ("train", "test")]
         unknown, counts = np.unique(cells[1][~np.isin(cells[1], cells[0])], return_counts=True)
         if len(unknown):
             who, c = divmod(int(unknown[0]), len(classes))
             notes.append(
-                f"clients tested on a class that they have no training sample of: "
-                f"{len(np.unique(unknown // len(classes)))} (first: client {names[who]!r}, {counts[0]} test samples of "
-                f"class {classes[c]!r}); a "
-                "personal model cannot learn it: use test_from = 'own' or 'ratio', or a larger "
-                "max_train_per_client, if that matters"
+                f"{len(np.unique(unknown // len(classes)))} clients are tested on a class that they "
+                f"have no training sample of (first: client {names[who]!r}, {counts[0]} test samples "
+                f"of class {classes[c]!r}). A personal model cannot learn it. If that matters, use "
+                "test_from = 'own' or 'ratio', or a larger max_train_per_client"
             )
     held = np.concatenate([dealt.index for dealt in cut.values()])
     shared = len(held) - distinct(held, samples)
     if shared:
-        notes.append(f"clients overlap: {shared} of {len(held)} places are taken by samples that another place has too")
+        notes.append(
+            f"clients share samples: {shared} of {len(held)} places are taken by samples that another "
+            "place also contains"
+        )
     return notes

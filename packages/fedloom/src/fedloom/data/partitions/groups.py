@@ -84,9 +84,7 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
         levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
     group = np.repeat(np.arange(n), even(len(levels), n)) if each is None else np.repeat(np.arange(n), each)
     if len(group) < len(levels):
-        notes.append(
-            f"{len(levels) - len(group)} of {len(levels)} {_LEVELS[part.kind]} are left over and belong to no client"
-        )
+        notes.append(f"{len(levels) - len(group)} of {len(levels)} {_LEVELS[part.kind]} belong to no client")
     client = np.full(len(names), n)
     client[levels[: len(group)]] = group
     label = tuple(names[level] for level in levels) if n == len(levels) else ()

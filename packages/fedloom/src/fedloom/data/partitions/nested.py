@@ -82,7 +82,7 @@ class LabelSwap(Sized):
         n = len(drawn.dealt.offsets) - 1
         most, count, notes = min(n, math.factorial(min(classes, 12))), self.groups, drawn.notes
         if count > most and "groups" not in self.model_fields_set:
-            count, notes = most, (*notes, f"label-swap: groups = {most}, because {n} clients allow no more")
+            count, notes = most, (*notes, f"label-swap: groups = {most}, because {n} clients do not allow more")
         if count > most:
             raise PartitionError(
                 f"label-swap: {count} groups are too many for {n} clients and {classes} classes. Use fewer groups"
@@ -126,7 +126,10 @@ class Rotated(Sized):
         if "turns" not in self.model_fields_set:
             count = min(count, max(n // (1 + self.inverted), 1), 4 if shape[1] == shape[2] else 2)
         if count < self.turns:
-            notes = (*notes, f"rotated: turns = {count}, because clients or the shape of images allow no more")
+            notes = (
+                *notes,
+                f"rotated: turns = {count}, because the number of clients or the shape of images does not allow more",
+            )
         if count > 2 and shape[1] != shape[2]:
             raise Refused(
                 f"rotated: {count} turns need square images, but the images of {name} are {shape[1]} x {shape[2]}"

@@ -22,7 +22,7 @@ from fedloom.imports import path_of
 from fedloom.rundir import place_of
 from fedloom.values import Value
 
-FOLDER_DESCRIPTION = "file or folder of the data set; None: looked for in the data folder"
+FOLDER_DESCRIPTION = "file or folder of the data set. None: looked for in the data folder"
 
 
 class Source(Value):

@@ -103,13 +103,13 @@ def make_dataset(
     if x.dtype.kind not in "uifb" or x.ndim == 0:
         problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}. Encode text as numbers first")
     if x.ndim == 1:
-        problems.append(f"x must be [N, features], got {x.shape}; of a single feature give x[:, None]")
+        problems.append(f"x must be [N, features], got {x.shape}. For a single feature, give x[:, None]")
     if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
         cures = {"S": "give y.astype(str)", "M": "give y.astype(str), or numbers", "c": "give real numbers"}
         cure = cures.get(y.dtype.kind, "give one row per sample")
         problems.append(f"y must be [N] classes or [N, k] targets, got {y.dtype} {y.shape}; {cure}")
     if len(x.shape) and len(y.shape) and len(x) != len(y):
-        problems.append(f"{len(x)} samples but {len(y)} targets; every sample needs one target")
+        problems.append(f"{len(x)} samples but {len(y)} targets. Every sample needs one target")
     problems += [f"{what} must be a list of names, got the text {names!r}" for what, names in texts if names]
     if users is not None and np.shape(users) != x.shape[:1]:
         problems.append(f"users have shape {np.shape(users)} for {len(x)} samples. Give one per sample")
@@ -225,9 +225,9 @@ def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
         at = tuple(np.argwhere(changed)[0].tolist())
         where = f"sample {at[0]}" + (f", column {at[1]}" if len(at) == 2 else "")
         yield (
-            f"x: {int(changed.sum()):,} whole numbers beyond {MAX_EXACT_INTEGER:,} are rounded to float32 "
-            f"({where}: {x[at]} is "
-            f"{int(kept[at])}). Subtract the smallest, or give a table, whose columns are scaled before"
+            f"x: {int(changed.sum()):,} whole numbers beyond {MAX_EXACT_INTEGER:,} are rounded to "
+            f"float32 ({where}: {x[at]} is {int(kept[at])}). Subtract the smallest number, or give a "
+            "table, whose columns are scaled first"
         )
 
 
@@ -269,7 +269,9 @@ def noted(data: Dataset) -> Dataset:
     """
     x = data.x
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
-        note = "x has bytes (uint8), which are read as pixels and divided by 255. Give what are no pixels as floats"
+        note = (
+            "x contains bytes (uint8), which are read as pixels and divided by 255. If they are not pixels, give floats"
+        )
         return replace(data, notes=(*data.notes, note))
     data = noted_copies(data)
     if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
@@ -277,8 +279,9 @@ def noted(data: Dataset) -> Dataset:
     if x.ndim != 2 or _is_wide(x):
         largest = float(x.abs().max())
         note = (
-            f"x has numbers of up to {largest:,.4g}; floats are taken as they are, so training may diverge or learn "
-            "nothing: divide them, or of images give bytes (uint8), which are divided by 255"
+            f"x contains numbers of up to {largest:,.4g}. Floats are used without scaling, so "
+            "training may diverge or learn nothing. Divide them, or give images as bytes (uint8), "
+            "which are divided by 255"
         )
         return replace(data, notes=(*data.notes, note)) if largest > LARGE_VALUE and data.std is None else data
     columns = {str(k): values.double().numpy() for k, values in enumerate(x.T)}
@@ -314,9 +317,10 @@ def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
     if large:
         several = f", the largest of {len(large)} such columns" if len(large) > 1 else ""
         yield (
-            f"column {large[0]} has large numbers, of a median size of {sizes[large[0]]:,.4g}{several}; arrays are not "
-            "scaled, so training may diverge or learn nothing: divide the numbers by their standard deviation, or give "
-            "a table, whose columns are scaled"
+            f"column {large[0]} has large numbers, with a median size of "
+            f"{sizes[large[0]]:,.4g}{several}. Arrays are not scaled, so training may diverge or "
+            "learn nothing. Divide the numbers by their standard deviation, or give a table, whose "
+            "columns are scaled"
         )
 
 

@@ -100,14 +100,16 @@ the published ones. The addresses were written without network access and have n
 digest is not kept.
 """
 
-LEAF_HINT = "has no files to fetch: LEAF's scripts make them (github.com/TalwalkarLab/leaf). Put these into its folder"
+LEAF_HINT = (
+    "has no files to fetch, because LEAF's scripts make them (github.com/TalwalkarLab/leaf). Put these into its folder"
+)
 UNFETCHED_SETS = {
-    "digits": "needs no files; it comes with scikit-learn",
-    "docstrings": "needs no files; it is made of Python's standard library",
-    "femnist": f"{LEAF_HINT}, or take source = 'hub:flwrlabs/femnist', users = 'writer_id', y = 'character'",
+    "digits": "needs no files, because it comes with scikit-learn",
+    "docstrings": "needs no files, because it is made from Python's standard library",
+    "femnist": f"{LEAF_HINT}, or use source = 'hub:flwrlabs/femnist', users = 'writer_id', y = 'character'",
     "sent140": LEAF_HINT,
     "shakespeare": LEAF_HINT,
-    "sklearn": "needs no files; it comes with scikit-learn",
+    "sklearn": "needs no files, because it comes with scikit-learn",
 }
 """Reason why a named data set is not downloaded, and the alternative."""
 

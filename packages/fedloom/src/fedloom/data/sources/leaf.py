@@ -30,7 +30,7 @@ UPPERCASE_CLASSES, LOWERCASE_CLASSES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tupl
 class Collector:
     """All users of all files: features in one growing array, and one user code per sample."""
 
-    wanted = "numbers; every sample needs one number"
+    wanted = "numbers. Every sample needs one number"
 
     def __init__(self, options: Leaf, kept: range | None) -> None:
         self._options, self._kept = options, kept
@@ -91,8 +91,8 @@ class Collector:
             widths = [len(row) if isinstance(row, list) else 1 for row in rows]
             odd = next((width for width in widths if width != widths[0]), None)
             if odd is None:
-                return "has x that are not numbers; every sample needs a list of numbers of one size"
-            return f"has a sample of {odd} values, the others have {widths[0]}; all samples need one size"
+                return "has x that are not numbers. Every sample needs a list of numbers of one size"
+            return f"has a sample of {odd} values, but the others have {widths[0]}. All samples need one size"
         x = features.reshape(1 if features.ndim == 1 else len(rows), -1) if rows else np.empty((0, 0))
         if not self._options.pixels:
             return x.astype(np.float32)

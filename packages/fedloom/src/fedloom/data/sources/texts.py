@@ -111,11 +111,11 @@ class Texts(FileSource):
 class _Lines(Collector):
     """Lines of a speaker, each with the next character."""
 
-    wanted = "characters; every sample needs the one character that follows its text"
+    wanted = "characters. Every sample needs the one character that follows its text"
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
         if not all(isinstance(row, str) and row for row in rows):
-            return "has x that are not texts; every sample needs a text"
+            return "has x that are not texts. Every sample needs a text"
         return np.array(rows, object)[:, None]
 
     def _labels(self, listed: Any) -> Floats | None:

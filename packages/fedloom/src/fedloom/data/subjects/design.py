@@ -129,16 +129,20 @@ class Design:
             clients = np.unique(owner * total + self.units[rows]) % total
             if several := int((np.bincount(clients, minlength=1) > 1).sum()):
                 notes.append(
-                    f"{several:,} subjects have rows at several clients, and are in one part at all of them; if every "
-                    "client counts its patients anew, put the client's name before the number"
+                    f"{several:,} subjects have rows at several clients, and are in the same part at "
+                    "all of them. If every client numbers its patients from 1, put the client's name "
+                    "before the number"
                 )
         if self.order is not None and self.strata is not None:
-            notes.append("strata change nothing beside order: earlier rows are trained on, and later ones tested")
+            notes.append(
+                "strata have no effect with order, because earlier rows are training rows and later rows are test rows"
+            )
         if self.held_out is not None and self.subject is not None:
             assert self.tested is not None
             if moved := int((self.tested != self.held_out.numpy()).sum()):
                 notes.append(
-                    f"{moved:,} rows are in another part than they are marked for: a subject goes by its last row"
+                    f"{moved:,} rows are in another part than they are marked for, because the last "
+                    "row of a subject decides its part"
                 )
         return notes
 

@@ -15,14 +15,16 @@ from fedloom.errors import ConfigError, direction_in
 from fedloom.storage import read_toml
 from fedloom.values import Value, fields_of, make
 
-AGREEMENT_HEADER = """\
-# What the columns mean at every site. Fill in the units, look at the levels and ranges, and sign it.
-# Columns are found by name, in any order; others are ignored. missing = true: cells may be missing, and a feature has
-# where. impute = true: such cells, and levels that are not named here, are filled at each site.
-# patients, events: least rows of a site that takes part, and of each class there. level_rows: least rows of a level
-# that is named here (rarer ones identify people); cells of rarer levels are filled, as unknown ones are.
-# subject: column of whom a row is. Then patients, events and level_rows are numbers of subjects, not of rows.
-"""
+AGREEMENT_HEADER = (
+    "# Meaning of the columns at every site. Fill in the units, check the levels and ranges, and sign "
+    "it.\n# Columns are found by name, in any order, and others are ignored. missing = true: cells may "
+    "be missing, and a feature\n# records where. impute = true: such cells, and levels that are not "
+    "listed here, are filled at each site.\n# patients, events: smallest number of rows of a site that "
+    "takes part, and of each class there. level_rows: smallest\n# number of rows of a level in this list "
+    "(rarer ones identify people). Cells of rarer levels are filled, like unknown ones.\n# subject: "
+    "column of the patient or person of a row. Then patients, events and level_rows count subjects, not "
+    "rows.\n"
+)
 
 
 class AgreedColumn(Value):
@@ -198,7 +200,7 @@ class Agreement(Value):
         sentences = []
         what = "rows" if self.subject is None else f"subjects ({self.subject!r})"
         if rows < self.patients:
-            sentences.append(f"{rows} {what}, the agreement requires at least {self.patients}")
+            sentences.append(f"{rows} {what}, but the agreement requires at least {self.patients}")
         rare = {name: counts.get(name, 0) for name in self.classes if counts.get(name, 0) < self.events}
         if rare:
             shown = ", ".join(
@@ -206,7 +208,7 @@ class Agreement(Value):
                 for name, count in rare.items()
             )
             shown += "" if self.subject is None else f", of {what}"
-            sentences.append(f"{shown}; the agreement requires at least {self.events}")
+            sentences.append(f"{shown}, but the agreement requires at least {self.events}")
         return sentences
 
 

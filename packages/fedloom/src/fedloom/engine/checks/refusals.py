@@ -44,7 +44,7 @@ def ruled(rule: str) -> Iterator[None]:
         raise
 
 
-NOT_EVALUATED = "trained, not evaluated: there is no test row"
+NOT_EVALUATED = "trained, but not evaluated because there is no test row"
 """End of a run without a test part."""
 
 
@@ -106,14 +106,14 @@ def check_together(
         elif any(k.keeps for k in kinds):
             why = "its server keeps every client's last upload"
         elif any(k.accumulates for k in kinds):
-            why = "its server adds uploads up over rounds"
+            why = "its server adds up uploads over rounds"
         else:
             why = "its server averages single models itself"
         cure = "leave {aggregation_weights} out"
         if isinstance(weigher, SamplesWeigher):
-            cure += " (with {client_weights = 'samples'} every method's clients count by their samples)"
+            cure += " (with {client_weights = 'samples'}, all methods weight clients by their samples)"
         elif weigher.describes and kinds and not algorithm.mixes:
-            cure += " (with {client_weights = 'clusters'} clusters count alike in the method's own shares)"
+            cure += " (with {client_weights = 'clusters'}, clusters have equal weight in the method's own shares)"
         raise Refused(
             f"aggregation_weights {weigher.kind!r} has no effect with {name}: {why}",
             rule="weigher-without-effect",
@@ -228,7 +228,7 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
     """
     if down[0].shape != (d,):
         width = down[0].shape[-1]
-        sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "each client a model of its own"
+        sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "its own model for each client"
         raise Refused(
             "personalized aggregation sends mixed models instead of the server's model, but the "
             f"server of {type(method).__name__} sends {sent}",

@@ -153,7 +153,7 @@ class TermNetwork(Network):
         """
         what = ""
         if self.normalisers:
-            what = "its normalisation layers mix the samples of a batch"
+            what = "its normalization layers mix the samples of a batch"
         elif self.labels_each is not None:
             what = "its sequences have a label per position"
         elif getattr(self, "draws", False):

@@ -28,8 +28,8 @@ MAX_ROW_CHARACTERS = 2**26
 MAX_SHOWN_LEVELS = 6
 """Largest number of levels of a column in an error message."""
 CELL_HINT = (
-    "repair the cell, name it in missing, or say what the column is: label, users (whose row it is), categorical or "
-    "drop"
+    "repair the cell, name it in missing, or give the column a role: label, users (client of a row), "
+    "categorical or drop"
 )
 DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
 """Pattern of a number with a decimal comma, optionally with periods between thousands."""
@@ -279,7 +279,9 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
                 cure = "repair the row" if number > problems.first else above
                 problems.add("width", "", what, [None], f"truncated or another file, {cure}")
             elif width > 1 and row == names:
-                problems.add("header", "", f"row {number} repeats the header", [None], "delete it, it is no sample")
+                problems.add(
+                    "header", "", f"row {number} repeats the header", [None], "delete it, because it is not a sample"
+                )
         line, block = line + len(block), [row for row in block if len(row) == width and (width == 1 or row != names)]
         yield from map(Piece, repeat(start), names, zip(*block, strict=True))
         start += len(block)

@@ -28,7 +28,7 @@ TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
 TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
 """Levels, in lower case, that mark a row of the training part."""
 YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
-ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row; unlabelled = 'drop' leaves rows without one out"
+ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row. unlabelled = 'drop' leaves rows without one out"
 
 
 class DesignOptions(FileSource):
@@ -178,7 +178,7 @@ class DesignReading:
         numbers, seconds = (np.isnan(cast("NDArray[np.float64]", rows.done())) for rows in self._moments)
         if (numbers & ~seconds).any() and (seconds & ~numbers).any():
             row = int(np.flatnonzero(seconds & ~numbers)[0])
-            yield f"row {first + row}, column {self.order!r}: a number, and others are dates; {ORDER_HINT}"
+            yield f"row {first + row}, column {self.order!r}: a number, but other rows contain dates; {ORDER_HINT}"
 
     def design(self, coded: Mapping[str, Coded], keep: Tensor) -> Design | None:
         """Return the design of the rows to keep ``[N]``. None if no option is set.

@@ -176,7 +176,7 @@ class Agreed:
         if not column.names:
             out = numbers(piece, missing, problems, "repair the cell, or name it in missing")
             if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():
-                what = f"column {name!r}: {out[wrong][0]:g} is no code from 0 to {column.levels - 1}"
+                what = f"column {name!r}: {out[wrong][0]:g} is not a code from 0 to {column.levels - 1}"
                 problems.add("code", name, what, out[wrong].tolist(), "repair the cell")
             return out if self._factor == 1 else out * self._factor
         codes = (-1 if hole else self._codes.get(level(c), -2) for c, hole in zip(piece.cells, missing, strict=True))

@@ -376,7 +376,7 @@ class _Reading:
             wrong += checks.impossible(times, events, problems.first, eventless=agreement is not None)
             absent = [text for text in spec.event_levels if text not in self.events_seen]
             if absent and agreement is None:  # one of several sites may lack the event
-                wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}. Name values that it has")
+                wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}. Name values that occur in it")
             stated = {*spec.include, *spec.group_columns} if agreement is None else {*self.features}
             columns = {name: self._numbers[:, k] for name, k in self.place.items() if name not in stated}
             wrong += checks.late_entries(columns, times)
