@@ -51,12 +51,12 @@ class Conformal(Analysis):
     questions: ClassVar = {"scores": {}, "coverage": {"thresholds": 1}}
     uses_models: ClassVar[bool] = True
 
-    alpha: float = Field(0.1, gt=0, lt=1, description="share of rows whose set may miss their class")
-    model_kind: Literal["global", "personal"] = Field("global", description="the model whose probabilities are taken")
-    by_client: bool = Field(False, description="a threshold for every client; clients then show their own histograms")
-    calibration_fraction: float = Field(0.5, gt=0, lt=1, description="part of the test rows that calibrates")
-    bins: int = Field(1000, ge=10, le=100_000, description="equal bins of scores from 0 to 1")
-    draw: int = Field(0, ge=0, description="number of the draw of calibration rows")
+    alpha: float = Field(0.1, gt=0, lt=1, description="fraction of rows whose set may miss their class")
+    model_kind: Literal["global", "personal"] = Field("global", description="model whose probabilities are used")
+    by_client: bool = Field(False, description="one threshold per client. Clients then show their own histograms")
+    calibration_fraction: float = Field(0.5, gt=0, lt=1, description="fraction of the test rows for calibration")
+    bins: int = Field(1000, ge=10, le=100_000, description="number of equal bins of scores from 0 to 1")
+    draw: int = Field(0, ge=0, description="seed of the draw of calibration rows")
 
     @property
     def shows_rows(self) -> bool:

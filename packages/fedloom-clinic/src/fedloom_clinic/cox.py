@@ -75,21 +75,23 @@ class Cox(ScriptedAnalysis):
 
     width: float | None = Field(None, gt=0, description="width of time bins, in the unit of the times")
     until: float | None = Field(
-        None, gt=0, description="end of the last bin; a later event counts as censored there; None: the largest time"
+        None, gt=0, description="end of the last bin. Later events count as censored there (None: the largest time)"
     )
-    stratify: bool = Field(False, description="a baseline hazard for every client, in place of bins; times are exact")
+    stratify: bool = Field(False, description="use a baseline hazard per client instead of bins, with exact times")
     min_events: int = Field(
-        5, ge=1, description="events of a client in a bin, or of all it has, below which it sends none"
+        5,
+        ge=1,
+        description="smallest number of events of a client, in a bin and in total. A client with fewer sends none",
     )
     ties: Literal["efron", "breslow"] = Field("efron", description="treatment of tied events in one bin or at one time")
 
     penalty: Literal["none", "ridge"] = Field(
-        "none", description="ridge: shrink coefficients, also if rows are separated"
+        "none", description="ridge: shrink coefficients, which also works for separated rows"
     )
     strength: float | None = Field(
         None,
         gt=0,
-        description="strength of the ridge, per row and for columns of unit deviation, as lifelines' penalizer",
+        description="strength of the ridge, per row and for columns of unit deviation, like lifelines' penalizer",
     )
 
     @model_validator(mode="after")

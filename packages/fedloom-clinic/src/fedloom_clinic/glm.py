@@ -61,15 +61,15 @@ class Glm(ScriptedAnalysis):
 
     retried: ClassVar = ("step",)
 
-    by_client: bool = Field(
-        False, description="an intercept for every client; clients then show sums of their own rows"
-    )
+    by_client: bool = Field(False, description="use one intercept per client. Clients then show sums of their own rows")
 
     penalty: Literal["none", "ridge"] = Field(
         "none", description="ridge: shrink coefficients, also if rows are separated"
     )
     strength: float | None = Field(
-        None, gt=0, description="of the ridge, per row and for columns of unit deviation; intercepts are free"
+        None,
+        gt=0,
+        description="strength of the ridge, per row and for columns of unit deviation. Intercepts are not shrunk",
     )
 
     @model_validator(mode="after")

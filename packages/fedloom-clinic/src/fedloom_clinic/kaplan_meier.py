@@ -68,9 +68,9 @@ class KaplanMeier(Analysis):
 
     width: float = Field(gt=0, description="width of time bins, in the unit of the times")
     until: float | None = Field(
-        None, gt=0, description="end of the last bin, where later times are censored; None: the largest time"
+        None, gt=0, description="end of the last bin. Later times are censored there (None: the largest time)"
     )
-    group: str | None = Field(None, description="a column with levels, or 'client'; None: one curve")
+    group: str | None = Field(None, description="a column with levels, or 'client' (None: one curve)")
     level: float = Field(0.95, gt=0, lt=1, description="coverage of the intervals")
 
     @property

@@ -98,8 +98,8 @@ class TableOne(ScriptedAnalysis):
     kind: ClassVar[str] = "table-1"
     questions: ClassVar = {"counts": {}, "spreads": {"centres": 2, "shares": 2}}
 
-    group: str | None = Field(None, description="a column with levels, or 'client'; None: one column of figures")
-    bins: int = Field(50, ge=2, le=1000, description="equal bins of the agreed range of a number")
+    group: str | None = Field(None, description="a column with levels, or 'client' (None: one column of figures)")
+    bins: int = Field(50, ge=2, le=1000, description="number of equal bins of the agreed range of a number")
 
     @property
     def shows_rows(self) -> bool:

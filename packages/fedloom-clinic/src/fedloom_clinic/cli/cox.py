@@ -15,10 +15,12 @@ from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say
 def cox(
     file: FileArgument,
     time: Annotated[
-        str | None, typer.Option(help="column with the time to the event or to the end of observation. As in [data]")
+        str | None,
+        typer.Option(help="column with the time to the event or to the end of observation (default: as in [data])"),
     ] = None,
     event: Annotated[
-        str | None, typer.Option(help="column with 1 if the time ends with an event, else 0. As in [data]")
+        str | None,
+        typer.Option(help="column with 1 if the time ends with an event, otherwise 0 (default: as in [data])"),
     ] = None,
     ties: Annotated[str, typer.Option(help="efron or breslow", autocompletion=one_of("efron", "breslow"))] = "efron",
     bins: Annotated[
@@ -28,7 +30,9 @@ def cox(
     min_events: Annotated[
         int,
         typer.Option(
-            min=1, help="with --bins: events of a site in a bin, and rows at risk, below which it sends nothing"
+            min=1,
+            help="with --bins: smallest number of events and of rows at risk in a bin. A site with fewer "
+            "sends nothing for the bin",
         ),
     ] = 5,
     stratify: Annotated[bool, typer.Option("--stratify", help="use a baseline hazard per site")] = False,

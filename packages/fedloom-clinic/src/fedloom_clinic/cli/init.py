@@ -22,14 +22,15 @@ def init(
         typer.Argument(help="file with a row per sample: CSV, Parquet, Excel, SPSS, Stata, SAS", show_default=False),
     ],
     client_column: Annotated[
-        str | None, typer.Option(help="column that names the client of a row, such as a hospital. '' for none")
+        str | None, typer.Option(help="column of a row's client, such as a hospital. '' for no column")
     ] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
     event: Annotated[
-        str | None, typer.Option(help="column with 1 for an event, if the target is the time to it. '' for none")
+        str | None, typer.Option(help="column with 1 for an event, if the target is the time to it. '' for no column")
     ] = None,
     subject: Annotated[
-        str | None, typer.Option(help="column of whom a row is, as a patient with several rows; '' for none")
+        str | None,
+        typer.Option(help="column of the subject of a row, such as a patient with several rows. '' for no column"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="experiment file to write (default: beside the table)")] = None,
     agree: Annotated[

@@ -19,8 +19,8 @@ Strength = Annotated[
     str | None,
     typer.Option(
         help=(
-            "strength of a ridge, per row and for columns of unit deviation, as lifelines' penalizer. Cv "
-            "(default): by cross-validated likelihood"
+            "strength of a ridge, per row and for columns of unit deviation, like lifelines' "
+            "penalizer (default: cv, by cross-validated likelihood)"
         ),
         show_default=False,
     ),

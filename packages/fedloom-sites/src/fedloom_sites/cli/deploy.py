@@ -18,7 +18,7 @@ deploy = typer.Typer(
     cls=Words,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Run an experiment at real sites, by Flower over TLS. Data stay at the sites. Models travel.",
+    help="Run an experiment at real sites with Flower over TLS. Data stay at the sites. Only models leave them.",
 )
 app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
@@ -38,13 +38,15 @@ def init(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="directory to write (default: the file's name)")] = None,
     method: Annotated[str | None, typer.Option(help="label of the method, if the experiment has several")] = None,
-    rounds: Annotated[int | None, typer.Option(help="communication rounds, if not the experiment's", min=1)] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="communication rounds (default: as in the experiment)", min=1)
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the run (default: the experiment's first)", min=0)] = None,
     host: Annotated[str, typer.Option(help="host name or address at which sites reach the server")] = "localhost",
     gate_port: Annotated[int, typer.Option(help="port at which sites reach the server")] = 8443,
     port: Annotated[int, typer.Option(help="port of the server on loopback, behind the reverse proxy")] = 18000,
     quorum: Annotated[
-        int | None, typer.Option(help="accepted replies that a round needs (default: more than half)")
+        int | None, typer.Option(help="number of accepted replies that a round needs (default: more than half)")
     ] = None,
     norm_bound: Annotated[
         float | None,
@@ -56,7 +58,8 @@ def init(
         int | None,
         typer.Option(
             help=(
-                "most samples that a site may claim for a part (default: the largest client's, or 10^8 with --own-data)"
+                "largest number of samples that a site may claim for a part (default: the largest "
+                "client's, or 10^8 with --own-data)"
             ),
             min=1,
         ),
@@ -69,12 +72,13 @@ def init(
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
     days: Annotated[int, typer.Option(help="validity of certificates, in days")] = 365,
     own_data: Annotated[
-        bool, typer.Option("--own-data", help="every site has its own data, instead of a share of the experiment's")
+        bool,
+        typer.Option("--own-data", help="use the own data of every site, instead of a share of the experiment's data"),
     ] = False,
     fixed_data: Annotated[
         bool,
         typer.Option(
-            "--fixed-data", help="refuse a site whose samples change during the run. Otherwise log the change"
+            "--fixed-data", help="reject a site whose samples change during the run. Otherwise log the change"
         ),
     ] = False,
     secure_aggregation: Annotated[
@@ -82,14 +86,16 @@ def init(
     ] = False,
     threshold: Annotated[
         int | None,
-        typer.Option(help="sites that a masked sum needs before it is opened (default: more than two thirds)"),
+        typer.Option(
+            help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"
+        ),
     ] = None,
     changes: Annotated[
         int | None,
-        typer.Option(help="how often a site may leave the masked sums, or return to them; 4 by default", min=0),
+        typer.Option(help="how often a site may leave the masked sums, or return to them (default: 4)", min=0),
     ] = None,
     data_name: Annotated[
-        str, typer.Option(help="name of the data, by which sites remember sums and budgets over experiments")
+        str, typer.Option(help="name of the data. Sites remember sums and budgets under this name across experiments")
     ] = "data",
     data_dir: DataDir = None,
     trust: Trust = False,
@@ -136,13 +142,13 @@ def init(
 
 @deploy.command()
 def analyze(
-    name: Annotated[str, typer.Argument(help="analysis by sums, as fedloom list analyses has it", show_default=False)],
+    name: Annotated[str, typer.Argument(help="analysis by sums, from 'fedloom list analyses'", show_default=False)],
     file: FileArgument,
     values: Annotated[
         list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="what the sites agree on, as min_subjects=5; may be repeated")
+        list[str] | None, typer.Option("--rule", help="an agreed limit, such as min_subjects=5 (may be repeated)")
     ] = None,
     sites: Annotated[int | None, typer.Option(help="number of sites (default: the partition's clients)")] = None,
     names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,
@@ -150,14 +156,17 @@ def analyze(
         Path | None, typer.Option(help="directory to write (default: the names of file and analysis)")
     ] = None,
     own_data: Annotated[
-        bool, typer.Option("--own-data", help="every site has its own data, instead of a share of the experiment's")
+        bool,
+        typer.Option("--own-data", help="use the own data of every site, instead of a share of the experiment's data"),
     ] = False,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="the server receives masked sums only")
+        bool, typer.Option("--secure-aggregation", help="the server receives only masked sums")
     ] = False,
     threshold: Annotated[
         int | None,
-        typer.Option(help="sites that a masked sum needs before it is opened (default: more than two thirds)"),
+        typer.Option(
+            help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"
+        ),
     ] = None,
     data_dir: DataDir = None,
     trust: Trust = False,

@@ -106,7 +106,9 @@ def _measurement(scale: float) -> Any:
 class SharedMean(PrivateMean):
     """`PrivateMean` under secure aggregation: the server sums rows that the sites have clipped and given noise."""
 
-    survivors: int = Field(ge=1, description="smallest number of sites in a sum. Their noise together is the mean's")
+    survivors: int = Field(
+        ge=1, description="smallest number of sites in a sum. Their noise together is the noise of the mean"
+    )
 
     @property
     def linear(self) -> bool:

@@ -41,7 +41,7 @@ def reproduce(
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="processes, or 'auto'")] = "1",
     device: Annotated[str, typer.Option(help="device of the runs: cpu, cuda or cuda:N")] = "cpu",
-    list_: Annotated[bool, typer.Option("--list", help="list all recipes: data, state, time taken")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="list all recipes with their data, state and time")] = False,
     all_: Annotated[bool, typer.Option("--all", help="run the next unfinished recipes in order")] = False,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
     page: Annotated[

@@ -29,13 +29,16 @@ class ThetaStep(Algorithm):
         None, gt=0, description="eps^0 of Eq. 18, before the first round (None: the run's epochs of SGD)"
     )
     shrink: float = Field(0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, factor of the tolerance per round")
-    most: int = Field(1000, ge=1, description="most gradient steps until the tolerance is met")
+    most: int = Field(1000, ge=1, description="largest number of gradient steps until the tolerance is met")
     solver: Literal["sgd", "criterion"] = Field(
-        "sgd", description="the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)"
+        "sgd",
+        description="solver of the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)",
     )
-    r: float = Field(0.005, gt=0, lt=1, description="tolerance r_i of (9): ||theta - theta*||^2 falls by this factor")
-    iterations: int = Field(100, ge=1, description="most gradient steps until (9)")
-    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, below lam. Lam/5 when None")
+    r: float = Field(
+        0.005, gt=0, lt=1, description="tolerance r_i of (9): the factor by which ||theta - theta*||^2 decreases"
+    )
+    iterations: int = Field(100, ge=1, description="largest number of gradient steps until (9) holds")
+    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, less than lam (None: lam/5)")
 
     needs: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("shrink", "most"), "eps0"),

@@ -48,7 +48,7 @@ class Tsne(Analysis):
     """Test samples of some clients in the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
 
     kind: ClassVar[str] = "tsne"
-    clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="numbers of the clients")
+    clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="numbers of the selected clients")
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
         unknown = [i for i in self.clients if i >= fed.n]

@@ -40,18 +40,22 @@ def compared(data: InputSpec | Dataset) -> dict[str, Any]:
 class InputSpec(Value):
     """Shape, classes, scaling and columns of a data set. It contains no sample."""
 
-    shape: tuple[int, ...] = Field(description="shape of one sample, as a model takes it")
+    shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
     task: Task = Field(description="classification, binary, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="names of the classes")
     targets: int = Field(1, ge=1, description="values per sample, for numbers")
     centre: float = Field(0.0, description="subtracted from the targets of a regression")
-    unit: float = Field(1.0, gt=0, description="divisor of the targets after that")
-    pixels: bool = Field(False, description="samples were bytes, divided by 255. Otherwise floats, unchanged")
-    mean: tuple[float, ...] | None = Field(None, description="number subtracted from samples, per channel or once")
-    std: tuple[float, ...] | None = Field(None, description="divisor of samples after that")
+    unit: float = Field(1.0, gt=0, description="divisor of the targets after the subtraction")
+    pixels: bool = Field(
+        False, description="true if samples were bytes, divided by 255. Otherwise they are unchanged floats"
+    )
+    mean: tuple[float, ...] | None = Field(
+        None, description="number subtracted from samples, per channel or one for all"
+    )
+    std: tuple[float, ...] | None = Field(None, description="divisor of samples after the subtraction")
     table: Table | None = Field(None, description="columns from which the features are made")
     vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences")
-    each: bool = Field(False, description="every position of a sequence has a label")
+    each: bool = Field(False, description="true if every position of a sequence has a label")
 
     @model_validator(mode="after")
     def _shows_its_names(self) -> InputSpec:

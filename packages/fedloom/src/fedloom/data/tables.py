@@ -98,8 +98,8 @@ class TableColumn(Value):
     name: str
     levels: int = Field(default=0, ge=0, description="number of levels of a code (0 is a number)")
     names: tuple[str, ...] = Field(default=(), description="names of the levels, if the source has them")
-    flag: bool = Field(default=False, description="a feature marks missing values")
-    scale: bool = Field(default=True, description="the number is centered and scaled")
+    flag: bool = Field(default=False, description="true if a feature marks missing values")
+    scale: bool = Field(default=True, description="true if the number is centered and scaled")
     unit: str = Field(default="", description="agreed unit of a number")
     range: tuple[float, float] | None = Field(default=None, description="smallest and largest plausible number")
 
@@ -125,9 +125,9 @@ class Table(Value):
     """
 
     columns: tuple[TableColumn, ...] = Field(min_length=1)
-    min_observed: int = Field(default=5, ge=1, description="training values below which a column is dropped")
+    min_observed: int = Field(default=5, ge=1, description="number of training values below which a column is dropped")
     missing: tuple[str, ...] = Field(default=("",), description="cells that mean missing, by value")
-    impute: bool = Field(default=True, description="missing cells of new rows are filled")
+    impute: bool = Field(default=True, description="true if missing cells of new rows are filled")
 
     @classmethod
     def numeric(cls, count: int) -> Table:

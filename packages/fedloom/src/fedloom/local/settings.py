@@ -53,11 +53,11 @@ class LocalSGD(Value):
     (AdamW's is decoupled from the gradient, with the default 0.01).
     """
 
-    lr: float = Field(0.01, gt=0, description="step size of local SGD in the first round")
+    lr: float = Field(0.01, gt=0, description="learning rate of local SGD in the first round")
     schedule: Literal["constant", "exponential", "inverse-sqrt", "cosine"] = Field(
         "constant",
         description=(
-            "schedule of the step size over rounds t = 1, 2, ...: lr, lr decay^(t-1), lr/sqrt(t), or a half cosine"
+            "schedule of the learning rate over rounds t = 1, 2, ...: lr, lr decay^(t-1), lr/sqrt(t), or a half cosine"
         ),
     )
     decay: float = Field(1.0, gt=0, le=1, description="factor per round of the exponential schedule")
@@ -72,15 +72,15 @@ class LocalSGD(Value):
         default_factory=dict, description="further arguments of the optimizer, such as betas = [0.9, 0.99]"
     )
     optimizer_state: Literal["fresh", "persistent"] = Field(
-        "fresh", description="fresh: optimizer states start again in every round. persistent: every client keeps them"
+        "fresh",
+        description="lifetime of optimizer states. fresh: they start again in every round. persistent: every "
+        "client keeps them",
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum within a round, started at zero")
     weight_decay: float = Field(
         0.0,
         ge=0,
-        description=(
-            "L2 term added to the gradient of every local problem, except for parameters that no gradient reaches"
-        ),
+        description=("L2 term added to the gradient of every local problem, except for parameters without a gradient"),
     )
     clip: float | None = Field(None, gt=0, description="bound on the norm of a batch gradient")
 

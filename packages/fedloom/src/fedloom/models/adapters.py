@@ -31,7 +31,7 @@ class Adapters(Value):
         "attention", description="layers with adapters: linear layers of attention, or all linear layers"
     )
     scale: float = Field(1.0, gt=0, description="factor of the product (LoRA: alpha / rank)")
-    head: bool = Field(False, description="the last linear layer also trains, completely")
+    head: bool = Field(False, description="also train the last linear layer completely")
 
 
 class Adapted(nn.Module):

@@ -73,7 +73,7 @@ class Held(ModelSpec):
 
     name: str = Field(description="name in messages")
     digest: str = Field(description="digest of the source, or of the structure and weights")
-    held: Any = Field(exclude=True, repr=False, description="the module, class or function")
+    held: Any = Field(exclude=True, repr=False, description="module, class or function of the model")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return self._build(shape, outputs, None)

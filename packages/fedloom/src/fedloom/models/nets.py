@@ -53,7 +53,7 @@ class CNN(ModelSpec):
     padding: int | tuple[int, ...] = Field(0, description="zeros added on every side")
     pool: bool | tuple[bool, ...] = Field(True, description="2x2 max pooling after the convolution")
     norm: Literal["none", "group", "batch", "layer"] = Field(
-        "none", description="normalisation after every convolution. 'layer' is group normalisation with one group"
+        "none", description="normalization after every convolution. 'layer' is group normalization with one group"
     )
     groups: PositiveInt = Field(2, description="groups of norm = 'group' (FedSLR's code: 2). Must divide the channels")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate of the flattened features")

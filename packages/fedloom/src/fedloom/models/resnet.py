@@ -28,7 +28,7 @@ class ResNet18(ModelSpec):
             "7x7 from 64 pixels on"
         ),
     )
-    groups: PositiveInt = Field(2, description="groups of every normalisation (FedSLR's code: 2). Must divide 64")
+    groups: PositiveInt = Field(2, description="groups of every normalization (FedSLR's code: 2). Must divide 64")
     head_bias: bool = Field(False, description="the last linear layer has a bias (FedSLR: none)")
 
     @model_validator(mode="after")

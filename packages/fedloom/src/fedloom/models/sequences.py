@@ -51,7 +51,7 @@ class Transformer(OfTokens):
     from the mean over its tokens.
     """
 
-    width: PositiveInt = Field(64, description="width of embedding and layers. Even")
+    width: PositiveInt = Field(64, description="width of embedding and layers. Must be even")
     layers: PositiveInt = Field(2, description="number of layers")
     heads: PositiveInt = Field(4, description="heads of attention. Must divide the width")
     inner: PositiveInt | None = Field(
@@ -61,7 +61,8 @@ class Transformer(OfTokens):
     causal: bool = Field(
         True,
         description=(
-            "causal: a position depends on no later position, as for predicting the next token. False for tagging"
+            "causal attention: a position depends on no later position, as for predicting the next "
+            "token. False for tagging"
         ),
     )
 

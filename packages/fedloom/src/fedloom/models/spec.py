@@ -44,8 +44,8 @@ class InitialValues(Value):
     init_from: str | None = Field(
         None,
         description=(
-            "safetensors file of the initial values, as `fedloom export` writes it, with an optional "
-            "digest after #sha256= (default: drawn by the seed)"
+            "safetensors file of the initial values, as written by `fedloom export`, with an "
+            "optional digest after #sha256= (default: random, by the seed)"
         ),
     )
     adapters: Adapters | None = Field(

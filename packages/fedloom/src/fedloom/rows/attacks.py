@@ -23,7 +23,7 @@ from fedloom.values import Value, choose
 class Attack(Value, ABC):
     """A kind of attack, and the share of clients that attack. The attackers are the same clients in every round."""
 
-    fraction: float = Field(0.2, ge=0, le=1, description="share of all clients that attack (FLAME, VI-A)")
+    fraction: float = Field(0.2, ge=0, le=1, description="fraction of all clients that attack (FLAME, VI-A)")
     disguises: ClassVar[bool] = False
     """True if the attack forges the activations that describe clients, so it needs a run that uses activations."""
 
@@ -127,7 +127,7 @@ class Backdoor(Attack):
 
     kind: Literal["backdoor"] = "backdoor"
     target: int | str = Field(0, description="target class, by its number or its name", union_mode="left_to_right")
-    share: float = Field(0.5, gt=0, le=1, description="share of an attacker's training samples with the trigger")
+    share: float = Field(0.5, gt=0, le=1, description="fraction of an attacker's training samples with the trigger")
     size: int = Field(3, ge=1, description="edge of the trigger in images, a square at the lower right, in pixels")
     value: float = Field(1.0, description="value of the trigger's pixels. Images stored as bytes range from 0 to 1")
     columns: dict[str, float | str] = Field(
@@ -368,7 +368,9 @@ class ForgedActivations(Attack):
         description="one vector for all attackers, or a coordinate for each, reused in turn if there are too few",
     )
     length: float = Field(
-        1000.0, gt=0, description="entry of the sent activations. Mean activations after log-softmax have a few"
+        1000.0,
+        gt=0,
+        description="entry of the sent activations. Mean activations after log-softmax also contain a few such entries",
     )
 
     def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:

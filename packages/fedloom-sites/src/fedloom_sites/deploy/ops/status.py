@@ -33,7 +33,7 @@ from fedloom_sites.deploy.settings import Server, read_server
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
 """States of a run that ended, by the reason. A stopped run can be resumed."""
 CERTIFICATE_CURES = {
-    "server's certificate": "run 'fedloom deploy renew', then reload the reverse proxy and restart the superlink's unit",
+    "server's certificate": "run 'fedloom deploy renew', reload the reverse proxy and restart the superlink's unit",
     "authority's certificate": "start a new deployment",
 }
 """Advice on replacing an expiring certificate."""

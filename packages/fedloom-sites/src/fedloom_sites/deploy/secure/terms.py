@@ -45,11 +45,14 @@ class AnalysisStep(Value):
     """Question of an analysis whose answers are summed: bytes in a form that the analysis declares."""
 
     analysis: str = Field(
-        pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$", description="name of the analysis, of user code its import path"
+        pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$",
+        description="name of the analysis, or its import path for user code",
     )
     step: int = Field(ge=0, lt=MOST_STEPS, description="number of the question, from 0")
     content: str = Field(
-        pattern=r"^([0-9a-f]{2})*$", max_length=MAX_TERMS_BYTES, description="the bytes, in hexadecimal digits"
+        pattern=r"^([0-9a-f]{2})*$",
+        max_length=MAX_TERMS_BYTES,
+        description="content of the question, in hexadecimal digits",
     )
 
     @classmethod
@@ -66,8 +69,8 @@ class AnalysisStep(Value):
 class Terms(Value):
     """Request to all sites of a session."""
 
-    round: int = Field(ge=0, description="round to train, or whose models are scored alone")
-    trains: bool = Field(description="the sites train")
+    round: int = Field(ge=0, description="round to train, or round whose models are scored without training")
+    trains: bool = Field(description="true if the sites train")
     sizes: tuple[tuple[Count, Count, Count], ...] = Field(
         max_length=MAX_SITES, description="training, validation and test samples of every site"
     )
@@ -75,13 +78,13 @@ class Terms(Value):
     accepted: tuple[Count, ...] = Field(max_length=MAX_SITES, description="last accepted round of each requested site")
     download: str = Field("", description="SHA-256 of the message from which every site of the cohort trains")
     scored: int = Field(-1, ge=-1, description="round whose models are scored. -1 for none")
-    common: bool = Field(False, description="the global model is scored")
-    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models that are read")
+    common: bool = Field(False, description="true if the global model is scored")
+    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with the models to score")
     figures: tuple[Bits, ...] = Field(
-        (), max_length=MAX_SITES, description="figures and bins defined by the samples of every site, if any are summed"
+        (), max_length=MAX_SITES, description="metrics and bins that every site's samples define, if any are summed"
     )
 
-    question: AnalysisStep | None = Field(None, description="step of an analysis that is summed, and nothing else")
+    question: AnalysisStep | None = Field(None, description="step of an analysis to sum, and nothing else")
 
     @property
     def sums(self) -> dict[str, int]:

@@ -149,24 +149,27 @@ class Partition(Value):
     test_from: Literal["own", "ratio", "clients"] = Field(
         default="own",
         description=(
-            "own: the fraction `test` of the client's samples. ratio: test_count official test samples in "
-            "the client's training label ratio (FedSLR, section 5.1). clients: the official test samples of "
-            "the client's own users (LEAF)"
+            "source of test samples. own: the fraction `test` of the client's samples. ratio: "
+            "test_count official test samples in the client's training label ratio (FedSLR, section "
+            "5.1). clients: the official test samples of the client's own users (LEAF)"
         ),
     )
     test_count: int = Field(
         default=100, ge=1, description="test samples per client when test_from is ratio (FedSLR: 100)"
     )
     folds: int | None = Field(
-        default=None, ge=2, description="cross-validation: seed s tests on fold s mod folds of the split of s div folds"
+        default=None,
+        ge=2,
+        description="number of folds of a cross-validation. Seed s tests on fold s mod folds of the split of s "
+        "div folds",
     )
     max_train_per_client: int | None = Field(
         default=None, ge=1, description="training samples kept per client (FedACS, Table 2: 50)"
     )
-    min_size: int = Field(default=1, ge=1, description="least samples of every client")
+    min_size: int = Field(default=1, ge=1, description="smallest number of samples of a client")
     pool: bool = Field(
         default=False,
-        description="join the official training and test sets before the cut. Otherwise the test set stays common",
+        description="join the official training and test sets before the split. Otherwise the test set stays common",
     )
 
     @model_validator(mode="after")

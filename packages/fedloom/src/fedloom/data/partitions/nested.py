@@ -35,15 +35,16 @@ class FeatureNoise(Sized):
     sigma_unit: Literal["variance", "std"] = Field(
         default="variance",
         description=(
-            "variance: sigma * i / m, i from 1 (paper). std: deviation sigma * i / m of the normalized "
-            "features, divided by the data set's std, i from 0 (FLAME's code)"
+            "meaning of sigma. variance: sigma * i / m, i from 1 (paper). std: deviation sigma * i / "
+            "m of the normalized features, divided by the data set's std, i from 0 (FLAME's code)"
         ),
     )
     noise_draws: Literal["per-sample", "per-batch"] = Field(
         default="per-sample",
         description=(
-            "per-sample: one draw per sample. per-batch: one draw per batch of a step, as in FLAME's code, with "
-            "fixed noise in validation and test samples and no noise in passes over a whole training part"
+            "time of a noise draw. per-sample: one draw per sample. per-batch: one draw per batch of "
+            "a step, as in FLAME's code, with fixed noise in validation and test samples and no "
+            "noise in passes over a whole training part"
         ),
     )
     base: dict[str, Any] = Field(
@@ -152,15 +153,22 @@ class MixedSkew(Sized):
     kind: ClassVar[str] = "mixed"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
     clients: int = Field(default=10, ge=2, description="number of clients")
-    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients of the first kind")
+    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients in the first partition")
     labels_per_client: int = Field(
-        default=2, ge=1, description="labels of each client of the first kind (default: the kind's own)"
+        default=2, ge=1, description="labels of each client in the first partition (default: the default of its kind)"
     )
-    alpha: float = Field(default=0.5, gt=0, description="concentration of the second kind (default: the kind's own)")
-    first_partition: dict[str, Any] | None = Field(default=None, description="table with a kind (None: shards)")
-    second_partition: dict[str, Any] | None = Field(default=None, description="table with a kind (None: quantity-skew)")
+    alpha: float = Field(
+        default=0.5, gt=0, description="concentration of the second partition (default: the default of its kind)"
+    )
+    first_partition: dict[str, Any] | None = Field(
+        default=None, description="first partition, a table with a kind (None: shards)"
+    )
+    second_partition: dict[str, Any] | None = Field(
+        default=None, description="second partition, a table with a kind (None: quantity-skew)"
+    )
     overlap: bool = Field(
-        default=False, description="both kinds draw from all samples, and quantity-skew also overlaps (FLAME's code)"
+        default=False,
+        description="both partitions draw from all samples, and quantity-skew also overlaps (FLAME's code)",
     )
 
     @model_validator(mode="after")

@@ -83,9 +83,10 @@ class Shards(Sized):
     assignment: Literal["labels", "mcmahan", "flame"] = Field(
         default="labels",
         description=(
-            "labels: exactly q classes per client, each class shared evenly (NIID-Bench). mcmahan: q of "
-            "clients * q shards of the label-sorted samples. flame: q of ceil(q * clients / C) shards per "
-            "class, so that a class may repeat and some shards stay unused"
+            "assignment of labels. labels: exactly q classes per client, each class shared evenly "
+            "(NIID-Bench). mcmahan: q of clients * q shards of the label-sorted samples. flame: q of "
+            "ceil(q * clients / C) shards per class, so that a class may repeat and some shards stay "
+            "unused"
         ),
     )
 
@@ -210,10 +211,13 @@ class Dirichlet(Sized):
     alpha: float = Field(
         default=0.5, gt=0, description="concentration, beta in FLAME and NIID-Bench (FLAME 0.5, FedSLR 0.1)"
     )
-    by: Literal["class", "client", "prior"] = Field(default="class", description="object of the Dirichlet draw")
+    by: Literal["class", "client", "prior"] = Field(
+        default="class", description="unit of a Dirichlet draw: class, client or prior"
+    )
     balanced: bool = Field(
         default=False,
-        description="with by = class: a client with its even share gets no more samples (NIID-Bench's code)",
+        description="with by = class: a client that has reached its even share gets no more samples "
+        "(NIID-Bench's code)",
     )
     size_std: float = Field(
         default=0.0, ge=0, description="with by = client or prior: sigma of log-normal sizes (0: equal sizes (FedSLR))"

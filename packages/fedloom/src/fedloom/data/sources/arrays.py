@@ -48,10 +48,14 @@ class _Arrays(SampleSource):
     )
     std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
     layout: Layout | None = Field(
-        default=None, description="'sequence' if x is [N, time, features]; arrays [N, height, width] are images"
+        default=None,
+        description="layout of x: 'sequence' if x is [N, time, features]. Arrays [N, height, width] are images",
     )
     vocabulary: int | None = Field(
-        default=None, ge=2, description="x holds tokens [N, length] below this number, 0 for padding at the end"
+        default=None,
+        ge=2,
+        description="vocabulary size, if x contains tokens [N, length] below this number, with 0 for padding at "
+        "the end",
     )
 
 

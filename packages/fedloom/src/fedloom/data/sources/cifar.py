@@ -44,7 +44,7 @@ class Cifar10(FileSource):
     mean: tuple[float, ...] | None = Field(
         default=(0.5,), description="number subtracted from pixels in [0, 1] (FLAME)"
     )
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that (FLAME)")
+    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all images in the files. The test batch is the official test set."""
@@ -56,7 +56,7 @@ class Cifar100(FileSource):
     """CIFAR-100: 50,000 + 10,000 color images 32x32 of a hundred (fine) classes."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that")
+    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all images in the files, with fine labels. The test file is the official test set."""

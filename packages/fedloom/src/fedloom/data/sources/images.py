@@ -135,7 +135,9 @@ def _read(
 class ImageFolder(SampleSource):
     """Folder, zip or tar with one folder of images per class. Images below `test` or `val` are kept apart."""
 
-    rgb: bool | None = Field(default=None, description="three channels or one (default: as the first image)")
+    rgb: bool | None = Field(
+        default=None, description="number of channels, three or one (default: as in the first image)"
+    )
     side: int | None = Field(
         default=None, ge=1, le=SIDE_LIMIT, description="resize to side x side (default: all images must have one size)"
     )

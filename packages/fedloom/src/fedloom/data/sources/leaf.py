@@ -177,11 +177,11 @@ class Leaf(FileSource):
     Files below a folder `test`, or with the word `test` in their name, are the official test set, if other files exist.
     """
 
-    inside: str = Field(default="", description="read only files whose path in the folder or archive begins with this")
+    inside: str = Field(default="", description="prefix of the files to read, as a path in the folder or archive")
     shape: tuple[int, ...] | None = Field(
         default=None, description="shape of one sample (default: the length of a row)"
     )
-    pixels: bool = Field(default=False, description="features are k/255: keep them as bytes")
+    pixels: bool = Field(default=False, description="store features as bytes, because all are k/255")
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")
 
@@ -197,7 +197,8 @@ class Femnist(FileSource):
     subset: Literal["all", "digits", "letters"] = Field(
         default="all",
         description=(
-            "all 62 classes (0-9 A-Z a-z). Digits only. letters: a to j as 0..9, as in FedProx's sampler (FIAELT)"
+            "classes to read. all: 62 classes (0-9 A-Z a-z). digits: 0-9. letters: a to j as 0..9, "
+            "as in FedProx's sampler (FIAELT)"
         ),
     )
 

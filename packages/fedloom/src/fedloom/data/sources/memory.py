@@ -162,13 +162,11 @@ class HubData(Source):
 
     name: str = Field(min_length=1, description="owner/name on the hub")
     config: str | None = Field(default=None, description="configuration of the data set, if it has several")
-    train: str = Field(default="train", description="split to train on")
+    train: str = Field(default="train", description="split for training")
     test: str | None = Field(default="test", description="split of the official test set, if it exists")
     x: str | None = Field(default=None, description="column of the features (default: the first image or array column)")
     y: str | None = Field(default=None, description="column of the target (default: label, labels or fine_label)")
-    client_column: str | None = Field(
-        default=None, description="column that names the client of a sample (writer_id, ...)"
-    )
+    client_column: str | None = Field(default=None, description="column of a sample's client (writer_id, ...)")
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     mean: tuple[float, ...] | None = Field(
         default=None, description="number subtracted (from pixels in [0, 1], if images)"

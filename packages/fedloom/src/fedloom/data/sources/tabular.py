@@ -46,7 +46,7 @@ class Csv(TableSource):
     )
     decimal: Literal[".", ","] | None = Field(default=None, description="decimal sign of numbers (default: detected)")
     header: bool = Field(default=True, description="whether the first row names the columns")
-    skip: int = Field(default=0, ge=0, description="lines above the header")
+    skip: int = Field(default=0, ge=0, description="number of lines above the header")
     encoding: str | None = Field(default=None, description="encoding of the text, such as latin-1 (default: UTF-8)")
 
     @field_validator("encoding")

@@ -37,10 +37,10 @@ class Texts(FileSource):
 
     text: str = Field(description="column of the texts")
     target: str | None = Field(default=None, description="column of the classes (default: the last column)")
-    client_column: str | None = Field(default=None, description="column that names the client of a text")
+    client_column: str | None = Field(default=None, description="column of a text's client")
     separator: str = Field(default=",", min_length=1, max_length=1, description="character between cells of a CSV")
     level: Level = Field(default="word", description="kind of token: a word or punctuation mark, or a character")
-    length: int = Field(default=64, ge=1, description="tokens kept of a text: first words, or last characters")
+    length: int = Field(default=64, ge=1, description="tokens to keep of a text: first words, or last characters")
     tokens: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent tokens")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

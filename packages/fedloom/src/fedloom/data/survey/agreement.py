@@ -88,18 +88,26 @@ class Agreement(Value):
     )
     missing: tuple[str, ...] = Field((), description="additional cell values that mean missing")
     impute: bool = Field(True, description="each site fills missing cells from its training rows")
-    patients: int = Field(1, ge=1, description="least rows of a participating site")
-    events: int = Field(0, ge=0, description="least rows of every class at a participating site")
-    subject: str | None = Field(None, description="column of whom a row is; then least numbers are of subjects")
-    order: str | None = Field(None, description="column of when a row came: earlier are trained on, later ones tested")
-    strata: tuple[str, ...] | None = Field(None, description="columns whose shares splits keep at every site")
-    test_column: str | None = Field(None, description="column that marks the rows of the test part")
-    test_levels: tuple[str, ...] | None = Field(None, description="its levels that mark them")
-    test_since: float | str | None = Field(None, description="number or date of order from which rows are tested")
-    level_rows: int = Field(
-        5, ge=1, description="least rows of a level named here. Rarer levels are treated as missing"
+    patients: int = Field(1, ge=1, description="smallest number of rows of a participating site")
+    events: int = Field(0, ge=0, description="smallest number of rows of every class at a participating site")
+    subject: str | None = Field(
+        None, description="column of the subject of a row. All smallest numbers then count subjects"
     )
-    column: tuple[AgreedColumn, ...] = Field(min_length=1, description="the features, and columns for scoring")
+    order: str | None = Field(
+        None, description="column of a row's time. Earlier rows are training rows, later rows are test rows"
+    )
+    strata: tuple[str, ...] | None = Field(None, description="columns whose proportions splits preserve at every site")
+    test_column: str | None = Field(None, description="column that marks the rows of the test part")
+    test_levels: tuple[str, ...] | None = Field(None, description="levels of test_column that mark the test part")
+    test_since: float | str | None = Field(
+        None, description="first number or date of order that belongs to the test part"
+    )
+    level_rows: int = Field(
+        5, ge=1, description="smallest number of rows of a listed level. Rarer levels count as missing"
+    )
+    column: tuple[AgreedColumn, ...] = Field(
+        min_length=1, description="columns for the features, and columns for scoring"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Agreement:

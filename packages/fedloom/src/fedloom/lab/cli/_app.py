@@ -131,7 +131,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Federated learning for clients that differ: compare personalised, fair, robust and sparse methods.",
+    help="Federated learning for clients that differ: compare personalized, fair, robust and sparse methods.",
 )
 
 
@@ -181,8 +181,8 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         help=(
-            "run code that the file names by import path although another user or a package owns it. Read "
-            "the code first"
+            "run code that the file names by import path, although another user or a package owns "
+            "it. Read the code first"
         ),
     ),
 ]
@@ -196,10 +196,12 @@ ExecutorName = Annotated[
     str | None,
     typer.Option(
         "--executor",
-        help="have another engine compute the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
+        help="engine that computes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
     ),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="folder of data sets. Else the environment variable FEDLOOM_DATA")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="folder of data sets (default: the environment variable FEDLOOM_DATA)")
+]
 
 
 def worker_count(text: str) -> int | str:

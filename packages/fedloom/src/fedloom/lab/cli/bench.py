@@ -33,7 +33,7 @@ def bench(
             autocompletion=offer.one_of("compiled", "vmap", "loop"),
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="rounds to measure, after one round that is not measured")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds to measure, after one unmeasured round")] = 5,
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait for a quiet machine, per row")] = 0,
     ranks: Annotated[
         list[int] | None,

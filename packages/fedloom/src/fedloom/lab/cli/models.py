@@ -41,7 +41,7 @@ IdColumnOption = Annotated[
 ]
 ThresholdOption = Annotated[
     float | None,
-    typer.Option("--threshold", help="probability from which the second class is predicted (default: 0.5)"),
+    typer.Option("--threshold", help="smallest probability for which the second class is predicted (default: 0.5)"),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of another kind")]
 
@@ -98,7 +98,7 @@ def predict(
         str | None,
         typer.Option(
             "--method",
-            help="label of a method of the run (default: the best on validation)",
+            help="label of a method of the run (default: the best on validation data)",
             autocompletion=offer.methods,
         ),
     ] = None,
@@ -206,11 +206,13 @@ def adapt(
     data: DataOption,
     method: MethodOption = None,
     seed: SeedOption = None,
-    rounds: Annotated[int, typer.Option(help="client steps of the method. The server's state stays fixed")] = 1,
+    rounds: Annotated[
+        int, typer.Option(help="number of client rounds of the method. The server's state does not change")
+    ] = 1,
     epochs: Annotated[int | None, typer.Option(help="passes over the data per round (default: the run's)")] = None,
     steps: Annotated[int | None, typer.Option(help="steps per round, instead of epochs")] = None,
-    lr: Annotated[float | None, typer.Option(help="step size instead of the run's schedule")] = None,
-    holdout: Annotated[float, typer.Option(help="share of the data for scoring, not for training")] = 0.2,
+    lr: Annotated[float | None, typer.Option(help="learning rate instead of the run's schedule")] = None,
+    holdout: Annotated[float, typer.Option(help="fraction of the data for scoring, not for training")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="safetensors file to write (default: RUN/adapted/...)")] = None,
     force: ForceOption = False,
     data_dir: DataDir = None,

@@ -46,13 +46,14 @@ def run(
         bool,
         typer.Option(
             "--force",
-            help="delete the results in the run directory and start again. With --method, of these methods only",
+            help="delete the results in the run directory and start again. With --method, only the "
+            "results of these methods",
         ),
     ] = False,
     track: Annotated[
         str | None,
         typer.Option(
-            help="log figures to 'tensorboard', 'mlflow' or 'wandb' (offline) during the run",
+            help="also log metrics to 'tensorboard', 'mlflow' or 'wandb' (offline) during the run",
             autocompletion=offer.one_of("tensorboard", "mlflow", "wandb"),
         ),
     ] = None,
@@ -296,20 +297,23 @@ def report_command(
         str,
         typer.Option(
             help=(
-                "model of each method to compare and print: best-on-validation (per client, the better of global "
-                "and personal), personal (else global), or all"
+                "model of each method to compare and print: best-on-validation (per client, the "
+                "better of global and personal), personal (global if there is no personal model), or "
+                "all"
             ),
             autocompletion=offer.one_of("best-on-validation", "personal", "all"),
         ),
     ] = "best-on-validation",
     margin: Annotated[
         float | None,
-        typer.Option(help="largest difference that counts as equivalent, in the metric's units: 0.01 is a point"),
+        typer.Option(help="largest difference that counts as equivalent, in the metric's units (0.01 is one point)"),
     ] = None,
     card: Annotated[
         bool, typer.Option("--card", help="also write a model card, card.md, for people to complete")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="replace existing files that no report wrote")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="replace existing files, even if they are not from a report")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the report of runs as one offline HTML page.

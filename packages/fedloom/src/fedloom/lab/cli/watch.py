@@ -41,10 +41,11 @@ setInterval(async () => {
 @app.command(rich_help_panel="Run")
 def watch(
     run: Annotated[Path, typer.Argument(help="run directory, or directory of a deployment", show_default=False)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback (0: a free one)")] = 8321,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback (0: any free port)")] = 8321,
     every: Annotated[int, typer.Option(min=1, help="seconds between two updates")] = 5,
     list_: Annotated[
-        bool, typer.Option("--list", help="print who works on which run, how far it is and what failed; serve nothing")
+        bool,
+        typer.Option("--list", help="print the workers of each run, their progress and failures, and serve nothing"),
     ] = False,
 ) -> None:
     """Serve the report of a run in progress.

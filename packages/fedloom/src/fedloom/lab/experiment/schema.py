@@ -104,7 +104,7 @@ class MethodKeys(Value):
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
 _questions: Any = (
     tuple[str, ...],
-    Field((), description="open questions of a draft. It runs after they are answered and deleted"),
+    Field((), description="open questions of a draft. The draft runs after they are answered and deleted"),
 )
 Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
 """All plain keys of an experiment file."""

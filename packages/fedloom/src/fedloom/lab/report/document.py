@@ -73,7 +73,8 @@ PAIRS_TEXT = (
 READING_TEXTS = {
     "Result": "Mean over the clients' own test parts at the last round, then mean over seeds; "
     "± is half the width of the 95 % Student t interval over seeds.",
-    "At the best validation round": "The same test mean, at the round with the best validation mean. Test data never choose a round.",
+    "At the best validation round": "The same test mean, at the round with the best validation mean. Test data "
+    "never choose a round.",
     "Worst 10 %": "Mean over the tenth of the clients with the worst results, over one client at least.",
     "Variance of losses": "Variance of the test losses over clients: 0 means equal losses for all clients.",
     "Models": "Global: one model for all clients. Personal: each client's own model. Methods that tune it from "
@@ -83,12 +84,14 @@ READING_TEXTS = {
     "only one, and on request the personal one. Hybrid models should beat the same choice without "
     "the method: for each client, the better of training alone and FedAvg.",
     "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
-    "Better, inconclusive, not tested": "Each row compares the leader with another method, seed by seed (paired t test, Holm's "
+    "Better, inconclusive, not tested": "Each row compares the leader with another method, seed by seed "
+    "(paired t test, Holm's "
     "correction, level 5 %). The interval of a lead decides the verdict: it excludes 0 exactly if "
     "the leader is better. Work, traffic and variances are compared by their ratios. With fewer than "
     "five common seeds, nothing is tested. Seeds that repeat runs to the last digit count once. Runs "
     "with other data, another partition or another attack are not compared.",
-    "These samples, new samples": "If every seed splits the same samples anew, the results depend on each other. The variance of a "
+    "These samples, new samples": "If every seed splits the same samples anew, the results depend on each "
+    "other. The variance of a "
     "difference then has the correction of Nadeau and Bengio (2003), and a verdict holds for new "
     "samples from the same source. If seeds share their test parts, a verdict holds for these "
     "samples.",

@@ -31,10 +31,12 @@ class PrivateMean(Aggregator):
     delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
     neighbours: Literal["replace", "zero"] = Field(
         "zero",
-        description="meaning of epsilon: one upload against none (sensitivity clip), or any two uploads (2 clip)",
+        description="meaning of epsilon: presence or absence of one upload (sensitivity clip), or any two "
+        "uploads (2 clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(
-        "pld", description="accountant: Renyi divergences, as in every deployment, or privacy losses (tighter)"
+        "pld",
+        description="method of accounting: Renyi divergences, as in every deployment, or privacy losses (tighter)",
     )
     needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 

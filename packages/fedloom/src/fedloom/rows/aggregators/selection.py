@@ -49,7 +49,7 @@ class MultiKrum(Aggregator):
     kind: Literal["multi-krum"] = "multi-krum"
     f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
     k: PositiveInt | None = Field(None, description="rows averaged (None: m - f)")
-    squared: bool = Field(True, description="scores of squared distances, as in the paper")
+    squared: bool = Field(True, description="use squared distances for the scores, as in the paper")
 
     def require(self, m: int) -> None:
         need(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
@@ -129,7 +129,7 @@ class FLTrust(Aggregator):
     """
 
     kind: Literal["fltrust"] = "fltrust"
-    root: int = Field(0, ge=0, description="id of the client that is trusted")
+    root: int = Field(0, ge=0, description="number of the trusted client")
 
     @model_validator(mode="after")
     def _sees_the_root(self) -> Self:

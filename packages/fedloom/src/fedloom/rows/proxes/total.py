@@ -69,7 +69,7 @@ class Total(Value):
     """
 
     kind: Literal["total"] = "total"
-    parts: tuple[Part, ...] = Field(min_length=1, description="functions of the sum, values or tables with a kind")
+    parts: tuple[Part, ...] = Field(min_length=1, description="parts of the sum, values or tables with a kind")
     tolerance: float = Field(
         1e-6, gt=0, description="largest distance between the parts' points, relative to 1 + ||x||"
     )

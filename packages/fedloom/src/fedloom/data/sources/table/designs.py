@@ -35,23 +35,28 @@ class DesignOptions(FileSource):
     """Options that control splits."""
 
     subject: str | None = Field(
-        default=None, description="column of whom a row is, as a patient; no feature, and in one part of every split"
+        default=None,
+        description="column of the subject of a row, such as a patient. It is not a feature, and all rows of a "
+        "subject are in one part of every split",
     )
     order: str | None = Field(
         default=None,
-        description="column of numbers or dates: earlier rows are trained on, later ones tested; no feature",
+        description="column of numbers or dates. Earlier rows are training rows, later rows are test rows. It is "
+        "not a feature",
     )
     strata: tuple[str, ...] = Field(
-        default=(), description="columns whose shares splits and folds keep; features all the same, or the target"
+        default=(),
+        description="columns whose proportions splits and folds preserve. They can be features, or the target",
     )
     test_column: str | None = Field(
-        default=None, description="column that marks the rows of the test part (1, true, yes or test); no feature"
+        default=None,
+        description="column that marks the rows of the test part (1, true, yes or test). It is not a feature",
     )
     test_levels: tuple[str, ...] = Field(
-        default=(), description="levels of test_column that mark the test part, as a hospital's name or a year"
+        default=(), description="levels of test_column that mark the test part, such as a hospital's name or a year"
     )
     test_since: float | str | None = Field(
-        default=None, description="number or date of `order` from which on rows are the test part, as 2024-09-01"
+        default=None, description="first number or date of `order` that belongs to the test part, such as 2024-09-01"
     )
 
     @field_validator("test_since", mode="before")

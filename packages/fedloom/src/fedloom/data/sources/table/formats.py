@@ -96,8 +96,8 @@ class Excel(LibraryTable):
     sheet: str | int | None = Field(
         default=None, description="name of the sheet, or its number from 1 (default: the only one)"
     )
-    header: bool = Field(default=True, description="whether the first row names the columns")
-    skip: int = Field(default=0, ge=0, description="rows above the header")
+    header: bool = Field(default=True, description="true if the first row names the columns")
+    skip: int = Field(default=0, ge=0, description="number of rows above the header")
 
     def read_file(self, place: Path) -> LoadedTable:
         """Return the table of a sheet. Formulas have the value that is stored in the file."""

@@ -71,43 +71,46 @@ class TableSource(DesignOptions):
     )
     event_levels: tuple[str, ...] = Field(
         default=(),
-        description="values of the event column that count as the event; all others are censored (default: 1 and 0)",
+        description="values of the event column that count as the event. All others are censored (default: 1 and 0)",
     )
     task: Literal["auto", "binary", "classification", "regression", "survival", "count"] = Field(
         default="auto",
         description=(
-            "auto: classification if the target has text or whole numbers, binary if it has two values, "
-            "survival if event is set"
+            "task. auto: classification if the target has text or whole numbers, binary if it has "
+            "two values, survival if event is set"
         ),
     )
     categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text, with one feature per level")
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
     include: tuple[str, ...] = Field(
-        default=(), description="columns to keep as features although they number the rows or hold names of people"
+        default=(), description="columns to keep as features although they number the rows or contain names of people"
     )
-    client_column: str | None = Field(
-        default=None, description="column that names the client of a row. It is no feature"
-    )
+    client_column: str | None = Field(default=None, description="column of a row's client. It is not a feature")
     columns: tuple[str, ...] = Field(
-        default=(), description="columns by which a partition may split. They stay features"
+        default=(), description="columns by which a partition may split. They can be features too"
     )
     group_columns: tuple[str, ...] = Field(
-        default=(), description="columns for scores by group. They stay features unless drop names them"
+        default=(), description="columns for scores by group. They can be features too, unless drop names them"
     )
     missing: tuple[str, ...] = Field(
         default=(),
-        description=("additional cell values that mean missing, beside empty cells, ? and pandas' markers except None"),
+        description=(
+            "additional cell values that mean missing, besides empty cells, ? and pandas' markers except None"
+        ),
     )
     impute: bool = Field(
         default=False, description="allow missing cells. Each client fills them from its training part"
     )
     unlabelled: Literal["refuse", "drop"] = Field(
-        default="refuse", description="rows without a target or client: refuse the table, or leave the rows out"
+        default="refuse",
+        description="treatment of rows without a target or client: raise an error, or leave the rows out",
     )
     scale: bool = Field(default=True, description="center and scale numbers on each client's training part")
     centre: float = Field(default=0.0, description="number subtracted from the target of a regression")
     unit: float = Field(
-        default=1.0, gt=0, description="divisor of the target of a regression after that. Errors are in this unit"
+        default=1.0,
+        gt=0,
+        description="divisor of the target of a regression after the subtraction. Errors are in this unit",
     )
     agreement: Annotated[
         Agreement | None,
