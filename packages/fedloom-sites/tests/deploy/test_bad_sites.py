@@ -159,12 +159,12 @@ BAD: dict[str, tuple[str, Edit, str]] = {
     "random bytes in the place of sealed shares": (
         "shares",
         sealed_anew(lambda body: os.urandom(len(body))),
-        "do not decrypt, which it has signed",
+        "do not decrypt",
     ),
     "a sealed share with one wrong bit": (
         "shares",
         sealed_anew(lambda body: body[:50] + bytes([body[50] ^ 1]) + body[51:]),
-        "do not decrypt, which it has signed",
+        "do not decrypt",
     ),
     "an accusation of a share that decrypts": (
         "masked",

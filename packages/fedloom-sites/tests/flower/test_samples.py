@@ -273,7 +273,10 @@ def test_a_model_of_several_inputs_is_personalised_and_scored(method: str) -> No
 SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     "no target by name": (
         lambda: ff.Local(nn.Linear(5, 3), Items(image_items)),
-        "trainset: of samples with 'writer', 'image', 'character' it is not known which entry is the target",
+        (
+"trainset: in samples with 'writer', 'image', 'character', fedloom does not know which entry is "
+"the target. Name"
+),
     ),
     "no such key": (
         lambda: ff.Local(nn.Linear(5, 3), Items(image_items), keys=("picture", "character")),
@@ -282,14 +285,17 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     "no target": (lambda: ff.Local(nn.Linear(5, 3), Items(lambda k: numbers(5)[k])), "a sample has no target: Tensor"),
     "no tensors": (
         lambda: ff.Local(nn.Linear(5, 3), Items(lambda k: ("good", 1))),
-        "'0' of the samples is no tensor and no number but tuple",
+        "'0' of the samples must be a tensor or a number, got tuple",
     ),
     "a sampler that weighs": (
         lambda: ff.Local(
             nn.Linear(5, 3),
             DataLoader(TensorDataset(numbers(5), codes(3)), sampler=WeightedRandomSampler([1.0] * N, N)),
         ),
-        "draws by a WeightedRandomSampler, but batches are drawn by the strategy's local. Give its Dataset",
+        (
+"draws with a WeightedRandomSampler, but the strategy's local settings draw the batches. Give "
+"its Dataset"
+),
     ),
     "other lengths": (
         lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), testset=(numbers(4), codes(3))),
@@ -316,15 +322,15 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "a loss that is not reduced": (
         lambda: ff.Local(nn.Linear(5, 1), (numbers(5), numbers(1)), loss=nn.MSELoss(reduction="none")),
-        r"loss: MSELoss must give one number for a batch, their mean for one, got \[2, 1\]",
+        r"loss: MSELoss must return one number for a batch, for example the mean, got \[2, 1\]",
     ),
     "labels of an image": (
         lambda: ff.Local(nn.Conv2d(1, 3, 3, padding=1), (numbers(1, 4, 4), codes(3, 4, 4))),
-        r"targets of the shape \[4, 4\] do not go with outputs of \[3, 4, 4\]",
+        r"targets of shape \[4, 4\] do not fit outputs of \[3, 4, 4\]",
     ),
     "outputs without logits": (
         lambda: ff.Local(nn.LSTM(5, 3), (numbers(4, 5), codes(3))),
-        r"a dict or object whose 'logits' are one, got tuple for 2 samples",
+        "a dict or object whose 'logits' are such a tensor, got tuple for 2 samples",
     ),
     "labels beyond": (lambda: ff.Local(nn.Linear(5, 2), (numbers(5), codes(9))), "labels must be within 0..1"),
 }  # fmt: skip
@@ -351,7 +357,9 @@ def test_values_that_do_not_train_must_be_those_of_the_server(capsys: pytest.Cap
     strategy.start(App(mixed, 3).grid, ArrayRecord(frozen(0).state_dict()), num_rounds=1)
     assert strategy.state is not None
     assert len(strategy.state.uploads) == 2
-    assert "node 101: '0.weight' does not train, and its values at the node are not those" in capsys.readouterr().err
+    assert (
+        "node 101: '0.weight' is not trained, and its values at the node differ from those" in capsys.readouterr().err
+    )
 
 
 def test_models_of_text_are_personalised_and_scored_by_position() -> None:
@@ -378,7 +386,7 @@ def test_a_strategy_of_flower_is_told_that_nodes_run_fedloom() -> None:
         ]
     )
     assert reply.has_error()
-    assert "use fedloom_sites.flower.Strategy" in reply.error.reason
+    assert "strategy. Use fedloom_sites.flower.Strategy" in reply.error.reason
 
 
 def test_nodes_with_other_samples_take_no_part() -> None:
@@ -416,7 +424,9 @@ def test_random_changes_of_samples_are_refused_and_what_the_error_names_works() 
 
     steady = TensorDataset(x, y)
     before = torch.get_rng_state()
-    with pytest.raises(ConfigError, match="the collate_fn of the DataLoader makes other batches of the same samples"):
+    with pytest.raises(
+        ConfigError, match="the collate_fn of the DataLoader makes different batches from the same samples"
+    ):
         ff.Local(model, DataLoader(steady, 2, collate_fn=masked)).read()
     assert torch.equal(torch.get_rng_state(), before)
     torch.testing.assert_close(ff.Local(model, DataLoader(steady, 2)).read().fed.data.x, x)

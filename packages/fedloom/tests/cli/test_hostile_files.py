@@ -158,7 +158,7 @@ def test_texts_of_a_parquet_file_read_as_before() -> None:
 
 def test_a_column_of_lists_is_refused_before_it_is_read() -> None:
     parquet.write_table(pa.table({"x": [1.0, 2], "l": [[1] * 9, [2]], "y": [0, 1]}), "t.parquet")
-    assert "column 'l' holds lists" in said("data", "./t.parquet")
+    assert "column 'l' contains lists" in said("data", "./t.parquet")
     assert len(load("./t.parquet", drop=["l"])) == 2
 
 

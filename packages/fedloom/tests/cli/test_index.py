@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "wrong type": ({"rounds": "many"}, "rounds: input should be a valid integer, got 'many' (rounds: "),
     "out of range": ({"local": {"lr": -1.0}}, "[local]: lr: input should be greater than "),
     "two at the top": ({"rounds": 0, "seeds": []}, "seeds: "),
-    "no table": ({"sampler": 3}, "[sampler]: must be a table, got 3; write sampler = { kind = KIND }; allowed: "),
+    "not a table": ({"sampler": 3}, "[sampler]: must be a table, got 3; write sampler = { kind = KIND }; allowed: "),
     "a kind in place of a table": (
         {"aggregator": "median"},
         "[aggregator]: must be a table, got 'median'; write aggregator = { kind = \"median\" }",
@@ -93,12 +93,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"method": [{"algorithm": "fedadmm", "server_lr": "all"}]},
         "[[method]] 1: server_lr: input should be a valid number, or 'fraction', got 'all' (server_lr: ",
     ),
-    "no data": ({"data": {}}, "[data] needs source, a data set's name or a path; names: adult, "),
+    "no data": ({"data": {}}, "[data] needs source, a data set's name or a path. Names: adult,"),
     "unknown data": ({"data": {"source": "digit"}}, "[data]: unknown data set 'digit'; did you mean 'digits'?"),
     "no such path": ({"data": {"source": "no/such.csv"}}, "[data]: no/such.csv: no such file or folder"),
     "unknown kind": ({"partition": {"kind": "dirichlt"}}, "[partition]: unknown partition kind 'dirichlt'; did you"),
     "kind of a type": ({"sampler": {"kind": [1]}}, "[sampler]: unknown sampler kind [1]; allowed: "),
-    "no kind": ({"aggregator": {"f": 1}}, "[aggregator]: kind is missing; allowed: "),
+    "no kind": ({"aggregator": {"f": 1}}, "[aggregator]: kind is missing. Allowed:"),
     "nested": (
         {"tune": {"space": {"fedavg": {"local.lr": {"low": "a", "high": 1}}}}},
         "[tune]: space.fedavg.local.lr.low: ",

@@ -168,7 +168,7 @@ def test_a_missing_library_is_one_sentence_with_the_command(
 ) -> None:
     WRITERS[name](frame, tmp_path / name)
     monkeypatch.setitem(__import__("sys").modules, library, None)
-    with pytest.raises(ConfigError, match=rf"needs {library}; run: pip install 'fedloom\[formats\]'"):
+    with pytest.raises(ConfigError, match=rf"needs {library}. Run: pip install 'fedloom\[formats\]'"):
         fl.load(tmp_path / name, **OPTIONS)
 
 

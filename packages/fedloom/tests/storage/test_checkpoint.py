@@ -336,7 +336,7 @@ def test_a_disk_that_fills_up_at_any_moment(tmp_path, budget):
         try:
             run.play()
         except CheckpointError as error:
-            raised = re.search("the disk is full; .*free some space", str(error))
+            raised = re.search("the disk is full. Free some space", str(error))
         disk.hook = None
         run.close()
         assert list(folder.rglob("*.tmp")) == []
