@@ -346,7 +346,7 @@ OTHER_LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, A
         lambda f: f.assign(cost=RISK(f), dear=(RISK(f) > 150).astype(int)), {"target": "cost", "task": "regression"},
         "column 'dear' gives 'cost' away",
     ),
-    "with noise. If both come from": (
+    "with noise": (
         lambda f: f.assign(cost=RISK(f), bill=RISK(f) + RNG.normal(size=N) * 0.5),
         {"target": "cost", "task": "regression"}, "column 'bill' gives 'cost' away",
     ),

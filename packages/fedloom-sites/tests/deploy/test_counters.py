@@ -82,7 +82,7 @@ def test_counters_open_for_all_sites_of_a_sum_alone() -> None:
         "shares of another session": lambda: one.opened(told=other.told),
         "of another session": lambda: one.opened(messages=one.messages | {0: other.messages[0]}),
         "of another sum": lambda: sent(bound=bytes(32)).opened(),
-        "site": lambda: one.opened(messages={c: m for c, m in one.messages.items() if c}),
+        "one is missing": lambda: one.opened(messages={c: m for c, m in one.messages.items() if c}),
         "in another's name": lambda: one.opened(messages=one.messages | {0: one.messages[1]}),
     }
     for make in wrong.values():

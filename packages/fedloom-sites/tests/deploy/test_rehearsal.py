@@ -133,7 +133,7 @@ GONE: dict[str, tuple[Callable[[RehearsedSite], AttackOutcome], list[tuple[Any, 
         [(module, "check_summands", _ignore) for module in (secure_site, member, copies)],
     ),
     "sums on one model": (sums.repeat_model, [(OpenedSums, "_on_same_models", lambda *_: ())]),
-    "memory across experiments": (
+    "memory over experiments": (
         sums.begin_again,
         [(OpenedSums, "_on_same_models", lambda *_: ()), (Changes, "exhausted", lambda *_: [])],
     ),
@@ -266,7 +266,7 @@ def test_the_status_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     result = CliRunner().invoke(app, ["deploy", "status", str(folder)])
     assert result.exit_code == 0, result.output
     assert "refused: 3" in result.stdout
-    assert "ALARM: 3 messages of the server" in result.stdout
+    assert "ALARM: this site rejected 3 messages of the server" in result.stdout
     assert json.loads(CliRunner().invoke(app, ["deploy", "status", str(folder), "--json"]).stdout)["refused"] == 3
     shutil.rmtree(site.folder)
     assert "no alarm" in CliRunner().invoke(app, ["deploy", "status", str(folder)]).stdout

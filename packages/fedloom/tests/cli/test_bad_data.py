@@ -130,7 +130,7 @@ CASES = {
         {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: image of 5x5, the others are 6x4. Give side"
     ),
     "unknown label, IDX": mnist(LABELS, lambda b: b[:-1] + b"\x0a", "unknown label 10 of sample 6, allowed 0..9; not"),
-    "unknown label, CIFAR": cifar(records([1, 12]), "unknown label 12, labels must be from 0 to 9. This is another data set", "data_batch_1.bin"),
+    "unknown label, CIFAR": cifar(records([1, 12]), "unknown label 12, labels must be from 0 to 9", "data_batch_1.bin"),
     "unknown label, image": images(
         {"train/a/1.png": png(1), "test/c/1.png": png(2)}, "unknown label 'c' in the test images of .*, no training"
     ),
@@ -157,7 +157,7 @@ CASES = {
     "nested too deeply": by_path("a.json", b'{"users":' + b"[" * 100_000, "nested too deeply; .* fetch it again"),
     "pickle": cifar(pickle.dumps(Evil(), 2), "a pickle, .*. Take the binary version .*cifar-10-binary.tar.gz from"),
     "arrays with objects": npz("x.npy: holds object \\(a pickle\\), .*. Save it", x=np.array([{}], object), y=[0]),
-    "arrays of text": npz("a.npz: x contains text .*, but only numbers are allowed. Number", x=np.array([["a"]]), y=[0]),
+    "arrays of text": npz("a.npz: x contains text .*, but only numbers are allowed", x=np.array([["a"]]), y=[0]),
     "arrays that do not match": npz("3 samples but 2 targets. Every sample needs", x=np.zeros((3, 1)), y=[0, 1]),
     "arrays with NaN": npz("a.npz: .*NaN or Inf in the features of 1 samples .*; remove", x=[[np.nan]], y=[0]),
     "missing cell": by_path("t.csv", b"a,b\n1,0\n,1\n", "t.csv: row 3, column 'a': missing value. Repair it, "),
@@ -166,8 +166,8 @@ CASES = {
     "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n3,1\n", "row 3, column 'b': missing value. Repair it"),
     "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions. Set task"),
     "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cells, expected 2. Repair the row"),
-    "rows are test rows. It is not a feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature, the header contains 'ab'. Check"),
-    "empty": by_path("t.csv", b"", "t.csv: empty. A table needs a header row"),
+    "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature, the header contains 'ab'. Check"),
+    "empty table": by_path("t.csv", b"", "t.csv: empty. A table needs a header row"),
     "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*; give"),
     "nothing there": Case("mnist", {}, "not found. Looked in .*. Put its original files there"),
 }  # fmt: skip

@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "wrong type": ({"rounds": "many"}, "rounds: input should be a valid integer, got 'many' (rounds: "),
     "out of range": ({"local": {"lr": -1.0}}, "[local]: lr: input should be greater than "),
     "two at the top": ({"rounds": 0, "seeds": []}, "seeds: "),
-    "not a table": ({"sampler": 3}, "[sampler]: must be a table, got 3; write sampler = { kind = KIND }; allowed: "),
+    "no table": ({"sampler": 3}, "[sampler]: must be a table, got 3; write sampler = { kind = KIND }; allowed: "),
     "a kind in place of a table": (
         {"aggregator": "median"},
         "[aggregator]: must be a table, got 'median'; write aggregator = { kind = \"median\" }",

@@ -223,12 +223,12 @@ NOTED: dict[str, tuple[Any, Any, list[str]]] = {
     "an event": (TABLE, np.c_[np.arange(1, 41), np.ones(40)], []),
     "few": (TABLE[:9] * 0, np.arange(9) % 2, []),
     "a table of bytes": (
-        (TABLE * 0).astype(np.uint8), np.arange(40) % 2, ["x contains bytes (uint8), which are read as pixels and divided"],
+        (TABLE * 0).astype(np.uint8), np.arange(40) % 2, ["x contains bytes (uint8), which are read as pixels"],
     ),
     "images of bytes": (np.zeros((40, 1, 4, 4), np.uint8), np.arange(40) % 2, []),
     "images": (np.zeros((40, 1, 4, 4)), np.arange(40) % 2, []),
     "bright images": (
-        np.full((40, 1, 4, 4), 255.0), np.arange(40) % 2, ["x contains numbers of up to 255. Floats are used without scaling"],
+        np.full((40, 1, 4, 4), 255.0), np.arange(40) % 2, ["x contains numbers of up to 255. Floats are used"],
     ),
     "bright flat images": (
         np.pad(np.random.default_rng(1).random((40, 30)) * 255, ((0, 0), (34, 0))), np.arange(40) % 2,

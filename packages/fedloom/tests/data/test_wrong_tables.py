@@ -117,7 +117,7 @@ def test_what_is_read_all_the_same_is_noted(fault: str, tmp_path: Path) -> None:
 PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
     "truth in five ways": (
         "died", {"levels": ("TRUE", "true", "1", "FALSE", "0")},
-        "the label 'died' has levels that are written differently but seem the same: '0' (8) = 'FALSE' (8), '1' (8) = 'TRUE' (8) = 'true' (8). Write",
+        "the label 'died' has levels that are written differently but seem the same: '0' (8) = 'FALSE'",
     ),
     "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "alike: 'Yes' (14) = 'yes' (13). Write them in one way, or"),
     "letters": ("died", {"levels": ("y", "n", "no")}, "alike: 'n' (13) = 'no' (13)"),
@@ -135,7 +135,7 @@ DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "category": ("ward", {"levels": ("Icu", "icu ", "ward"), "categorical": ("ward",)}, "column 'ward' has levels"),
     "site": ("ward", {"levels": ("St  Anna", "St Anna", "b"), "client_column": "ward"}, "column 'ward' has levels"),
-    "constant": ("age", {"levels": ("5", "5.0")}, "column 'age': the same in every row, so a model cannot learn from it"),
+    "constant": ("age", {"levels": ("5", "5.0")}, "column 'age': the same in every row, so a model cannot"),
     "constant level": ("ward", {"levels": ("a",), "categorical": ("ward",)}, "column 'ward': the same in every row"),
     "empty": ("age", {"levels": ("NULL", "#N/A"), "impute": True}, "column 'age': every cell is missing"),
     "one class": ("died", {"levels": ("1",)}, "the label 'died' is '1' in every row, so a model cannot learn"),

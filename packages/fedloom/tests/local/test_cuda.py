@@ -31,7 +31,7 @@ PARTS: dict[str, dict[str, Any]] = {"fedem": {"mixture": 3}, "gpfl": {"guided": 
 """Parts of the network that methods ask for."""
 NETWORKS: dict[str, tuple[ModelSpec, str]] = {
     "linear layers": (MLP(hidden=(12, 8), dropout=0.2), "compiled"),
-    "group normalization": (CNN(channels=(4,), kernel=3, hidden=(8,), norm="group", dropout=0.1), "vmap"),
+    "group normalisation": (CNN(channels=(4,), kernel=3, hidden=(8,), norm="group", dropout=0.1), "vmap"),
     "batch normalisation": (CNN(channels=(4,), kernel=3, hidden=(8,), norm="batch"), "loop"),
     "mixture": (MLP(hidden=(12,), mixture=2), "vmap"),
     "guided": (MLP(hidden=(12,), guided=True), "vmap"),
@@ -175,7 +175,7 @@ def test_products_are_of_float32_unless_tf32_is_chosen(fed: Federation, model: M
 def test_optimisers_give_what_the_cpu_gives(fed: Federation, optimizer: str) -> None:
     steps = {"momentum": 0.9} if optimizer == "momentum" else {"optimizer": optimizer}
     local = LocalSGD(lr=0.02, batch_size=16, steps=3, **steps)
-    agree(*(run("ditto", fed, NETWORKS["group normalization"][0], device, local=local) for device in (DEVICE, "cpu")))
+    agree(*(run("ditto", fed, NETWORKS["group normalisation"][0], device, local=local) for device in (DEVICE, "cpu")))
 
 
 def test_all_that_is_evaluated_gives_what_the_cpu_gives(fed: Federation) -> None:
@@ -185,7 +185,7 @@ def test_all_that_is_evaluated_gives_what_the_cpu_gives(fed: Federation) -> None
     agree(*(run("flame", fed, MLP(hidden=(12, 8)), device, evaluate=evaluate) for device in (DEVICE, "cpu")))
 
 
-@pytest.mark.parametrize("network", ["group normalization", "batch normalisation"])
+@pytest.mark.parametrize("network", ["group normalisation", "batch normalisation"])
 def test_bfloat16_is_near_full_precision(fed: Federation, network: str) -> None:
     model = NETWORKS[network][0]
     low, full = (
