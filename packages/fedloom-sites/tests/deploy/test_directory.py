@@ -211,7 +211,7 @@ def test_renew_makes_another_certificate_of_the_same_authority(ready):
     said = CliRunner().invoke(app, ["deploy", "renew", str(ready), "--host", "fl.example.org"]).output
     for text in (said, (ready / "README.md").read_text().replace("\n  ", " ")):  # both hold the old certificate
         assert re.search(
-            "reload the reverse proxy .*restart the superlink's unit|Restart `fedloom-superlink` and reload", text
+            "reload the reverse proxy .*restart the superlink's unit|restart `fedloom-superlink` and reload", text
         )
     with pytest.raises(ConfigError, match=r"^fedloom deploy renew: days: .* got 0"):
         renew(ready, "fl.example.org", 0)
@@ -384,7 +384,7 @@ def test_a_folder_that_a_unit_or_the_gate_would_cut_is_refused(folder):
 
 def test_the_gate_lets_the_fleet_api_through_and_nothing_else(written):
     server = read_server(written / "server" / "server.toml")
-    text = gate(server, Location(host="fl.example.org", gate_port=444, home="/srv/fl"))
+    text = gate(server, Location(host="fl.example.org", proxy_port=444, home="/srv/fl"))
     assert re.findall(r"location (\S+)", text) == ["/v1/fleet/", "/"]
     assert "listen 444 ssl;" in text
     assert f"client_max_body_size    {server.body_limit};" in text
@@ -413,7 +413,7 @@ def test_the_command(experiment, tmp_path):
     for words, sentence in (
         (["--sites", "3"], "Choose with --method"),
         (["--sites", "4", "--method", "flame"], "gives 3 clients, but 4 sites"),
-        (["--method", "flame", "--gate-port", "70000"], "gate_port"),
+        (["--method", "flame", "--proxy-port", "70000"], "proxy_port"),
         (["--method", "flame", "--host", "no host"], "host"),
     ):
         bad = init(*words)

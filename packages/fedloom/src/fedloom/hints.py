@@ -57,7 +57,7 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
     "command": {
         "--against": "--baseline", "--models": "--compare-model", "--keep": "--id-column", "--by": "--client-column",
         "--oracle": "--gradient-engine", "--by-site": "--by-client",
-        "--least": "--min-events",
+        "--least": "--min-events", "--gate-port": "--proxy-port",
     },
 }  # fmt: skip
 """Old names of keys, by their place: a table, with the new name of its kind if only that kind contains the key, a call

@@ -43,7 +43,7 @@ def init(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the run (default: the experiment's first)", min=0)] = None,
     host: Annotated[str, typer.Option(help="host name or address at which sites reach the server")] = "localhost",
-    gate_port: Annotated[int, typer.Option(help="port at which sites reach the server")] = 8443,
+    proxy_port: Annotated[int, typer.Option(help="port at which sites reach the server")] = 8443,
     port: Annotated[int, typer.Option(help="port of the server on loopback, behind the reverse proxy")] = 18000,
     quorum: Annotated[
         int | None, typer.Option(help="number of accepted replies that a round needs (default: more than half)")
@@ -102,7 +102,7 @@ def init(
 ) -> None:
     """Write the directory of a new deployment.
 
-    It contains certificates, keys, settings, systemd units, a gate, and the five commands to run it.
+    It contains certificates, keys, settings, systemd units, a reverse proxy, and the five commands to run it.
 
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
@@ -115,7 +115,14 @@ def init(
         from fedloom_sites.deploy.ops.directory import Location
         from fedloom_sites.deploy.ops.plan import plan
 
-        options = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
+        options = {
+            "host": host,
+            "proxy_port": proxy_port,
+            "port": port,
+            "home": home,
+            "programs": programs,
+            "days": days,
+        }
         place = make(
             Location,
             {**options, "quorum": quorum, "metrics_port": metrics_port},
