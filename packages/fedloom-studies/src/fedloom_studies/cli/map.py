@@ -165,7 +165,7 @@ def map_command(
             now = fill_reused(read_records(recorded, equal), read_records(recorded))
             print_rows(standing_table([judge(one, now) for one in wanted], methods))
         if not ended:
-            say("stopped: the same command resumes from here", err=True)
+            say("stopped. The same command resumes from here", err=True)
             raise typer.Exit(130)
 
 

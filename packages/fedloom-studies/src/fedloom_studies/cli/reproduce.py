@@ -149,7 +149,7 @@ def reproduce(
                 or not run_with(seed_numbers)
                 or (decide and not _decided(one, how_much, recorded, run_with))
             ):
-                say(f"stopped at {one.name}: the same command resumes from here", err=True)
+                say(f"stopped at {one.name}. The same command resumes from here", err=True)
                 raise typer.Exit(130)
 
 
@@ -266,7 +266,7 @@ def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str,
                     workers=worker_count(workers), budget=budget, show=count_progress,
                 ) if budget.left > 0 else None  # fmt: skip
             if done is None or not done.complete:
-                say(f"stopped at {name}: the same command resumes from here", err=True)
+                say(f"stopped at {name}. The same command resumes from here", err=True)
                 raise typer.Exit(130)
             _print_verdicts(recipe, done)
 
