@@ -1,4 +1,4 @@
-"""The filled files of `ops/`: command lines and environment of Flower's programs, units, proxy and instructions.
+"""The filled files of `ops/`: command lines and environment of Flower's programs, units, proxy and instructions."""
 
 from __future__ import annotations
 
