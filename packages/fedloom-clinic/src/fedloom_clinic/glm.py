@@ -73,7 +73,7 @@ class Glm(ScriptedAnalysis):
     )
 
     @model_validator(mode="after")
-    def _together(self) -> Glm:
+    def _make_pooled(self) -> Glm:
         if (self.penalty == "ridge") != (self.strength is not None):
             raise ValueError("penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1")
         return self

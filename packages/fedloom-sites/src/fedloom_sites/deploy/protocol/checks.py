@@ -319,7 +319,7 @@ class Checks:
             raise LateReply
         return draft
 
-    def _once(self, draft: _Draft) -> _Draft:
+    def _reject_repeated(self, draft: _Draft) -> _Draft:
         client = draft.head["client"]
         if not draft.is_late and client in draft.answered:
             raise Rejected(12, f"client {client} has already answered")
@@ -339,5 +339,5 @@ class Checks:
         (10, "metrics of the run, within their bounds", _metrics),
         (11, "the length of the difference, and the range of every number of a field", _length),
         (1, "in time", _check_time),
-        (12, "one reply of a client", _once),
+        (12, "one reply of a client", _reject_repeated),
     )
