@@ -294,10 +294,10 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
     assert "100 % of the clients gain from FedAvg" in first
     assert first.endswith("points, better.")
     assert second.startswith(
-        "Of 2 other methods 1 is better than the better of the two, none is worse, and 1 is inconclusive."
+        "2 other methods were compared with the better of the two: 1 is better, none is worse, and 1 is inconclusive."
     )
     assert "Better is ditto +10.0" in second
-    assert third.startswith("The best mean is that of ditto")
+    assert third.startswith("ditto has the best mean")
     assert f"at which {found.needed} seeds show 3 points, as 5 were run" in fourth
 
 
@@ -382,9 +382,13 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     for m in fresh.better[:5]:
         gain, half = fresh.judged.gains[m]
         assert f"{m} +{100 * gain:.1f} ± {100 * half:.1f}" in text
-    assert f"The best mean is that of {fresh.top}, {100 * fresh.means[fresh.top].mean():.1f}" in text
+    assert f"{fresh.top} has the best mean, {100 * fresh.means[fresh.top].mean():.1f}" in text
     power = re.search(
-        r"a spread of ([\d.]+) points over seeds in common, at which (\*?)(\d+) seeds show 3 points", text
+        (
+            r"estimated spread of the gains over seeds is ([\d.]+) points. With this spread, (\*?)(\d+) "
+            r"seeds show 3 points"
+        ),
+        text,
     )
     assert power is not None
     assert float(power[1]) == pytest.approx(100 * fresh.judged.spread, abs=0.051)
@@ -392,7 +396,7 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     word = fresh.judged.verdicts[fresh.mark]
     if fresh.mark == "local":  # stated of FedAvg
         word = {"worse": "better", "better": "worse"}.get(word, word)
-    change = re.search(rf"the mean change is \+?(-?[\d.]+) ± ([\d.]+) points, {word}\.", text)
+    change = re.search(rf"The mean change is \\+?(-?[\\d.]+) ± ([\\d.]+) points, {word}\\.", text)
     assert change is not None
     difference = fresh.means["fedavg"] - fresh.means["local"]
     assert float(change[1]) == pytest.approx(100 * difference.mean(), abs=0.051)
@@ -463,7 +467,7 @@ def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
             checked(text, [row for row in rows if row["setup"] == name])
         else:
             assert text.endswith("Not run.")
-    blind = re.search(r"In (\d+) of (\d+) setups the seeds are too few to show 3 points", page)
+    blind = re.search(r"In (\d+) of (\d+) setups, the seeds are too few to show a gain of 3 points", page)
     assert blind is not None
     decides = [Recomputed([row for row in rows if row["setup"] == name]).decides for name in run]
     assert [int(blind[1]), int(blind[2])] == [decides.count(False), len(decides)]
@@ -510,7 +514,7 @@ def test_the_page_names_model_rounds_and_trials() -> None:
 def test_pooled_data_are_a_mark_and_no_advice() -> None:
     means: dict[str, list[float]] = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
     without, with_mark = (sentences(judged(**means, **more))[2] for more in ({}, {"centralized": [0.9] * 5}))
-    assert without.startswith("The best mean is that of fedavg")
+    assert without.startswith("fedavg has the best mean")
     assert with_mark.startswith(without)
     assert with_mark.endswith("One model on the pooled data reaches 90.0 ± 0.0.")
 

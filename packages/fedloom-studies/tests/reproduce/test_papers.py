@@ -270,7 +270,7 @@ def test_a_verdict_on_less_than_the_paper_ran_says_so(monkeypatch: pytest.Monkey
     one = with_claim()
     note = "On less than the paper ran: [tiny](papers/tiny.md) (2 of the 4 rounds, batches of 9)."
     assert note in only(monkeypatch, one, as_run(one))
-    assert "On less than" not in only(monkeypatch, one, as_run(one, rounds=4))
+    assert "With less data or work than" not in only(monkeypatch, one, as_run(one, rounds=4))
     less = replace(one, paper=one.paper.with_(reduced="a tenth"))
     assert "[tiny](papers/tiny.md) (a tenth)." in only(monkeypatch, less, as_run(less, says="as reduced", rounds=4))
 
@@ -280,7 +280,7 @@ def test_what_more_seeds_may_decide_is_open(monkeypatch: pytest.MonkeyPatch) -> 
     level = numbers_of(list(as_run(one).numbers["few"]), [0.5, 0.7, 0.4, 0.6, 0.5], NEAR)
     assert "More seeds may decide" not in only(monkeypatch, one, as_run(one))
     text = only(monkeypatch, one, as_run(one, numbers=level))
-    assert "after 10 and 20 (`--seeds`): [tiny](papers/tiny.md)." in text
+    assert "after 10 and 20 seeds (`--seeds`): [tiny](papers/tiny.md)." in text
     assert "More seeds may decide" not in only(monkeypatch, one, as_run(one, numbers=level, seeds=list(range(20))))
 
 

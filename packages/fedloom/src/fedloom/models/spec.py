@@ -105,7 +105,9 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
         with _drawing(seed, "adapters"):
             return add_adapters(module, self.adapters)
 
-    def _draw_model(self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None) -> nn.Module:
+    def _draw_model(
+        self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None
+    ) -> nn.Module:
         if outputs < 1 or not shape or min(shape) < 1:
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with _drawing(seed, "model"):

@@ -246,7 +246,9 @@ def note_list(runs: list[Run], rows: list[Row]) -> str:
 
 def notes(runs: list[Run], rows: list[Row]) -> list[str]:
     """Return notes of one sentence each: first the notes of the report, then the warnings of the runs."""
-    remarks = [note for run in runs for note in _select_own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)]
+    remarks = [
+        note for run in runs for note in _select_own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)
+    ]
     where = {id(run): f"{run.label}: " if len(runs) > 1 else "" for run in runs}
     warnings = [where[id(run)] + warning for run in runs for warning in _merged(run.summary.warnings)]
     texts = [f"{where[id(run)]}{text}" for run, text in remarks] + warnings
