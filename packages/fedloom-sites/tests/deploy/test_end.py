@@ -464,7 +464,7 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(Audit, "write", full)
-        assert ask(client, "hello") == ("refused", "no space left on the disk")
+        assert ask(client, "hello") == ("unable", "no space left on the disk")
 
     def forbidden(step: str, path: Path) -> None:
         if step == "create" and path.name in ("ledger.jsonl", SENT_FILE):
@@ -472,7 +472,7 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(disk, "hook", forbidden)
     status, reason = ask(here.clients()[1], "hello")
-    assert status == "refused"
+    assert status == "unable"
     assert f"{SENT_FILE} could not be written: Permission denied; " in reason
     book = Ledger(tmp_path, GaussianNoise(sigma=3.0, delta=1e-5), None, "a site")
     with pytest.raises(CheckpointError, match=r"ledger\.jsonl could not be written: Permission denied; "):

@@ -99,6 +99,9 @@ REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
 STATUS_FIELDS = {"status": str, "reason": str, "signature": bytes}
 """Additional fields of every reply."""
 
+UNABLE_STATUS = "unable"
+"""Status of a reply of a site that could not write to its disk, so that the server may send the message again."""
+
 MAX_REASON_CHARACTERS = 500
 """Largest number of characters in a reason."""
 

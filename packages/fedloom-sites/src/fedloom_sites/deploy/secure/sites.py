@@ -179,7 +179,13 @@ class MaskedSites(Sites):
         return AnalysisSum(session.value, session.clients, session.counts)
 
     def _tally(self, request: ScoreRequest) -> None:
-        """Sum the scores of all connected sites in a separate session. If no sum results, the run continues."""
+        """Sum the scores of all connected sites in a separate session.
+
+        If no sum results, the run continues without the scores. After the last round, the run waits for the sites.
+
+        Raises:
+            RunStopped: after the last round, too few sites answered. The run continues when they are back.
+        """
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
 
@@ -192,12 +198,14 @@ class MaskedSites(Sites):
             groups = self.group_sums.decode(total[n:], count) if with_groups else []
             return self._figures.decode(total[:n], count), groups
 
-        self._tallied = t, {}
         try:
             length = n + (self.group_sums.length if with_groups else 0)
             figures, self._groups = self._sessions.sum(terms, self._weights(terms), letter, length, read).value
             self._tallied = t, figures
         except (Broken, GivenUp, RunStopped) as error:
+            if isinstance(error, RunStopped) and with_groups:  # the sites store their last models in this session
+                raise RunStopped(error.reason, f"scores after the last round: {error.detail}") from None
+            self._tallied = t, {}
             self._transport.note("scores given up", t, asks, str(error))
 
     def _terms(

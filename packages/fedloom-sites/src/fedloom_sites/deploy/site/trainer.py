@@ -36,7 +36,7 @@ from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.noise import deployed, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.forms import Forms
-from fedloom_sites.deploy.protocol.public import check_private, publish_reasons
+from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.settings import Site, check_version
 from fedloom_sites.deploy.site.crafted import check_change, check_units, norms_of
@@ -293,6 +293,8 @@ class Trainer:
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
         """Compute the scores of round ``t``, or return {} for a round below 0. A failure becomes a note.
 
+        A disk that cannot store the newest model is no such failure: the site does not answer then.
+
         Args:
             job: run from `attach_local_data`.
             models: messages from the server.
@@ -302,9 +304,15 @@ class Trainer:
         return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
 
     def attempt(self, what: str, score: Callable[[], T]) -> T | None:
-        """Return the result of a scoring function, or None if the function fails. A failure becomes a note."""
+        """Return the result of a scoring function, or None if the function fails. A failure becomes a note.
+
+        Raises:
+            PublicReason: the disk is full or cannot be written.
+        """
         try:
             return score()
+        except PublicReason:  # sums without this site's scores would look whole
+            raise
         except Exception as error:  # under a delta, the failure may reveal samples
             what = f"{what} cannot be scored"
             sentence = (
@@ -325,7 +333,9 @@ class Trainer:
         personal = None if everyone is None or not has_samples else personal_models(job, everyone, t, ids)[0]
         row, kind = (shared, "global") if personal is None else (personal, "personal")
         if row is not None:
-            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
+            header = job.oracle.layout.header()
+            with publish_reasons():
+                self._memory.keep_model(row.cpu(), header, t, kind)
         if not has_samples or self.scoring == "off":
             return {}
         scores: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
