@@ -154,6 +154,19 @@ def found_at(here: Scene) -> dict[str, Any]:
     return found
 
 
+def unscored(here: Scene) -> set[str]:
+    """What is missing of sites whose last scores did not arrive, as the server's log says.
+
+    The newest model of such a site is missing as well if its disk was still full.
+    """
+    last: dict[str, Any] = {"round": SITES["rounds"]}
+    refused = {line["client"] for line in here.audit("rejected", kind="score", **last)}
+    named = refused | {line["client"] for line in here.audit("missed", **last)}
+    missing = named - {line["client"] for line in here.audit("accepted", kind="score", **last)}
+    names = {f"scores of {here.sites[c].site}" for c in missing} | ({"scores of all"} if missing else set())
+    return names | {f"own model of {here.sites[c].site}" for c in missing & refused}
+
+
 def make_scene(folder: Path, masked: bool) -> Scene:
     """Three sites, which the quorum needs all."""
     return secured(folder, "ditto", **SITES) if masked else scene(folder, "ditto", **SITES)
@@ -169,7 +182,7 @@ def server_command(folder: Path, *, masked: bool = False) -> Command:
     def act() -> str | None:
         return serve_with(here, {FIRST + c.site.client: c.answer for c in here.clients()})
 
-    return Command(side, act, lambda: found_at(here))
+    return Command(side, act, lambda: found_at(here), lambda: set() if masked else unscored(here))
 
 
 def site_command(folder: Path, *, masked: bool = False) -> Command:
@@ -192,13 +205,7 @@ def site_command(folder: Path, *, masked: bool = False) -> Command:
         nodes = {FIRST + c: client.answer for c, client in clients.items()} | {FIRST: answer}
         return serve_with(here, nodes)
 
-    def excused() -> set[str]:
-        """A disk that is still full when the last scores are asked for stores no newest model."""
-        lines = [*here.audit("rejected", client=0, kind="score"), *here.audit("missed", client=0)]
-        is_named = not masked and any(line["round"] == SITES["rounds"] for line in lines)
-        return {f"scores of {first.site}", f"own model of {first.site}"} if is_named else set()
-
-    return Command(first.state, act, lambda: found_at(here), excused)
+    return Command(first.state, act, lambda: found_at(here), lambda: set() if masked else unscored(here))
 
 
 COMMANDS: dict[str, Callable[[Path], Command]] = {

@@ -151,8 +151,7 @@ class Sites(StreamedClients):
             letters, busy = self._score_letters(request), self._transport.awaited
             if busy and request.round < self._job.setting.rounds:
                 letters = {c: letter for c, letter in letters.items() if c not in busy}
-            is_last = request.round == self._job.setting.rounds  # each site stores its last model with the scores
-            replies = self._transport.collect_replies(request.round, letters, 0, letters if is_last else ())
+            replies = self._transport.collect_replies(request.round, letters, 0)
             self._scores = request.round, {c: reply.metrics for c, reply in replies.items()}
         return self._scores[1]
 
