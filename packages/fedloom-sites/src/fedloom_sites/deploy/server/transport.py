@@ -29,7 +29,7 @@ from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.protocol.identity import verifying_key
 from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, UnableReply, plain
 from fedloom_sites.deploy.server.bounded import POLL_SECONDS, call_with_retry, pull
-from fedloom_sites.deploy.server.presence import NodePresence
+from fedloom_sites.deploy.server.presence import LEAST_SECONDS, NodePresence
 from fedloom_sites.deploy.settings import Server
 
 MAX_REPEATS = 2
@@ -161,13 +161,14 @@ class Transport:
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
         replies: dict[int, Reply] = {}
-        open_, repeats, is_enough = dict(requests), MAX_REPEATS, False
+        open_, repeats, is_enough, longest = dict(requests), MAX_REPEATS, False, self._settings.deadline
         while True:
             self.greet()
             asked = self._unable if is_enough else {*open_}
             now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in {*self.nodes} & asked]
-            self._unable = set()
-            good, bad = self.exchange(round, now, need - _counting(replies), self._settings.deadline, wanted)
+            self._unable, start = set(), time.monotonic()
+            good, bad = self.exchange(round, now, need - _counting(replies), longest, wanted)
+            longest = min(longest, max(LEAST_SECONDS, time.monotonic() - start)) if self._unable else longest
             replies |= good
             if self._unable and not repeats:
                 bad |= self._unable
@@ -386,10 +387,9 @@ class Transport:
         self._audit.write("rejected", **facts, **self._facts(pending))
         if lost:
             self._mark_mute(pending, error.reason)
-        if isinstance(error, UnableReply) and pending.client is not None and not is_late:
-            self._unable.add(pending.client)
-            return set()
-        return set() if pending.client is None or lost or is_late else {pending.client}
+        asked_again = isinstance(error, UnableReply) and not is_late
+        self._unable |= {pending.client} if asked_again and pending.client is not None else set()
+        return set() if pending.client is None or lost or is_late or asked_again else {pending.client}
 
 
 def _counting(replies: Mapping[int, Reply]) -> int:
