@@ -26,11 +26,12 @@ def cox(
         typer.Option(min=0, help="width of agreed time bins. Sites then send secure sums only"),
     ] = None,
     min_events: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=1, help="with --bins: events of a site in a bin, and rows at risk, below which it sends nothing"
+            min=1,
+            help="with --bins: events of a site in a bin, and rows at risk, below which it sends nothing (else 5)",
         ),
-    ] = 5,
+    ] = None,
     stratify: Annotated[bool, typer.Option("--stratify", help="use a baseline hazard per site")] = False,
     penalty: PenaltyName = "none",
     strength: Strength = None,
@@ -62,6 +63,9 @@ def cox(
         held_out = None if test is None else tuple(test.split("=", 1))
         if held_out is not None and len(held_out) != 2:
             raise ConfigError(f"--test names test rows by COLUMN=VALUE, as fold=test, got {test!r}")
+        if bins is None and min_events is not None:
+            raise ConfigError("--min-events is of the sums of --bins; give --bins too, or leave it out")
+        least = 5 if min_events is None else min_events
         if bins is not None and (penalty == "firth" or chosen == "cv"):
             raise ConfigError(
                 "sums of --bins are of one likelihood; give --penalty ridge with a --strength found without --bins"
@@ -76,11 +80,11 @@ def cox(
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
         if bins is not None:
             secure = fit_secure_cox(
-                sites, agreement_on(sites, bins, min_events, ties, None if chosen == "cv" else chosen), table.columns
+                sites, agreement_on(sites, bins, least, ties, None if chosen == "cv" else chosen), table.columns
             )
             fit, losses = secure.fit, secure.losses
             say(
-                f"bins of {option(bins)}, at least {min_events} events and rows of a site: "
+                f"bins of {option(bins)}, at least {least} events and rows of a site: "
                 f"{losses.rare + losses.uncovered} of {losses.events} events are censored "
                 f"({losses.rare} in bins with too few, {losses.uncovered} late)"
             )

@@ -43,6 +43,7 @@ from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, place_of
 from fedloom.seeds import SERVER_CLIENT, as_global, generator, rng_states
+from fedloom.values import list_functions
 
 S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
@@ -127,8 +128,7 @@ def simulate(
             "fl.partitions.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
             "of samples that have clients give clients to fl.Dataset.create, and take fl.partitions.natural()"
         )
-    if callable(callbacks) or not all(map(callable, callbacks := list(callbacks))):
-        raise ConfigError(f"callbacks must be a list of functions of a state, as [print], got {callbacks!r:.200}")
+    callbacks = list_functions(callbacks, "callbacks must be a list of functions of a state")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
         check_output_folder(

@@ -28,8 +28,8 @@ MAX_ROW_CHARACTERS = 2**26
 MAX_SHOWN_LEVELS = 6
 """Largest number of levels of a column in an error message."""
 CELL_HINT = (
-    "repair the cell, name it in missing, or say what the column is: label, users (whose row it is), categorical or "
-    "drop"
+    "repair the cell, name it in missing, or say what the column is: target, client_column (whose row it is), "
+    "categorical or drop"
 )
 DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
 """Pattern of a number with a decimal comma, optionally with periods between thousands."""
@@ -232,14 +232,19 @@ class _Lines:
     """
 
     def __init__(self, text: io.TextIOWrapper, where: str) -> None:
-        self.length, self._text, self._where = 0, text, where
+        self.length, self._text, self._where, self._count = 0, text, where, 0
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
         line = self._text.readline(MAX_ROW_CHARACTERS)
-        self.length += len(line)
+        self.length, self._count = self.length + len(line), self._count + 1
+        if "\0" in line:
+            raise DataError(
+                f"{self._where}: line {self._count:,} holds a byte 0, which is no text; the file is damaged or of "
+                "another kind: export it again"
+            )
         if self.length >= MAX_ROW_CHARACTERS:
             raise DataError(
                 f"{self._where}: a row of {MAX_ROW_CHARACTERS:,} characters or more; check separator and quotes, "
