@@ -27,6 +27,7 @@ from fedloom.analyses import (
     Question,
     analysis_of,
     client_rows,
+    needs_run,
     require_questions,
     run_questions,
 )
@@ -79,9 +80,7 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
     schema = schema_of_agreement(agreed, "app")
     require_questions(analysis)
     if analysis.uses_models:
-        raise ConfigError(
-            f"the analysis {name_of(analysis)} reads the models of a run, and an app's analyses have none"
-        )
+        raise needs_run(analysis)
     analysis.check(schema)
     analysis.check_sites(schema, masked=False)
     return AgreedAnalysis(name_of(analysis), analysis, schema, clients, None)

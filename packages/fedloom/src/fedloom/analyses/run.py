@@ -18,7 +18,17 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from fedloom.analyses.form import Analysis, AnalysisTerms, Bounds, Info, Question, Rules, State, require_questions
+from fedloom.analyses.form import (
+    Analysis,
+    AnalysisTerms,
+    Bounds,
+    Info,
+    Question,
+    Rules,
+    State,
+    needs_run,
+    require_questions,
+)
 from fedloom.analyses.registry import ANALYSES
 from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, fill_ranges, schema_of
 from fedloom.data.dataset import Dataset, default_to_cpu
@@ -169,8 +179,8 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
         return analysis
     if not isinstance(analysis, str | Mapping):
         raise ConfigError(
-            f"{where}{where and ': '}an analysis is a value, a name or a table with kind, got {analysis!r:.80}; allowed "
-            f"names: {', '.join(ANALYSES)}"
+            f"{where}{where and ': '}an analysis is a value, a name or a table with kind, got {analysis!r:.80}; "
+            f"allowed names: {', '.join(ANALYSES)}"
         )
     table = {"kind": analysis, **options} if isinstance(analysis, str) else {**analysis, **options}
     if "kind" not in table:
@@ -373,10 +383,7 @@ def _as_given(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, Clien
         rows = {name: client_rows(fed, k, models and models(k)) for k, name in enumerate(fed.names)}
         return schema_of(fed.data), rows, [*fed.remarks]
     if analysis.uses_models:
-        raise ConfigError(
-            f"{kind_of(analysis)} reads the models of a run; give the result of one, as "
-            f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))"
-        )
+        raise needs_run(analysis)
     if not isinstance(clients, Dataset | Federation):
         many = isinstance(clients, list) or (isinstance(clients, Mapping) and not {"x", "train"} & clients.keys())
         clients = Federation.create(clients) if many else Dataset.create(clients)

@@ -69,6 +69,8 @@ class Ready(Partition):
 
     def __call__(self, data: object, seed: int = 0) -> Federation:
         fed: Federation = self.held
+        if isinstance(data, Dataset) and data.columns.keys() > fed.data.columns.keys():  # kept for groups of rows
+            return replace(fed, data=data)
         return fed
 
 
