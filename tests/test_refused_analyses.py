@@ -78,6 +78,8 @@ ROWS = (
     *(Row(kind, "analysis-target-range", "regression", agreed={"target_range": None}, at=AT_SITES)
       for kind in ("glm", "ridge")),
     Row("cox", "analysis-time-bins", "survival", at=AT_SITES),
+    *(Row(kind, "analysis-rule-of-one", options={"rules": {name: 1}}, at=AT_SITES)
+      for kind in ("glm", "table-1") for name in ("min_subjects", "min_clients")),
 )  # fmt: skip
 
 
@@ -142,7 +144,8 @@ def enter(row: Row, entrance: Entrance, folder: Path) -> object:
         return Plan(parse(document(row, folder, at_sites=False)), folder / "run")
     if entrance == "deploy":
         return plan(parse(document(row, folder, at_sites=True)), sites=SITES, own_data=True)
-    options = [f"--set={key}={_toml(value)}" for key, value in row.options.items()]
+    options = [f"--set={key}={_toml(value)}" for key, value in row.options.items() if key != "rules"]
+    options += [f"--rule={key}={value}" for key, value in row.options.get("rules", {}).items()]
     file.write_text(tomli_w.dumps(document(row, folder, at_sites=entrance != "command", analyses=False)))
     if entrance == "command":
         return by_command(["analyze", row.kind, str(file), *options])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 import torch
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from fedloom.analyses.rows import ClientRows, Schema, schema_of
@@ -152,6 +152,11 @@ class Rules(Value):
     )
     min_clients: int = Field(1, ge=1, description="clients that a cell needs. Cells with fewer are merged")
     missing: int = Field(0, ge=0, description="clients that may be absent while a cell still has enough clients")
+
+    @model_serializer(mode="wrap")
+    def _stated(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write the stated rules only: every place has its own value for the others."""
+        return {name: value for name, value in write(self).items() if name in self.model_fields_set}
 
 
 @dataclass(frozen=True, eq=False)

@@ -143,7 +143,11 @@ def check_deployable(
             fix="leave {attack} out, here and in [[method]], to deploy this experiment",
         )
     if method.setting.early_stop is not None:
-        raise Refused("early_stop is for simulation: leave the table out, and set the rounds of this experiment")
+        raise Refused(
+            "early_stop is for simulation",
+            rule="deploy-early-stop",
+            fix="leave {early_stop} out, and choose the rounds",
+        )
     if method.setting.devices is not None:
         raise Refused(
             "devices are of virtual time, and real sites take their own",

@@ -108,9 +108,9 @@ class Words(TyperGroup):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Return the remaining words for the command."""
         for k, word in enumerate(args):
-            empty = word == "" or (word.startswith("--") and word.find("=") == len(word) - 1)
+            empty = not word.strip() or (word.startswith("--") and word.find("=") == len(word.rstrip()) - 1)
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
-                place = f" after {args[k - 1]}" if k and word == "" else f": {word}" if word else ""
+                place = f" after {args[k - 1]}" if k and not word.strip() else f": {word}" if word.strip() else ""
                 _refuse(f"an empty word{place}; is a variable of the shell not set? give a value, or leave it out")
             if re.match(r"(--[\w-]+=)?~(/|$)", word):
                 _refuse(f"{word!r:.80}: the shell did not replace ~ by the home folder; write the whole path")
