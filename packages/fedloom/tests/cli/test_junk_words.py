@@ -54,7 +54,6 @@ INPUTS = (
 OUTPUTS = ("Table.csv/x", "x" * 300, "link", "/dev/null", "run/models/new", "~")
 MEANT: dict[str, set[str]] = {
     "deploy init": {"--home", "--programs"}, "deploy add": {"--home", "--programs"},  # of other machines
-    "deploy renew": {"--host"},
     "reproduce": {"--results"}, "map": {"--results"},  # folders of records, which may be anywhere
 }  # fmt: skip
 """Arguments and options for which such words may have a meaning."""
@@ -68,8 +67,8 @@ class Case(NamedTuple):
     word: str
 
 
-EMPTY_LOG = Case("deploy verify-log", "place", "empty")
-"""A log before its first line, which is whole."""
+EMPTY_FILES = (Case("deploy verify-log", "place", "empty"), Case("map", "--space", "empty"))
+"""A log before its first line, and a space without a key, which are whole."""
 
 
 def _words(command: str, option: Any) -> tuple[str, ...]:
@@ -89,7 +88,7 @@ def cases() -> Iterator[Case]:
             named = option.name if option.param_type_name == "argument" else option.opts[0]
             if not getattr(option, "is_flag", False) and named not in MEANT.get(command, ()):
                 words = (Case(command, named, word) for word in _words(command, option))
-                yield from (case for case in words if case != EMPTY_LOG)
+                yield from (case for case in words if case not in EMPTY_FILES)
 
 
 def words_with(case: Case) -> list[str]:
