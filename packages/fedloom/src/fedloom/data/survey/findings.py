@@ -144,7 +144,7 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
         )
         return
     whole = bool(column.names) or bool((levels == np.floor(levels)).all())
-    if not column.names and whole and len(levels) >= MAX_FEW_LEVELS and (unit := _time_unit(name, levels)):
+    if not column.names and whole and len(levels) >= MAX_FEW_LEVELS and (unit := time_unit(name, levels)):
         yield f"column {name!r} may hold dates as {unit}; name it in drop, or in order to test on later rows"
         return
     if whole and repeats(name, levels.tolist(), len(values)):
@@ -160,7 +160,7 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
             yield f"column {name!r} differs in every row and is called as a number of rows; name it in drop"
 
 
-def _time_unit(name: str, levels: Floats) -> str:
+def time_unit(name: str, levels: Floats) -> str:
     """Return the unit and origin of whole numbers that may be points in time, or "" if they are of another kind."""
     for factor, unit in ((1, "seconds since 1970"), (1000, "milliseconds since 1970")):
         if SECONDS_RANGE[0] * factor <= levels[0] and levels[-1] <= SECONDS_RANGE[1] * factor:

@@ -36,8 +36,8 @@ DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+
 GROUPED_NUMBER_PATTERN = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 """Pattern of an integer with commas between thousands, or a number with a decimal comma and three decimals."""
 QUANTITY_PATTERN = re.compile(
-    r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
-    r"(?P<unit>[%€$£]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
+    r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+\u2212\u2013(]?(\d{1,3}([,'\u2019\s]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
+    r"(?P<unit>[-%€$£)]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
 )
 """Pattern of a number with signs or a unit that Python cannot parse."""
 DATE_TEXT_PATTERN = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}.*)?|\d{1,2}\.\d{1,2}\.\d{4}")
