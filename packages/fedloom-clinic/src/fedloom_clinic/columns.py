@@ -102,8 +102,8 @@ def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     kept: Mask = support >= needed
     if not kept.any():
         raise Refused(
-            f"no column has {terms.rules.min_subjects} subjects off its commonest value at {needed} clients; agree on "
-            "a smaller least count"
+            f"every column has fewer than {terms.rules.min_subjects} subjects with a rare value at "
+            f"{needed} clients. Agree on a smaller minimum count"
         )
     return kept
 

@@ -69,9 +69,9 @@ class KaplanMeier(Analysis):
 
     width: float = Field(gt=0, description="width of time bins, in the unit of the times")
     until: float | None = Field(
-        None, gt=0, description="end of the last bin, where later times are censored; None: the largest time"
+        None, gt=0, description="end of the last bin. Later times are censored there (None: the largest time)"
     )
-    group: str | None = Field(None, description="a column with levels, or 'client'; None: one curve")
+    group: str | None = Field(None, description="a column with levels, or 'client' (None: one curve)")
     level: float = Field(0.95, gt=0, lt=1, description="coverage of the intervals")
 
     @property
@@ -128,7 +128,7 @@ class KaplanMeier(Analysis):
 
     def step(self, state: Counted, total: Tensor, info: Info) -> Counted:
         if not total.any():
-            raise DataError("no row has a time; nothing can be drawn")
+            raise DataError("no row contains a time, so no curve can be computed")
         return state._replace(total=total.view(len(state.groups.names), 2, -1))
 
     def result(self, state: Counted) -> pa.Table:

@@ -74,7 +74,7 @@ class RidgeRegression(ScriptedAnalysis):
         numbers = len(input_names(terms.schema)) + self._outputs(terms.schema)
         for name, value in question.values.items():
             if len(value) != numbers or (name == "spread" and not bool((value > 0).all())):
-                raise Refused(f"{name} of a question has {numbers} numbers, and spreads are above 0")
+                raise Refused(f"{name} of a question must have {numbers} numbers, and spreads must be greater than 0")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(self._samples(client, terms.schema).rows)
@@ -114,7 +114,7 @@ class RidgeRegression(ScriptedAnalysis):
         total, _ = ask(Question("means"))
         rows = int(total[0])
         if not rows:
-            raise DataError("no training row is complete; impute missing cells, or give training rows")
+            raise DataError("no training row is complete. Impute missing cells, or give training rows")
         centre = total[1:] / rows
         spread = (ask(Question("spreads", {"centre": centre}))[0] / rows).sqrt()
         still = spread[:p] <= SMALLEST_SPREAD * self.max_input

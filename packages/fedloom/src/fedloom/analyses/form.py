@@ -85,7 +85,7 @@ class Question:
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
             raise WireError(
-                "these bytes are no question of the analysis; both ends must have the same analysis"
+                "these bytes are not a question of the analysis. Both sides must use the same analysis"
             ) from None
         return cls(name, values)
 
@@ -145,13 +145,15 @@ class Rules(Value):
     """Rules on which all parties agree before the first question of an analysis."""
 
     questions: int = Field(
-        200, ge=1, description="questions of the analysis at most; at real sites 24, if they agree on no other number"
+        200, ge=1, description="largest number of questions of the analysis (default at real sites: 24)"
     )
     min_subjects: int = Field(
-        1, ge=1, description="subjects of a client, and of a cell there, below which the client answers zeros"
+        1, ge=1, description="smallest number of subjects of a client or of a cell. With fewer, the client answers zero"
     )
-    min_clients: int = Field(1, ge=1, description="clients that a cell needs. Cells with fewer are merged")
-    missing: int = Field(0, ge=0, description="clients that may be absent while a cell still has enough clients")
+    min_clients: int = Field(1, ge=1, description="smallest number of clients in a cell. Cells with fewer are merged")
+    missing: int = Field(
+        0, ge=0, description="number of clients that may be absent while a cell still has enough clients"
+    )
 
     @model_serializer(mode="wrap")
     def _stated(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -226,7 +228,9 @@ class Analysis(Value):
     per: ClassVar[str] = "run"
     """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
 
-    rules: Rules | None = Field(None, description="what clients agree on; none: the defaults of the place")
+    rules: Rules | None = Field(
+        None, description="agreed limits of all clients (default: the limits of a simulation or of real sites)"
+    )
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         """Raise if the analysis does not fit the data or the setting. Called before any work.

@@ -53,9 +53,12 @@ class Groups(Analysis):
 
     kind: ClassVar[str] = "groups"
     by: tuple[str, ...] = Field(
-        min_length=1, description="columns, or bounds such as 'age>=75', by whose groups test parts are scored"
+        min_length=1,
+        description="columns, or bounds such as 'age>=75', that define groups. Test parts are scored by group",
     )
-    min_rows: int = Field(10, ge=2, description="least rows of a scored group, and of each class or events among them")
+    min_rows: int = Field(
+        10, ge=2, description="smallest number of rows in a scored group, and of each class or event in it"
+    )
 
     @property
     def kept_columns(self) -> Sequence[str]:
