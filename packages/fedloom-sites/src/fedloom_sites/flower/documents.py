@@ -82,6 +82,21 @@ def _hint(key: str, value: object) -> str:
     return f"it has no effect in an app: {cures[0]}" if cures else ""
 
 
+NO_CHOICES = {
+    "attack": ("attacks are simulated", "deploy-attack", "leave {attack} out"),
+    "devices": ("real nodes take their own time", "deploy-devices", "leave {devices} out"),
+    "schedule": ("real nodes take their own time", "deploy-schedule", "leave {schedule} out"),
+    "early_stop": (
+        "a simulation looks at its own rounds",
+        "deploy-early-stop",
+        "leave {early_stop} out, and choose the rounds",
+    ),
+    "task": ("nodes have the loss and the metrics", "app-task", "leave {task} out, and give Local the loss"),
+    "rounds": ("Flower counts rounds", "app-rounds", "give the number of rounds to start, as num_rounds"),
+}
+"""Choices of a simulation that an app lacks: the reason, the rule, and the fix."""
+
+
 def resolved_document(setting: Setting) -> str:
     """Return the setting of a job for its nodes, with everything that follows from the federation as numbers."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
@@ -103,6 +118,7 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
     for text in _texts(content):
         if ":" in text:
             raise Refused(f"{text!r} names code, but a strategy accepts only the names of fedloom's own parts")
+    _check_choices(content)
     tables = {name: table.keys() for name, table in Setting.tables().items() if name in STRATEGY_FIELDS}
     places = Setting.places(
         tables=tables,
@@ -112,6 +128,24 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
         call="Strategy({name!r}, Net(), {key}={value!r})",
     )
     return Setting.read(content, content["algorithm"], places).changed({"model": model, "rounds": rounds, **more})
+
+
+def _check_choices(content: Mapping[str, Any]) -> None:
+    """Raise if a choice of a simulation has no meaning in an app.
+
+    Raises:
+        Refused: the choice, which the message names.
+    """
+    for name, (why, rule, fix) in NO_CHOICES.items():
+        if content.get(name) is not None:
+            raise Refused(f"{name} is no choice of an app: {why}", rule=rule, fix=fix)
+    evaluate = content.get("evaluate")
+    if isinstance(evaluate, Mapping) and evaluate.get("clients") is not None:
+        raise Refused(
+            "evaluate.clients is for simulation, and every node scores models",
+            rule="deploy-scored-clients",
+            fix="leave {evaluate.clients} out",
+        )
 
 
 def check_counts(**counts: tuple[Any, int]) -> None:

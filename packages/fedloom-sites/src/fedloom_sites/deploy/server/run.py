@@ -144,7 +144,9 @@ def check_deployable(
         )
     if method.setting.early_stop is not None:
         raise Refused(
-            "early_stop works only in simulations. Leave the table out, and set the number of rounds of this experiment"
+            "early_stop is for simulation",
+            rule="deploy-early-stop",
+            fix="leave {early_stop} out, and choose the rounds",
         )
     if method.setting.devices is not None:
         raise Refused(
