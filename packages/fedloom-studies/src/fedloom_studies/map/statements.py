@@ -83,7 +83,7 @@ def _state_better_reference(j: SetupVerdict) -> str:
     """Return a sentence on the better of local and FedAvg, if it is decided."""
     worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
     return (
-        f"; {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
+        f". {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
         if worse
         else ""
     )

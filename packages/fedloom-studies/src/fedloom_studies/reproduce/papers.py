@@ -77,7 +77,7 @@ class Corrected(Value):
 
     text: str = Field(description="the claim")
     was: str = Field(description="the earlier verdict on the page")
-    why: str = Field(description="the error in the earlier verdict")
+    why: str = Field(description="error in the earlier verdict of the page")
     recipe: str = Field("", description="recipe that judges the claim now. It may not have been run yet")
 
 
@@ -92,7 +92,7 @@ class Sheet(Value):
     objection: str = Field("", description="what the author could still object to, with measured numbers in braces")
     beside: str = Field("", description="other places with measurements of the paper's methods, as Markdown")
     changed: str = Field("", description="changes made after a table had been seen")
-    anchor: tuple[str, ...] = Field((), description="columns that show a run's distance from the paper's")
+    anchor: tuple[str, ...] = Field((), description="columns that show the distance of a run from the paper's run")
     anchored: dict[str, str] = Field(
         default_factory=dict, description="for recipes without printed anchors, the nearest recipe with anchors"
     )
@@ -364,7 +364,7 @@ def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterato
     yield from (
         "## Corrected",
         "",
-        "Earlier versions of this page showed these verdicts. They are withdrawn. This list is written by hand.",
+        CORRECTED_TEXT,
         "",
     )
     yield from ("| claim | verdict before | reason |", "|---|---|---|")

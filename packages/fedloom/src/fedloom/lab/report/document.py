@@ -77,7 +77,7 @@ PAIRS_TEXT = (
 READING_TEXTS = {
     "Result": "Every client's model is scored on the client's test data after the last round. The table shows the mean "
     "over clients, then over seeds. ± is half the width of the 95 % t interval over seeds.",
-    "At best validation round": "The same test mean, at the round with the best mean on validation data. "
+    "At the best validation round": "The same test mean, at the round with the best mean on validation data. "
     "No round is ever chosen on test data.",
     "Worst 10 %": "Mean over the tenth of the clients with the worst results (at least one client).",
     "Variance of losses": "Variance of the clients' test losses. 0 is perfectly fair.",
