@@ -29,6 +29,7 @@ from fedloom.lab.experiment import parse
 from fedloom.seeds import numpy_generator
 from fedloom.storage import disk
 from fedloom.version import __version__
+from fedloom_sites import node as node_module
 from fedloom_sites.deploy.protocol.envelope import COMMON_FIELDS, PROTOCOL_VERSION, REQUEST_FIELDS, digest_of, seal
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure import protocol as secure
@@ -37,7 +38,6 @@ from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
 from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.secure.vectors import UploadVector
-from fedloom_sites.deploy.site import trainer
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import part_sizes
 from tests.deploy.scene import Scene, document, signing_key_of
@@ -434,7 +434,7 @@ def test_an_error_of_the_training_is_a_neutral_upload_whatever_its_class(
     def fails(*_: Any) -> Any:
         raise error("patient 7 is 93 years old")
 
-    monkeypatch.setattr(trainer, "run_clients", fails)
+    monkeypatch.setattr(node_module, "run_clients", fails)
     rogue = Rogue(here)
     session, download = rogue.begin(1, range(SITES)), rogue.download()
     session.vector(0, rogue.terms(1, download, cohort=range(SITES)), download)
@@ -486,14 +486,14 @@ def test_models_under_masks_are_counted(tmp_path: Path) -> None:
 
 def neutral(here: Scene, changes: list[Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The neutral uploads, as integers, of sites that differ in their samples, after a round of training on these."""
-    found, make = list[Tensor](), trainer.run_clients
+    found, make = list[Tensor](), node_module.run_clients
 
     def fails(job: Any, down: Any, task: Any) -> Any:
         if task.round == 2:
             raise Refused("not finite")
         return make(job, down, task)
 
-    monkeypatch.setattr(trainer, "run_clients", fails)
+    monkeypatch.setattr(node_module, "run_clients", fails)
     for k, change in enumerate(changes):
         client = with_samples(Client(here.sites[0].with_(state=here.folder / f"twin-{k}")), change)
         rogue = Rogue(here)
@@ -557,14 +557,14 @@ def test_sites_open_no_sum_of_neutral_uploads_whatever_the_server_says(
 ) -> None:
     """Two of four sites have a result, and three must: the counters show it to every site."""
     cut = {"partition": {"kind": "dirichlet", "clients": 4, "alpha": 0.5, "max_train_per_client": 16}}
-    make = trainer.run_clients
+    make = node_module.run_clients
 
     def fails(job: Any, down: Any, task: Any) -> Any:
         if int(task.ids) > 1:
             raise Refused("not finite")
         return make(job, down, task)
 
-    monkeypatch.setattr(trainer, "run_clients", fails)
+    monkeypatch.setattr(node_module, "run_clients", fails)
     rogue, everyone = Rogue(secured(tmp_path, "fedavg", SITES, **THREE | cut)), range(4)
     session, download = rogue.begin(1, everyone), rogue.download()
     terms = rogue.terms(1, download, cohort=everyone)

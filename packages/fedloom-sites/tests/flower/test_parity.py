@@ -19,6 +19,7 @@ from fedloom import models
 from fedloom.algorithms import REGISTRY
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
 from tests.flower.app import App
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -205,9 +206,9 @@ def lengths_sent(fed: Federation, floor: dict[str, Any], **choices: Any) -> list
     sent = list[float]()
 
     def look(_node: int, _message: Message, reply: Message) -> Message:
-        if "up" in reply.content:
-            tensors = [torch.from_numpy(a.numpy()) for a in reply.content["up"].values()]
-            sent.append(float(torch.cat([t.flatten() for t in tensors]).norm()))
+        if ARRAYS_RECORD in reply.content:
+            message = unpack_arrays(reply.content[ARRAYS_RECORD], 1e9)[0]
+            sent.append(float(torch.frombuffer(bytearray(message[-8 * 650 :]), dtype=torch.float64).norm()))
         return reply
 
     module, app = net(), App(floored(fed, **floor), 3, look)

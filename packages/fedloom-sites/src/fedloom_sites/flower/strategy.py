@@ -21,7 +21,6 @@ from torch import nn
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
-from fedloom.engine.clients.messages import idle_upload
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
@@ -33,8 +32,9 @@ from fedloom.rundir import place_of
 from fedloom.trained.model import running_statistics
 from fedloom.values import dump
 from fedloom_sites.deploy.noise import deployed
+from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.site.local_data import federation_of
-from fedloom_sites.flower.clients import FlowerClients, Members, Remembering
+from fedloom_sites.flower.clients import FlowerClients, Remembering
 from fedloom_sites.flower.documents import (
     PRIVACY_HINT,
     check_counts,
@@ -44,7 +44,7 @@ from fedloom_sites.flower.documents import (
     resolved_document,
     setting_of,
 )
-from fedloom_sites.flower.members import SavedRun, introductions, read_run, write_run
+from fedloom_sites.flower.members import Members, SavedRun, introductions, read_run, write_run
 from fedloom_sites.flower.records import log, shapes_of, state_dict_of
 from fedloom_sites.flower.samples import Signature, adapt_module
 
@@ -338,11 +338,12 @@ class Strategy(FlowerStrategy):
         job, server = make_job(setting, fed)
         if not self._rounds:
             _warn_of_rounds(self._name, job.setting, make_job(setting.with_(rounds=LONG_RUN_ROUNDS), fed)[0].setting)
-        start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
-        idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
+        forms = Forms(job, server, dense=True)
         self._job = replace(job, setting=deployed(job.setting)).drop_states()
         document = resolved_document(job.setting)
-        self._clients = FlowerClients(self._job, idle, members, document, parameters, grid.send_and_receive)
+        self._clients = FlowerClients(
+            self._job, forms, members.roll(), members.run, document, parameters, grid.send_and_receive
+        )
         self._checkpoints = RunCheckpoints(self._job, self._folder, members.run)
         resumed = self._checkpoints.resume(initial_state(self._job, server))
         self.state = resumed.state
@@ -378,10 +379,8 @@ class Strategy(FlowerStrategy):
 
     def _look(self, grid: Grid) -> None:
         """Update the set of nodes of the run that are present."""
-        clients = self._running[0]
-        here, before = set(grid.get_node_ids()), clients.reachable
-        clients.reachable = {node for node in self._members if node in here}
-        for node in sorted(before - here):
+        clients, *_ = self._running
+        for node in clients.roll.connect({*grid.get_node_ids()}):
             log(WARNING, "fedloom: node %s has left; the run continues without it until it is back", node)
 
     def _save(self) -> None:
