@@ -72,7 +72,9 @@ class Node:
         down, shared = self.forms.read_models([*messages], global_there=common)
         return None if down is None else for_everyone(down, self.job.n), shared
 
-    def read_models(self, job: Job, messages: Sequence[bytes], t: int, *, common: bool, trained: bool = True) -> Models:
+    def read_models(
+        self, job: Job, messages: Sequence[bytes], t: int, *, common: bool, trained: bool = True
+    ) -> NodeModels:
         """Return the models in the messages of an evaluation.
 
         Args:
@@ -84,9 +86,9 @@ class Node:
         """
         down, shared = self.receive(messages, common=common)
         row = personal_models(job, down, t, self.ids)[0] if down is not None and trained else None
-        return Models(down, shared, shared if row is None else row, "global" if row is None else "personal")
+        return NodeModels(down, shared, shared if row is None else row, "global" if row is None else "personal")
 
-    def score(self, job: Job, models: Models, t: int) -> Scores:
+    def score(self, job: Job, models: NodeModels, t: int) -> Scores:
         """Compute the scores of the models on the client's parts."""
         return score_chunk(job, models.down, models.shared, ScoreTask(t, self.ids, self.ids, common=False))
 
@@ -95,8 +97,8 @@ class Node:
         return scores | hybrid_scores(scores, job.setting.evaluate.select_on)
 
 
-class Models(NamedTuple):
-    """Models of an evaluation at a client.
+class NodeModels(NamedTuple):
+    """NodeModels of an evaluation at a client.
 
     Attributes:
         down: download as if every client had received it, or None.

@@ -58,11 +58,11 @@ class SiteGroups:
 
     def _cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, common: bool) -> Cells:
         ids, passes = self._trainer.ids, dict[str, Pass]()
-        there = self._trainer.node.read_models(job, models, t, common=common)
-        if there.shared is not None:
-            passes["global"] = part_outputs(job, there.shared.to(job.oracle.device), ids, ids)("test")
-        if there.kind == "personal" and there.row is not None:
-            passes["personal"] = part_outputs(job, there.row, ids, ids)("test")
+        received = self._trainer.node.read_models(job, models, t, common=common)
+        if received.shared is not None:
+            passes["global"] = part_outputs(job, received.shared.to(job.oracle.device), ids, ids)("test")
+        if received.kind == "personal" and received.row is not None:
+            passes["personal"] = part_outputs(job, received.row, ids, ids)("test")
         part = job.setting.evaluate.select_on
         if {("global", part), ("personal", part)} <= set(scores):
             takes_global = bool(choose_model(scores, part)[0])

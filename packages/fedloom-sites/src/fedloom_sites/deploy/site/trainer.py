@@ -312,12 +312,12 @@ class Trainer:
     def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:
         """Store the newest model, and return the scores of every model on the site's parts."""
         has_samples = bool(part_sizes(self.fed, self.site.client)[0])
-        there = self.node.read_models(job, models, t, common=common, trained=has_samples)
-        if there.row is not None:
-            self._memory.keep_model(there.row.cpu(), job.oracle.layout.header(), t, there.kind)
+        received = self.node.read_models(job, models, t, common=common, trained=has_samples)
+        if received.row is not None:
+            self._memory.keep_model(received.row.cpu(), job.oracle.layout.header(), t, received.kind)
         if not has_samples or self.scoring == "off":
             return {}
-        scores = self.node.score(job, there, t)
+        scores = self.node.score(job, received, t)
         return self.node.score_hybrid(job, scores) if self.scoring == "masked" else scores
 
     @property
