@@ -149,7 +149,7 @@ class Generated:
             for c in range(1, SITES)
         }
         self._sizes = tuple(tuple(fed_sizes(here, c)) for c in range(SITES))
-        self._job, self._server = client.trainer._run
+        self._job, self._server = client.trainer.job, client.trainer.node.server
         self._down = self._job.down(self._server, 1, client.trainer.ids)
         self._round, self._nonce, self._adverts = 1, bytes(16), b""
         self._vector, self._stage = b"", "keys"
@@ -357,7 +357,7 @@ def holding(here: Scene, folder: str, sample: Tensor | None) -> Client:
 
 def crafted(rogue: Rogue, attack: Attack, direction: Tensor, threshold: float) -> bytes:
     """A model with units that are live where a sample is beyond a threshold in a direction, and others."""
-    job, server = rogue.trainer._run
+    job, server = rogue.trainer.job, rogue.trainer.node.server
     down = job.down(server, 1, rogue.trainer.ids)
     rows = {name: torch.zeros_like(part) for name, part in job.oracle.layout.tree(down[0].reshape(1, -1)).items()}
     units = rows["fc1.bias"].shape[1]
@@ -473,7 +473,7 @@ def test_models_under_masks_are_counted(tmp_path: Path) -> None:
         session.vector(0, rogue.terms(t, download, models, cohort=range(SITES), **more), download, *models)
         return (rogue.refused[before:] or [""])[0]
 
-    job, server = rogue.trainer._run
+    job, server = rogue.trainer.job, rogue.trainer.node.server
     model = job.algorithm.global_model(server)
     for scored, kind in ((False, "masked"), (True, "tally")):
         answers = [asked(1, change, scored) for change in (0.0, 0.1, 0.2, 0.1, 0.3, 0.2)]
