@@ -46,7 +46,7 @@ PRIVACY_HINT = (
 """Advice instead of a strategy that wraps a strategy of fedloom."""
 
 
-def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
+def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
     """Return a method, with its options and the choices of a run, as JSON for the nodes.
 
     Raises:
@@ -92,7 +92,7 @@ def resolved_document(setting: Setting) -> str:
     return json.dumps({"algorithm": name, **dump(setting.method), **_plain(choices)})
 
 
-def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Setting:
+def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> Setting:
     """Return the setting in a document.
 
     Raises:
@@ -161,7 +161,7 @@ def check_nodes_suffice(name: str, setting: Setting) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Value):
         kind = {"kind": value.kind} if hasattr(value, "kind") else {}
         return kind | value.model_dump(mode="json", exclude_unset=True)
@@ -170,7 +170,7 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: object) -> list[str]:
     if isinstance(value, dict):
         return [text for inner in value.values() for text in _texts(inner)]
     if isinstance(value, list):

@@ -83,7 +83,7 @@ def write_values(**values: Any) -> ConfigRecord:
     return ConfigRecord({"release": __version__, **values})
 
 
-def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
+def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
     """Return the values of a module from a record.
 
     Raises:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -88,7 +87,7 @@ class Strategy(FlowerStrategy):
     @entered("flower")
     def __init__(
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
-        folder: Path | str | None = None, **choices: Any,
+        folder: Path | str | None = None, **choices: object,
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a module, such as Net(), got {model!r:.80}")
@@ -439,7 +438,7 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
         log(WARNING, "fedloom: %s %s; set it: %s", derived, why, cure)
 
 
-def _scores(answer: Any) -> MetricRecord | None:
+def _scores(answer: object) -> MetricRecord | None:
     """Return the result of an ``evaluate_fn`` after a check, or None if the function returned None.
 
     Raises:
