@@ -22,13 +22,13 @@ from safetensors.torch import load_file
 
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError, Stop
 from fedloom.storage import disk
-from fedloom_sites import node as node_module
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from fedloom_sites.deploy.server.run import serve
 from fedloom_sites.deploy.settings import read_server, read_site
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.state import models
+from fedloom_sites.transport import node as node_module
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, scene
 

@@ -31,7 +31,6 @@ from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.lab.experiment import parse
 from fedloom.rows.aggregators import PrivateMean
 from fedloom.version import __version__
-from fedloom_sites import node as node_module
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.status import lines, status_of
@@ -53,6 +52,7 @@ from fedloom_sites.deploy.secure.terms import Terms, read_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.settings import Secure
 from fedloom_sites.deploy.site.state import models
+from fedloom_sites.transport import node as node_module
 from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import EQUAL, SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured

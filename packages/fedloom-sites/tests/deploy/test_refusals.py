@@ -29,7 +29,6 @@ from fedloom.lab.experiment import parse
 from fedloom.seeds import numpy_generator
 from fedloom.storage import disk
 from fedloom.version import __version__
-from fedloom_sites import node as node_module
 from fedloom_sites.deploy.protocol.envelope import COMMON_FIELDS, PROTOCOL_VERSION, REQUEST_FIELDS, digest_of, seal
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure import protocol as secure
@@ -40,6 +39,7 @@ from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.secure.vectors import UploadVector
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import part_sizes
+from fedloom_sites.transport import node as node_module
 from tests.deploy.scene import Scene, document, signing_key_of
 from tests.deploy.sessions import secured
 from tests.deploy.test_dishonest import Rogue

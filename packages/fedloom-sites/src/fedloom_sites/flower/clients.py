@@ -18,10 +18,10 @@ from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, WireError
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest, TrainResult
 from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays
-from fedloom_sites.deploy.protocol.forms import Forms, output_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, log, messages_of, write_values
 from fedloom_sites.flwr_adapter import ErrorCode
-from fedloom_sites.roll import Roll
+from fedloom_sites.transport.forms import Forms, output_of
+from fedloom_sites.transport.roll import Roll
 
 T = TypeVar("T")
 

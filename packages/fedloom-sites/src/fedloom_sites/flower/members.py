@@ -18,7 +18,7 @@ from fedloom.storage import make_folder, write_atomic
 from fedloom_sites.flower.records import VALUES_RECORD, head_of, log, write_values
 from fedloom_sites.flower.samples import Signature
 from fedloom_sites.flwr_adapter import ErrorCode
-from fedloom_sites.roll import Roll
+from fedloom_sites.transport.roll import Roll
 
 RUN_FILE = "run.json"
 """File of a run in its folder, next to the checkpoints."""

@@ -43,7 +43,7 @@ from fedloom_sites.flower.records import (
     write_values,
 )
 from fedloom_sites.flwr_adapter import ErrorCode, mods_of
-from fedloom_sites.node import Node
+from fedloom_sites.transport.node import Node
 
 DEFAULT_ACTION = "default"
 """Flower's name for a function without a name."""

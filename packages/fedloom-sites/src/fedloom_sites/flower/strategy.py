@@ -31,7 +31,6 @@ from fedloom.rundir import place_of
 from fedloom.trained.model import running_statistics
 from fedloom.values import dump
 from fedloom_sites.deploy.noise import deployed
-from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.site.local_data import federation_of
 from fedloom_sites.flower.clients import FlowerClients, Remembering
 from fedloom_sites.flower.documents import (
@@ -46,6 +45,7 @@ from fedloom_sites.flower.documents import (
 from fedloom_sites.flower.members import Members, SavedRun, introductions, read_run, write_run
 from fedloom_sites.flower.records import log, shapes_of, state_dict_of
 from fedloom_sites.flower.samples import Signature, adapt_module
+from fedloom_sites.transport.forms import Forms
 
 ROUND_KEY = "server-round"
 """Key of a round in the configs of Flower's strategies."""

@@ -19,7 +19,7 @@ import torch
 
 from fedloom_sites.deploy.protocol.rejected import Rejected
 from fedloom_sites.deploy.settings import Member
-from fedloom_sites.roll import Roll
+from fedloom_sites.transport.roll import Roll
 
 SLOW_RATIO = 3.0
 """Multiple of the other nodes' median seconds above which a node is reported as slow."""

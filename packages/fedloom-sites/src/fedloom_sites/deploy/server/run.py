@@ -42,7 +42,6 @@ from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.groups import GroupSums, agreed_groups, min_rows
 from fedloom_sites.deploy.noise import SharedMean, deployed, remaining_noise
 from fedloom_sites.deploy.ops.status import serve_metrics
-from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.secure.sites import MaskedSites
 from fedloom_sites.deploy.secure.vectors import bits_before
@@ -53,6 +52,7 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server, check_version
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of
+from fedloom_sites.transport.forms import Forms
 
 Say = Callable[[str], None]
 

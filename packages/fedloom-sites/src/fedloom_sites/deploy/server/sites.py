@@ -24,7 +24,6 @@ from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
 from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.protocol.envelope import Reply, Request
-from fedloom_sites.deploy.protocol.forms import Forms, output_of
 from fedloom_sites.deploy.secure.counters import (
     ABSENT_COUNTS,
     ANSWERED_COUNTS,
@@ -36,6 +35,7 @@ from fedloom_sites.deploy.secure.protocol import Integers
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
+from fedloom_sites.transport.forms import Forms, output_of
 
 
 class AnalysisSum(NamedTuple):

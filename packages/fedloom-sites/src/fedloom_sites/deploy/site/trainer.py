@@ -34,7 +34,6 @@ from fedloom.schedule import Synchronous
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.noise import deployed, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import digest_of
-from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.protocol.public import check_private, publish_reasons
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.settings import Site, check_version
@@ -43,7 +42,8 @@ from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
 from fedloom_sites.deploy.site.neutral import neutral_upload
 from fedloom_sites.deploy.site.state import Generation, SiteState
-from fedloom_sites.node import Node
+from fedloom_sites.transport.forms import Forms
+from fedloom_sites.transport.node import Node
 
 T = TypeVar("T")
 

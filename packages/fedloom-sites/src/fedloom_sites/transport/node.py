@@ -14,7 +14,7 @@ from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_
 from fedloom.engine.job import Job
 from fedloom.local.rows import Fields, for_everyone, group_of, remade
 from fedloom.processes.clients import AskTask, Scores, ScoreTask, TrainTask
-from fedloom_sites.deploy.protocol.forms import Forms
+from fedloom_sites.transport.forms import Forms
 
 
 class Node:
