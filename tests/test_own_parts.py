@@ -489,7 +489,9 @@ def test_a_part_with_rows_that_nobody_prepared_is_refused() -> None:
     assert torch.isnan(some.data.x[bare]).all()
     parts = {**some.parts, "test": type(some.parts["test"])(torch.tensor([bare]), torch.tensor([0, 1, 1]))}
     for change in ({"parts": parts}, {"test": torch.tensor([bare])}):
-        with pytest.raises(DataError, match=rf"has 1 samples whose columns were scaled for no client .*sample {bare}"):
+        with pytest.raises(
+            DataError, match=rf"the columns of 1 samples .* are not scaled for any client .*sample {bare}"
+        ):
             dataclasses.replace(some, **change)
 
 
@@ -514,11 +516,13 @@ class TooFewClients(LaterAtSites):
 
 
 def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
-    with pytest.raises(Refused, match="two versions of one sample; give every sample to one client, and to one part"):
+    with pytest.raises(Refused, match="two versions of it; give every sample to one client, and to one part"):
         Shared()(table())
-    with pytest.raises(CodeError, match=r"partition Leaks failed in draw.*300 test samples are dealt to the same"):
+    with pytest.raises(
+        CodeError, match="partition Leaks failed in draw.*300 test samples are also training samples of the same"
+    ):
         Leaks()(table())
-    with pytest.raises(CodeError, match="test has 1 clients, dealt has 4"):
+    with pytest.raises(CodeError, match="test has 1 clients, but dealt has 4"):
         TooFewClients()(table())
     with pytest.raises(PartitionError, match="gives the test parts itself, so folds = 3 cannot"):
         LaterAtSites(folds=3)(table())

@@ -59,7 +59,7 @@ def test_a_table_without_one_outcome_is_never_drafted(name: str, folder: Path) -
     [
         ("age,bmi,smoker", lambda k: (20 + k % 50, k % 17 + 0.5, k % 2), "is predicted? It may be 'smoker'"),
         ("age,time,status,stage", lambda k: (20 + k % 50, 1 + k % 90, k % 3, k % 4), "coded 0, 1, 2: write 1 for the"),
-        ("age,time,cens", lambda k: (20 + k % 50, 1 + k % 90, (k // 3) % 2), "not where 1 is censored"),
+        ("age,time,cens", lambda k: (20 + k % 50, 1 + k % 90, (k // 3) % 2), "not if 1 means censored"),
         ("start,stop,event,age", lambda k: (k % 9, 10 + k % 90, (k // 7) % 2, k % 60), "looks like a late entry"),
         ("age,target,label", lambda k: (20 + k % 50, k % 2, (k // 2) % 2), "'label', 'target'"),
         ("x,y,zinc,lead", lambda k: (k % 40, k % 31, k % 23 + 0.5, k % 19), "which column is predicted"),

@@ -46,9 +46,9 @@ def require_columns(schema: Schema, what: str) -> None:
         ConfigError: the data are not rows of a table, or no column remains.
     """
     if not schema.is_table:
-        raise Refused(f"{what} is of the columns of a table, and {schema.name} is none; leave it out")
+        raise Refused(f"{what} reads the columns of a table, but {schema.name} is not a table. Leave it out")
     if not names_of(schema):
-        raise ConfigError(f"{what}: {schema.name} has no column left beside the target")
+        raise ConfigError(f"{what}: {schema.name} has no column left besides the target")
 
 
 def names_of(schema: Schema) -> list[str]:
@@ -91,8 +91,8 @@ def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     kept: Mask = support >= needed
     if not kept.any():
         raise Refused(
-            f"no column has {terms.rules.min_subjects} subjects off its commonest value at {needed} clients; agree on "
-            "a smaller least count"
+            f"every column has fewer than {terms.rules.min_subjects} subjects with a rare value at "
+            f"{needed} clients. Agree on a smaller minimum count"
         )
     return kept
 

@@ -68,9 +68,9 @@ class KaplanMeier(Analysis):
 
     width: float = Field(gt=0, description="width of time bins, in the unit of the times")
     until: float | None = Field(
-        None, gt=0, description="end of the last bin, where later times are censored; None: the largest time"
+        None, gt=0, description="end of the last bin. Later times are censored there (None: the largest time)"
     )
-    group: str | None = Field(None, description="a column with levels, or 'client'; None: one curve")
+    group: str | None = Field(None, description="a column with levels, or 'client' (None: one curve)")
     level: float = Field(0.95, gt=0, lt=1, description="coverage of the intervals")
 
     @property
@@ -83,15 +83,13 @@ class KaplanMeier(Analysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task != "survival":
-            raise Refused(
-                f"survival curves are of times to an event, and {schema.name} is a {schema.task}; leave it out"
-            )
+            raise Refused(f"survival curves need times to an event, but {schema.name} is a {schema.task}. Leave it out")
         groups_of(schema, self.group, 1)
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if self.until is None and schema.target_ranges[0] is None:
-            raise ConfigError("sites of the analysis kaplan-meier agree on the last time: give until = ...")
+            raise ConfigError("real sites must agree on the last time of the analysis kaplan-meier. Give until = ...")
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         groups = len(groups_of(terms.schema, self.group, len(terms.sizes)))
@@ -126,7 +124,7 @@ class KaplanMeier(Analysis):
 
     def step(self, state: Counted, total: Tensor, info: Info) -> Counted:
         if not total.any():
-            raise DataError("no row has a time; nothing can be drawn")
+            raise DataError("no row contains a time, so no curve can be computed")
         return state._replace(total=total.view(len(state.groups.names), 2, -1))
 
     def result(self, state: Counted) -> pa.Table:

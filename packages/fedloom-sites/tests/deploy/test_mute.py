@@ -236,7 +236,7 @@ def test_slow_sites_do_not_set_the_pace(pattern: str, slow: int, tmp_path: Path,
     named = {line["site"] for what in ("mute", "slow") for line in here.audit(what)}
     assert named == {f"site-{k}" for k in range(slow)}
     for line in here.audit("mute", kind="train"):
-        assert "give a larger pace than 10 in server.toml" in line["reason"]
+        assert "raise pace above 10 in server.toml" in line["reason"]
     for k in range(slow, 5):
         assert len(here.audit("accepted", kind="train", client=k)) == ROUNDS
 

@@ -49,6 +49,8 @@ Entrance = Literal["python", "file", "command", "estimator", "flower"]
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
 _KEY = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
+_FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
+"""First word of a text that is no key, option or code."""
 
 PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
 """Keys of an experiment file that are outside tables."""
@@ -91,6 +93,15 @@ def worded(text: str) -> str:
     """
     write = _WRITERS[_current.get() or "python"]
     return _KEY.sub(lambda match: write(match["table"], match["key"], match["value"]), text)
+
+
+def capitalize(text: str) -> str:
+    """Return a text that begins a sentence: its first word with a capital letter, unless it is a name or a key.
+
+    >>> capitalize("set [local] lr"), capitalize("local.lr is too large"), capitalize("--out names a folder")
+    ('Set [local] lr', 'local.lr is too large', '--out names a folder')
+    """
+    return text[:1].upper() + text[1:] if _FIRST_WORD.match(text) else text
 
 
 def _python(table: str, key: str | None, value: str | None) -> str:
@@ -180,12 +191,12 @@ class ConfigError(FedloomError, ValueError):
 
     def __init__(self, message: str, *, rule: str = "", fix: str = "") -> None:
         self.rule, self.fix = rule, fix
-        super().__init__(f"{message}; {worded(fix)}" if fix else message)
+        super().__init__(f"{message}. {capitalize(worded(fix))}" if fix else message)
 
     def refixed(self, fix: str) -> Self:
         """Return the same error with another fix."""
         error, message = copy(self), str(self)
-        error.args = (f"{message.removesuffix(worded(self.fix))}{worded(fix)}",)
+        error.args = (f"{message.removesuffix(capitalize(worded(self.fix)))}{capitalize(worded(fix))}",)
         error.fix = fix
         return error
 
@@ -254,7 +265,7 @@ class DamagedCheckpoint(CheckpointError):
 
     def __init__(self, damage: str) -> None:
         self.damage = damage
-        super().__init__(f"{damage}; start anew with --force")
+        super().__init__(f"{damage}. Start anew with --force")
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return type(self), (self.damage,)
@@ -337,12 +348,13 @@ def check_folder(folder: Path) -> None:
                 raise
             if place.is_symlink() and not place.exists():
                 raise RunDirError(
-                    f"{place} is a link to {place.readlink()}, which is not there; remove it, or choose another folder"
+                    f"{place} is a link to {place.readlink()}, which does not exist. Remove it, or "
+                    "choose another folder"
                 ) from None
             continue
         if stat.S_ISDIR(mode):
             return
-        raise RunDirError(f"{place} is a file, not a folder; choose another folder")
+        raise RunDirError(f"{place} is a file, not a folder. Choose another folder")
 
 
 @contextmanager
@@ -351,8 +363,8 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 
     Args:
         path: the file.
-        kept: parts that are still intact.
-        again: advice for the time after disk space is freed.
+        kept: sentence on the results that are still intact.
+        again: end of the advice, for the time after disk space is freed.
 
     Raises:
         CheckpointError: the disk is full or rejects the write.
@@ -362,8 +374,8 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "the disk is full" if full else error.strerror or str(error)
-        first = "free some space" if full else "check the disk and the permissions of the folder"
-        raise CheckpointError(f"{path} could not be written: {what}; {kept} intact; {first}, then {again}") from error
+        first = "Free some space" if full else "Check the disk and the permissions of the folder"
+        raise CheckpointError(f"{path} could not be written: {what}. {kept}. {first}, then {again}") from error
 
 
 class Stop(Enum):
@@ -375,7 +387,7 @@ class Stop(Enum):
 
     DONE = "all rounds done"
     STOPPED = "stopped by a callback"
-    INTERRUPTED = "interrupted; run the same command again to go on"
+    INTERRUPTED = "interrupted. Run the same command again to continue"
     TOO_FEW = "too few clients returned a usable update"
     BUDGET = "the privacy budget is spent"
     DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
@@ -455,7 +467,7 @@ def direction_in(*names: object) -> str:
             mark = f"U+{ord(match[0]):04X}"
             return (
                 f"'{printable(name)}' holds {mark}, which changes the direction of text, so that the name looks like "
-                "another one; write the name without it"
+                "another one. Write the name without it"
             )
     return ""
 

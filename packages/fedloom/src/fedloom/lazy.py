@@ -50,7 +50,7 @@ def getter(package: str, classes: str = "", renamed: Mapping[str, str] | None = 
             close = get_close_matches(name, places, n=1)
             hint = f"did you mean {close[0]!r}? " if close else classes and name[:1].isupper() and f"{classes}; "
             names = ", ".join(sorted(places))
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; {hint or ''}it has: {names}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; {hint or ''}its names: {names}")
         place = places[name]
         is_part = place == package  # a module of the package itself, which it lacks until it is imported
         public = import_module(f"{place}.{name}") if is_part else getattr(__import__(place, fromlist=[name]), name)

@@ -132,8 +132,8 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
         namesake = first.setdefault(file_name(label).casefold(), label)
         if namesake != label and (folder / ".LOCK").exists():  # the lock is .lock
             raise RunDirError(
-                f"{folder}: the disk ignores case, and the labels {namesake!r} and {label!r} differ in nothing else; "
-                "give one of them another label, or choose a folder on another disk"
+                f"{folder}: the disk ignores case, and the labels {namesake!r} and {label!r} differ "
+                "only in case. Give one of them another label, or choose a folder on another disk"
             )
 
 
@@ -254,7 +254,7 @@ def check_digest(path: Path, content: bytes) -> None:
     before, mark, after = content.rpartition(_DIGEST_PREFIX)
     size = len(_ZERO_DIGEST)
     if mark and hashlib.sha256(before + mark + _ZERO_DIGEST + after[size:]).hexdigest().encode() != after[:size]:
-        raise RunDirError(f"{path} is damaged, or was changed: it has not the digest that it names; {REPAIR_HINT}")
+        raise RunDirError(f"{path} is damaged or was changed: its digest does not match; {REPAIR_HINT}")
 
 
 def read_summary(path: Path) -> Summary:
@@ -265,7 +265,7 @@ def read_summary(path: Path) -> Summary:
         OSError: the file cannot be read.
     """
     if path.exists() and not path.is_file():
-        raise RunDirError(f"{path} is no regular file; remove it")
+        raise RunDirError(f"{path} is not a regular file. Remove it")
     try:
         content = path.read_bytes()
         check_digest(path, content)

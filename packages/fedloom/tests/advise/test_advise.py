@@ -139,7 +139,7 @@ def test_a_directory_of_another_race_is_refused(small: dict[str, bytes], tmp_pat
         advise(out, {**SMALL, "rounds": 4})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    with pytest.raises(RunDirError, match="holds no race"):
+    with pytest.raises(RunDirError, match="contains no race"):
         advise(tmp_path / "full")
 
 
@@ -219,12 +219,12 @@ def test_the_command_prints_ten_lines_and_json(tmp_path: Path) -> None:
     assert len(said.splitlines()) <= 14
     again = call("advise", file, "--out", out, "--budget", 12, "--json")
     assert json.loads(again[again.index("{") : again.rindex("}") + 1]) == json.loads((out / "advice.json").read_text())
-    assert "give at least 12" in call("advise", file, "--out", tmp_path / "other", "--budget", 3, code=2)
+    assert "seeds. Give at least 12" in call("advise", file, "--out", tmp_path / "other", "--budget", 3, code=2)
 
 
 def test_without_validation_data_nothing_is_raced(tmp_path: Path) -> None:
     document = {**SMALL, "partition": {**SMALL["partition"], "validation": 0.0}}
-    with pytest.raises(ConfigError, match=r"set \[partition\] validation"):
+    with pytest.raises(ConfigError, match=r"no validation data. Set \[partition\] validation"):
         advise(tmp_path / "race", document)
     assert not (tmp_path / "race").exists()
 

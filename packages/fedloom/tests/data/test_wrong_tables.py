@@ -54,8 +54,8 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "label lacking": (ROWS, lambda t: t.replace("died", "dead"), ("no column 'died'", "did you mean 'dead'")),
     "no header": (ROWS, lambda t: t.partition("\n")[2], ("no columns 'age', 'creatinine', 'died'", "is it a row")),
     "other separator in half": (ROWS, lambda t: t.replace(",", ";", 400), ("row",)),
-    "column twice": (ROWS, lambda t: t.replace("systolic", "glucose", 1), ("two columns", "'glucose'; rename one")),
-    "other unit": (every(1, glucose=5.5), same, ("column 'glucose': 100% of the rows lie beyond 30 to", "factors")),
+    "column twice": (ROWS, lambda t: t.replace("systolic", "glucose", 1), ("two columns", "'glucose'. Rename one")),
+    "other unit": (every(1, glucose=5.5), same, ("column 'glucose': 100% of the rows are outside 30 to", "factors")),
     "other marker": (every(5, systolic=-99.0), same, ("column 'systolic': 2", "name its marker in missing")),
     "text": (every(10, age="old"), same, ("column 'age'", "got 'old' (15 such)", "or name it in missing")),
     "infinity": (every(50, age="inf"), same, ("column 'age'", "got 'inf' (3 such)", "repair the cell")),
@@ -72,12 +72,18 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "units in cells": (every(2, glucose="95.2 mg/dl"), same, ("column 'glucose'", "(75 such)", "in one unit")),
     "limits in cells": (every(9, creatinine="<0.3"), same, ("column 'creatinine'", "'<0.3'", "write numbers alone")),
     "header only": ([], same, ("no rows below the header",)),
-    "nothing": ([], lambda _: "", ("empty; a table needs a header row",)),
+    "nothing": ([], lambda _: "", ("empty. A table needs a header row",)),
 }  # fmt: skip
 NOTES = {
-    "rare marker": (every(50, systolic=-99.0), "column 'systolic': 3 of 150 numbers lie beyond 40 to 260, as -99 does"),
+    "rare marker": (
+        every(50, systolic=-99.0),
+        "column 'systolic': 3 of 150 numbers are outside 40 to 260, for example -99. If",
+    ),
     "other level": (every(10, ward="XRAY"), "column 'ward': 15 cells of other levels than agreed are filled: 'XRAY'"),
-    "gap": (every(50, creatinine=None), "column 'creatinine': 3 cells are missing and filled; none was to be"),
+    "gap": (
+        every(50, creatinine=None),
+        ("column 'creatinine': 3 cells are missing and filled, although the agreement allows no missing cells"),
+    ),
     "nothing wrong": (ROWS, ""),
 }
 
@@ -111,9 +117,9 @@ def test_what_is_read_all_the_same_is_noted(fault: str, tmp_path: Path) -> None:
 PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
     "truth in five ways": (
         "died", {"levels": ("TRUE", "true", "1", "FALSE", "0")},
-        "the label 'died' has levels that are alike: '0' (8) = 'FALSE' (8), '1' (8) = 'TRUE' (8) = 'true' (8); write",
+        "the label 'died' has levels that are written differently but seem the same: '0' (8) = 'FALSE'",
     ),
-    "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "alike: 'Yes' (14) = 'yes' (13); write them in one way, or"),
+    "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "alike: 'Yes' (14) = 'yes' (13). Write them in one way, or"),
     "letters": ("died", {"levels": ("y", "n", "no")}, "alike: 'n' (13) = 'no' (13)"),
     "an encoding of a letter": ("died", {"levels": ("für", "fu\u0308r"), "task": "binary"}, "alike: "),
     "absurd label": ("died", {"levels": ("1.5", "1e308", "2"), "task": "regression"}, "row 3, column 'died': expected"),
@@ -122,18 +128,21 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
 DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "classes": (
         "died", {"levels": ("a", "A", "b"), "task": "classification"},
-        "column 'died' has levels that are alike: 'A' (13) = 'a' (14); write them in one way",
+        (
+"column 'died' has levels that are written differently but seem the same: 'A' (13) = 'a' (14). "
+"Write them in one way"
+),
     ),
     "category": ("ward", {"levels": ("Icu", "icu ", "ward"), "categorical": ("ward",)}, "column 'ward' has levels"),
     "site": ("ward", {"levels": ("St  Anna", "St Anna", "b"), "client_column": "ward"}, "column 'ward' has levels"),
-    "constant": ("age", {"levels": ("5", "5.0")}, "column 'age': the same in every row, so nothing is learned from it"),
+    "constant": ("age", {"levels": ("5", "5.0")}, "column 'age': the same in every row, so a model cannot"),
     "constant level": ("ward", {"levels": ("a",), "categorical": ("ward",)}, "column 'ward': the same in every row"),
     "empty": ("age", {"levels": ("NULL", "#N/A"), "impute": True}, "column 'age': every cell is missing"),
-    "one class": ("died", {"levels": ("1",)}, "the label 'died' is '1' in every row; nothing can be learned"),
+    "one class": ("died", {"levels": ("1",)}, "the label 'died' is '1' in every row, so a model cannot learn"),
     "one number": ("died", {"levels": ("1",), "task": "regression"}, "column 'died': the same in every row"),
-    "far": ("age", {"levels": (*map(str, range(39)), "99999")}, "row 41, column 'age': 99999 lies absurdly far from"),
+    "far": ("age", {"levels": (*map(str, range(39)), "99999")}, "row 41, column 'age': 99999 is extremely far from"),
     "negative": (
-        "age", {"levels": (*map(str, range(1, 40)), "-7")}, "row 41, column 'age': -7 is negative, as 1 of 40",
+        "age", {"levels": (*map(str, range(1, 40)), "-7")}, "row 41, column 'age': -7 is negative, like 1 of 40",
     ),
     "far label": ("died", {"levels": (*"123456789", "-1e30"), "task": "regression"}, "row 11, column 'died': -1e+30"),
 }  # fmt: skip
@@ -210,7 +219,7 @@ def test_a_header_that_comes_again_is_refused(tmp_path: Path) -> None:
     table = plain(tmp_path / "site.csv", "age", "1234567")
     lines = (tmp_path / "site.csv").read_text().splitlines()
     (tmp_path / "site.csv").write_text("\n".join([*lines[:5], lines[0], *lines[5:], lines[0]]) + "\n")
-    with pytest.raises(DataError, match="row 6 repeats the header \\(2 such\\); delete it"):
+    with pytest.raises(DataError, match="row 6 repeats the header \\(2 such\\). Delete it"):
         table.read(None)
 
 
@@ -231,13 +240,13 @@ def test_agreed_ranges_and_bounds_of_groups_are_those_of_converted_units(by_clie
     assert 0 < int(high(agreed).sum()) < len(ROWS)
     assert torch.equal(high(converted), high(agreed))
     for source in (other, agreed.with_(factors=factors(1 / 16))):
-        with pytest.raises(DataError, match="column 'glucose': 100% of the rows lie beyond 30 to 700 mg/dL"):
+        with pytest.raises(DataError, match="column 'glucose': 100% of the rows are outside 30 to 700 mg/dL"):
             source.read(None)
 
 
 def test_agreed_classes_without_a_row_are_noted(tmp_path: Path) -> None:
     notes = write(tmp_path / "site.csv", every(1, died=0)).read(None).notes
-    assert notes == ("the label 'died' is '0' in every row; nothing can be learned from these rows alone",)
+    assert notes == ("the label 'died' is '0' in every row, so a model cannot learn from these rows alone",)
     three = AGREED.with_(task="classification", classes=("0", "1", "2", "3"))
     notes = write(tmp_path / "site.csv", ROWS).with_(agreement=three).read(None).notes
     assert notes == ("the label 'died' is '2', '3' in no row",)
@@ -256,7 +265,7 @@ def test_a_wrong_byte_is_named_with_its_line(
     path.write_bytes(pack(before + "\u00e4".encode("latin-1") + end))
     with pytest.raises(FedloomError) as refused:
         Csv(path=str(path), categorical=("age",)).read(None)
-    sentence = f"(byte 0xE4 at offset {len(before):,}, line {rows + 2:,}); save it as UTF-8, set encoding = "
+    sentence = f"(byte 0xE4 at offset {len(before):,}, line {rows + 2:,}). Save it as UTF-8, set encoding = "
     assert sentence in str(refused.value)
 
 
@@ -296,7 +305,7 @@ def test_late_entry_is_refused_and_every_way_on_that_is_named_works() -> None:
     table = survival_rows(status=[0, 1] * 20)
     late = table.assign(start=table["time"] / 2)
     roles: dict[str, Any] = {"target": "time", "event": "status"}
-    with pytest.raises(DataError, match=r"column 'start' begins the time at risk of its rows \(late entry\)"):
+    with pytest.raises(DataError, match=r"column 'start' seems to be the start of the time at risk \(late entry\)"):
         fl.Dataset.create(late, **roles)
     assert fl.Dataset.create(late, drop=["start"], **roles).shape == (1,)
     assert fl.Dataset.create(late, include=["start"], **roles).shape == (2,)

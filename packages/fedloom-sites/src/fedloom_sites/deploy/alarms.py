@@ -52,15 +52,17 @@ class Alarms:
                 self._count(earlier)
         self._count(line)
         kind, t, alarms = line.get("kind"), line.get("round"), list[str]()
-        what = f"the newest is of the kind {kind}, round {t}"
+        what = f"the newest message is of the kind {kind}, round {t}"
         if line.get("status") != "ok" and _is_due(self._refused, MAX_REFUSALS):
-            alarms.append(f"{self._refused} messages of the server were refused; {what}: {reason}")
+            alarms.append(f"this site rejected {self._refused} messages of the server. {what}: {reason}")
         repeats = self._answers[str(line.get("asked"))]
         if kind != "hello" and _is_due(repeats, MAX_REPEATS):
-            alarms.append(f"the server has sent one message {repeats} times; it {what.removeprefix('the newest ')}")
+            alarms.append(
+                f"the server has sent the same message {repeats} times. It {what.removeprefix('the newest message ')}"
+            )
         if kind == "keys" and _is_due(self._sessions[int(t or 0)], MAX_SESSIONS):
-            alarms.append(f"the server has begun {self._sessions[int(t or 0)]} sessions for round {t}")
-        return [f"ALARM: {one}; ask the coordinator, and keep the log {SENT_FILE}" for one in alarms]
+            alarms.append(f"the server has started {self._sessions[int(t or 0)]} sessions for round {t}")
+        return [f"ALARM: {one}. Ask the coordinator, and keep the log {SENT_FILE}" for one in alarms]
 
     def _count(self, line: Mapping[str, Any]) -> None:
         if line.get("what") != "sent":

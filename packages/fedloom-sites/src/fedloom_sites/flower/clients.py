@@ -80,7 +80,7 @@ class FlowerClients(RemoteClients):
         def read(client: int, reply: RecordDict) -> ClientOutput:
             values = head_of(reply)
             if values.get("round") != request.round:
-                raise WireError(f"it is of round {values.get('round')}, not {request.round}")
+                raise WireError(f"it belongs to round {values.get('round')}, not to {request.round}")
             upload = self._forms.read_up(_single(reply), client, downloads[client])
             if any(not bool(rows.isfinite().all()) for rows in upload[1:] if rows is not None):
                 raise WireError("its answers must be finite numbers")
@@ -133,7 +133,7 @@ class FlowerClients(RemoteClients):
                 log(WARNING, "fedloom: node %s did not answer: %s", node, reply.error.reason)
                 continue
             if client is None or client in values:
-                log(WARNING, "fedloom: node %s was not asked; its reply is left out", node)
+                log(WARNING, "fedloom: node %s was not asked, so its reply is ignored", node)
                 continue
             try:
                 values[client] = self._read(client, reply, read)
@@ -141,7 +141,7 @@ class FlowerClients(RemoteClients):
                 reason = (
                     str(error) if isinstance(error, FedloomError) else f"it cannot be read ({type(error).__name__})"
                 )
-                log(WARNING, "fedloom: the reply of node %s is left out: %s", node, reason)
+                log(WARNING, "fedloom: the reply of node %s is ignored: %s", node, reason)
         return values
 
     def _read(self, client: int, reply: Message, read: Callable[[int, RecordDict], T]) -> T:
@@ -153,7 +153,7 @@ class FlowerClients(RemoteClients):
                 self.refusals[client] = str(values["error"])[:500]
             raise WireError(str(values["error"])[:500])
         if "client" in values and values["client"] != client:
-            raise WireError(f"it is of client {values['client']}, not {client}")
+            raise WireError(f"it belongs to client {values['client']}, not to {client}")
         return read(client, reply.content)
 
 
@@ -189,12 +189,12 @@ def _work(values: Mapping[str, Any]) -> Tensor:
 def _single(reply: RecordDict) -> bytes:
     parts = messages_of(reply)
     if len(parts) != 1:
-        raise WireError(f"it has {len(parts)} arrays, 1 is expected")
+        raise WireError(f"it contains {len(parts)} arrays instead of 1")
     return parts[0]
 
 
 def _metrics(_client: int, reply: RecordDict) -> dict[str, float]:
     record = reply.get("metrics")
     if not isinstance(record, MetricRecord):
-        raise WireError("it has no metrics")
+        raise WireError("it contains no metrics")
     return {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}

@@ -27,14 +27,17 @@ from fedloom_studies.map.statements import (
 
 GRADIENTS_PROTOCOL: Protocol = "gradients"
 Records = Mapping[tuple[str, str], CellRecord]
-EQUAL_GRADIENTS_TEXT = """\
-FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked. Every run takes
-as many gradients as FedAvg takes at equal rounds, to within a tenth, in as many rounds as these buy. What is spent
-before the first round and after the last one counts.{dearer} Settings are searched anew, with the same trials, seeds
-and data. A method that takes FedAvg's gradients at equal rounds has the same work here, so its change is not tested:
-its runs are reused, or were made again. Measured: {cells}, {reused} of them reused and {repeated} made again. *Lower*
-and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests over seeds,
-Holm's correction over the methods of a setup whose work differs)."""
+EQUAL_GRADIENTS_TEXT = (
+    "FedAvg, local training, FedAvg-FT and {picked} methods that a rule selected beforehand. Every run "
+    "takes\nas many gradients as FedAvg takes at equal rounds, to within a tenth, and the number of its "
+    "rounds follows from this\nbudget. Gradients before the first round and after the last one "
+    "count.{dearer} Settings are searched again, with the\nsame trials, seeds and data. If a method "
+    "takes FedAvg's gradients at equal rounds, it has the same work here, so its\nchange is not tested: "
+    "its runs are reused, or were repeated. Measured: {cells}, {reused} of them reused and "
+    "{repeated}\nrepeated. *Lower* and *higher* mark methods whose mean differs significantly from their "
+    "own mean at equal rounds\n(paired t tests over seeds, Holm's correction over the methods of a setup "
+    "with other work)."
+)
 
 
 class BothProtocols(NamedTuple):
@@ -100,9 +103,10 @@ def changes_in_words(c: BothProtocols) -> str:
     named = [f" {word} {'is' if len(names) < 2 else 'are'} {list_names(names)}." if names else ""
              for word, names in (("Lower", lower), ("Higher", higher))]  # fmt: skip
     return (
-        f"Of {len(c.changes)} methods that take other work than FedAvg at equal rounds, {len(lower) or 'none'} "
-        f"{'is' if len(lower) < 2 else 'are'} significantly lower at equal gradients, and {len(higher) or 'none'} "
-        f"{'is' if len(higher) < 2 else 'are'} significantly higher.{''.join(named)}"
+        f"{len(c.changes)} methods take other work than FedAvg at equal rounds. At equal gradients, "
+        f"{len(lower) or 'none'} of them {'is' if len(lower) < 2 else 'are'} significantly lower, and "
+        f"{len(higher) or 'none'} {'is' if len(higher) < 2 else 'are'} significantly "
+        f"higher.{''.join(named)}"
     )
 
 

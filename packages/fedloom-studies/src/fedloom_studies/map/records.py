@@ -153,7 +153,7 @@ def stale(cell: Cell, record: CellRecord) -> str:
     try:
         if record.digest != cell.digest:
             return "of another protocol"
-        return "" if record.source == cell.source else "of another commit of the method"
+        return "" if record.source == cell.source else "recorded with another version of the method"
     except FedloomError:  # the protocol of what is not applicable cannot be resolved, nor code that is not here
         return ""
 

@@ -58,9 +58,10 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     yield ""
     yield (
-        "The largest gains come first. The interval beside a method is the one that decides; the means of the next two "
-        "columns have no test. *Inconclusive*: no method is better, and the seeds are too few to rule out a gain of "
-        f"{WANTED_POINTS} points. Verdicts are about these samples, with other splits and starts."
+        "The largest gains come first. The interval beside a method decides its verdict. The means "
+        "in the next two columns are not tested. *Inconclusive*: no method is better, and the seeds "
+        f"are too few to rule out a gain of {WANTED_POINTS} points. Verdicts hold for these samples, "
+        "with other splits and initial models."
     )
 
 
@@ -83,7 +84,7 @@ def _state_better_reference(j: SetupVerdict) -> str:
     """Return a sentence on the better of local and FedAvg, if it is decided."""
     worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
     return (
-        f"; {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
+        f". {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
         if worse
         else ""
     )
@@ -101,8 +102,9 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
     tested = [j for j in whole if j.needed]
     blind = sum(not j.decides for j in tested)
     last = (
-        f"In {blind} of {len(tested)} setups the seeds are too few to show {WANTED_POINTS} points with a probability "
-        f"of {percent(DETECTION_PROBABILITY)}: there, a verdict that is missing is no evidence against a method."
+        f"In {blind} of {len(tested)} setups, the seeds are too few to show a gain of {WANTED_POINTS} "
+        f"points with a probability of {percent(DETECTION_PROBABILITY)}. There, a missing verdict is "
+        "no evidence against a method."
     )
     return "\n\n".join([f"{first} Better are:" if rest else first, *rest, *([last] if tested else [])])
 
@@ -118,30 +120,29 @@ def sentences(j: SetupVerdict) -> list[str]:
     Return one sentence if the records support no statement.
     """
     if not j.reference:
-        return [f"Not run to the end: {len(j.records)} cells, local and FedAvg not both." if j.records else "Not run."]
+        return [f"Not complete: {len(j.records)} cells, without both local and FedAvg." if j.records else "Not run."]
     local, fedavg = (j.of(method) for method in REFERENCE_METHODS[:2])
     assert local is not None
     assert fedavg is not None
     gain = fedavg.gain or -(local.gain or NO_DIFFERENCE)
     first = (
-        f"FedAvg reaches {write_percent(fedavg.figures['mean'])}, local training "
-        f"{write_percent(local.figures['mean'])}: "
-        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients gain from FedAvg, the mean change is "
-        f"{signed(gain)} points, {pair_verdict(gain, higher=True)}."
+        f"FedAvg reaches {write_percent(fedavg.figures['mean'])} and local training "
+        f"{write_percent(local.figures['mean'])}. {percent(fedavg.figures['gainers_local'].mean)} of "
+        f"the clients gain from FedAvg. The mean change is {signed(gain)} points, "
+        f"{pair_verdict(gain, higher=True)}."
     )
     rivals = rivals_of(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
     named = f" Better {'is' if len(won) < 2 else 'are'} {list_names(_gain(s) for s in won)}." if won else ""
     rest = len(rivals) - len(won) - len(lost)
     second = (
-        f"Of {len(rivals)} other methods {len(won) or 'none'} {'is' if len(won) < 2 else 'are'} better than the better "
-        f"of the two, {len(lost) or 'none'} {'is' if len(lost) < 2 else 'are'} worse, and {rest or 'none'} "
+        f"{len(rivals)} other methods were compared with the better of the two: {len(won) or 'none'} "
+        f"{'is' if len(won) < 2 else 'are'} better, {len(lost) or 'none'} "
+        f"{'is' if len(lost) < 2 else 'are'} worse, and {rest or 'none'} "
         f"{'is' if rest < 2 else 'are'} inconclusive.{named}"
     )
     top = j.rivals[0]
-    third = (
-        f"The best mean is that of {top.method}, {write_percent(top.figures['mean'])}.{_pooled(j.of(POOLED_METHOD))}"
-    )
+    third = f"{top.method} has the best mean, {write_percent(top.figures['mean'])}.{_pooled(j.of(POOLED_METHOD))}"
     return [first, second, third, *_power(j)]
 
 
@@ -150,7 +151,7 @@ def _power(j: SetupVerdict) -> Iterator[str]:
     if j.needed:
         seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
         enough = f"*{planned(j)}*, and {seeds} were run" if not j.decides else f"{planned(j)}, as {seeds} were run"
-        yield f"The gains have a spread of {spread} points over seeds in common, at which {enough}."
+        yield f"The estimated spread of the gains over seeds is {spread} points. With this spread, {enough}."
 
 
 def _pooled(standing: Standing | None) -> str:

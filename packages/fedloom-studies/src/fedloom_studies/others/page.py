@@ -31,32 +31,22 @@ repeats."""
 COX_TABLE = "FLamby, Fed-TCGA-BRCA"
 LOOPS_TABLE = "q-FFL against AFL, UCI adult"
 Figures = Mapping[str, Mapping[str, float]]
-OTHERS_TEXT = """# Tables of others
-
-These tables were printed by other programs, on data that anybody can fetch. fedloom repeats each with its authors'
-data, split, seeds and settings. Then it asks the same question in a fair test. The page is generated from recorded
-runs.
-
-Two commands repeat the first table in about two minutes. The first fetches four files of UCI, 70 kB in all:
-
-<!-- not run: fetches files -->
-```sh
-fedloom data heart --data-dir DATA --fetch
-fedloom reproduce flamby-heart --data-dir DATA
-```
-"""
-WORDS_TEXT = """## How cells are called
-
-| word | meaning |
-|---|---|
-| *exact* | the mean over seeds has the printed digits |
-| *close* | it differs by at most the table's limit, which stands beside the count |
-| *spread* | it differs by more, and by at most two standard errors of both means |
-| *explained* | it differs by more than this, for the reason below the table |
-
-Cells without a printed figure are not counted. A [verdict](papers.md#how-claims-are-judged) of a fair test is by the
-rules of the papers' page.
-"""
+OTHERS_TEXT = (
+    "# Tables of others\n\nThese tables were printed by other programs, on public data. fedloom repeats "
+    "each table with its authors' data, split,\nseeds and settings. Then it asks the same question in a "
+    "fair test. The page is generated from recorded runs.\n\nTwo commands repeat the first table in "
+    "about two minutes. The first command fetches four files of UCI, 70 kB in total:\n\n<!-- not run: "
+    "fetches files -->\n```sh\nfedloom data heart --data-dir DATA --fetch\nfedloom reproduce "
+    "flamby-heart --data-dir DATA\n```\n"
+)
+WORDS_TEXT = (
+    "## Words for cells\n\n| word | meaning |\n|---|---|\n| *exact* | the mean over seeds has the "
+    "printed digits |\n| *close* | it differs by at most the table's limit, which is printed beside the "
+    "count |\n| *spread* | it differs by more, but by at most two standard errors of both means |\n| "
+    "*explained* | it differs by more than this, for the reason below the table |\n\nCells without a "
+    "printed figure are not counted. The [verdict](papers.md#how-claims-are-judged) of a fair test "
+    "follows\nthe rules of the papers' page.\n"
+)
 
 
 class CellWord(StrEnum):
@@ -187,7 +177,7 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     link = f"[{recipe.name}]({PAPERS_FOLDER}/{recipe.name}.md)"
     if paper.mode == "fair":
         yield from (
-            f"**In a fair test** ({link}), every method searches equally many settings by validation data.",
+            f"**In a fair test** ({link}), every method searches the same number of settings on validation data.",
             "",
         )
     else:
@@ -240,9 +230,9 @@ def _loops(loops: Figures) -> Iterator[str]:
 def _exact_cox(cox: Figures) -> Iterator[str]:
     """Yield the lines on the exact Cox regression beside the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
-    yield from ("**The exact Cox regression.** `fedloom cox` fits all patients by sums, in a few rounds and without a "
-                "step size. Seven pairs of the 39 columns depend on each other, so the fit has a ridge, whose strength "
-                "is the cross-validated one of the training patients.", "")  # fmt: skip
+    yield from ("**The exact Cox regression.** `fedloom cox` fits all patients from sums, in a few rounds and "
+        "without a learning rate. Seven pairs of the 39 columns depend on each other, so the fit needs a "
+        "ridge. Cross-validation on the training patients chooses its strength.", "")  # fmt: skip
     yield from (f"| concordance | pooled | {' | '.join(regions)} |", f"|{'---|' * (len(regions) + 2)}")
     for kind, by_part in cox.items():
         yield f"| {kind} | {' | '.join(fixed(by_part[part], 3) for part in ('pooled', *regions))} |"

@@ -20,8 +20,8 @@ from fedloom_studies.reproduce.summary import Need, RecipeSummary, add_rivals, r
 
 MODE_TEXTS = {
     "published": "The paper's own settings, its public code's variants and its own way to choose.",
-    "fair": "Grids of equal size for every method, chosen on validation data; budgets are stated.",
-    "near": "The stated protocol; what it leaves open is taken alike for all methods.",
+    "fair": "Grids of equal size for every method, chosen on validation data. The page states the budgets.",
+    "near": "The stated protocol. All methods share the same choices for details that the protocol leaves open.",
 }
 
 EMPTY_CELL = "-"
@@ -97,7 +97,7 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     yield from (f"# {recipe.name}", "", f"{paper.title}. {MODE_TEXTS[paper.mode]} Protocol: {paper.protocol}", "")
     yield from ("[Tables of others](../others.md)" if paper.table else "[All papers](../papers.md)", "")
     if paper.reduced:
-        yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
+        yield from (f"Reduced: {paper.reduced}. So claims are judged, but no cell is.", "")
     if regime:
         yield from (regime, "")
     for unknown in paper.open:
@@ -126,15 +126,16 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     if old:
         yield from (
             "",
-            "The recipe has changed since; the results are those of its earlier version and judge no claim.",
+            "The recipe has changed since. The results belong to its earlier version and judge no claim.",
         )
     claim_lines = () if regime else _claims(recipe, verdicts, moved, old=old)
     yield from ("", *_table(recipe, summary), *claim_lines, *_rest(recipe, summary))
 
 
 SINGLE_COMPARISON_TEXT = (
-    "Every comparison by itself, with Holm's correction over the whole recipe. It is stricter than that of a verdict, "
-    "which is over the rivals of one claim, so a claim can be decided where no comparison is clear."
+    "Every comparison by itself, with Holm's correction over the whole recipe. This correction is "
+    "stricter than the correction of a verdict, which covers only the rivals of one claim. So a "
+    "verdict can be clear although no single comparison is."
 )
 MAX_SHOWN_COMPARISONS = 3
 """Comparisons listed for a claim if the reported round decides some of them."""
@@ -183,7 +184,10 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
         )
     yield from _filled(["", "", "ours (mean ± std)", "round chosen on validation", "paper", "verdict"], rows)
     if compare and recipe.paper.nearest:
-        yield f"\nThese cells are counted in [{recipe.paper.nearest}]({recipe.paper.nearest}.md), nearer to the paper."
+        yield (
+            f"\nThese cells are counted in [{recipe.paper.nearest}]({recipe.paper.nearest}.md), which is "
+            "nearer to the paper."
+        )
     elif not compare and recipe.paper.reduced is None and not summary.samples:
         yield "\nThe size of the data was not recorded, so no cell is compared."
     yield ""

@@ -41,20 +41,16 @@ from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
 VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 """Verdicts, the least favorable first."""
-PAPERS_TEXT = """# The papers
-
-What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
-with grids of equal size for every method. [Rules](#how-claims-are-judged). [Tables of others](others.md).
-"""
-CLOSING_TEXT = """\
-The page is generated from recorded runs; only withdrawn results are typed. One command repeats a table:
-
-<!-- not run: takes minutes, and needs the data set -->
-```sh
-fedloom reproduce fedacs-table2 \\
-  --data-dir DATA
-```
-"""
+PAPERS_TEXT = (
+    "# The papers\n\nClaims of five papers, and their results here: **as published** with the paper's "
+    "own settings, **in a fair test**\nwith grids of equal size for every method. "
+    "[Rules](#how-claims-are-judged). [Tables of others](others.md).\n"
+)
+CLOSING_TEXT = (
+    "The page is generated from recorded runs. Only withdrawn results are written by hand. One command "
+    "repeats a table:\n\n<!-- not run: takes minutes, and needs the data set -->\n```sh\nfedloom "
+    "reproduce fedacs-table2 \\\n  --data-dir DATA\n```\n"
+)
 NO_ANCHOR = "no anchor"
 """Reason for a claim whose recipe has no anchor: the paper prints no figure for it."""
 RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
@@ -76,7 +72,7 @@ class Corrected(Value):
 
     text: str = Field(description="the claim")
     was: str = Field(description="the earlier verdict on the page")
-    why: str = Field(description="the error in the earlier verdict")
+    why: str = Field(description="error in the earlier verdict of the page")
     recipe: str = Field("", description="recipe that judges the claim now. It may not have been run yet")
 
 
@@ -91,7 +87,7 @@ class Sheet(Value):
     objection: str = Field("", description="what the author could still object to, with measured numbers in braces")
     beside: str = Field("", description="other places with measurements of the paper's methods, as Markdown")
     changed: str = Field("", description="changes made after a table had been seen")
-    anchor: tuple[str, ...] = Field((), description="columns that show a run's distance from the paper's")
+    anchor: tuple[str, ...] = Field((), description="columns that show the distance of a run from the paper's run")
     anchored: dict[str, str] = Field(
         default_factory=dict, description="for recipes without printed anchors, the nearest recipe with anchors"
     )
@@ -190,7 +186,7 @@ def _section(
             f"[{recipes[name].paper.title}]({PAPERS_FOLDER}/{name}.md)",
             "",
         )
-    yield from ('<details markdown="1"><summary>All recipes of the paper, near ones too</summary>', "")
+    yield from ('<details markdown="1"><summary>All recipes of the paper, including near ones</summary>', "")
     if sheet.changed:
         yield from (f"Changed after a table had been seen: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
@@ -229,7 +225,7 @@ def _less(
             size = recipe.paper.reduced if summary.says == "as reduced" else summary.says
             notes.append(f"[{name}]({PAPERS_FOLDER}/{name}.md) ({size})")
     if notes:
-        yield from (f"On less than the paper ran: {'; '.join(notes)}.", "")
+        yield from (f"With less data or work than in the paper: {'; '.join(notes)}.", "")
 
 
 def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> list[Anchor]:
@@ -240,7 +236,7 @@ def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, n
     """Render a sentence on a recipe in another regime, or "" for other recipes."""
     distances = _anchors(recipes, summaries, sheet, name)
     far = "; ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md), {one.variant}" for one in distances)
-    return f"Another regime than the paper's, so its claims are not judged: {far}." if elsewhere(distances) else ""
+    return f"In another regime than the paper, so its claims are not judged: {far}." if elsewhere(distances) else ""
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
@@ -360,7 +356,7 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
 
 def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
     """Yield changed verdicts that were public on the page, with the reason."""
-    yield from ("## Corrected", "", "Verdicts that stood on this page before and do not any more:", "")
+    yield from ("## Corrected", "", "Earlier verdicts of this page that no longer hold:", "")
     yield from ("| claim | verdict before | reason |", "|---|---|---|")
     for sheet in sheets():
         for one in sheet.corrected:
@@ -402,11 +398,13 @@ def _unaffordable(
     )  # fmt: skip
     if short:
         named = ", ".join(f"[{name}]({PAPERS_FOLDER}/{name}.md)" for name in short)
-        yield f"- More seeds may decide what is undecided or holds in part, after 10 and 20 (`--seeds`): {named}."
+        yield (
+            f"- More seeds may decide undecided or partly confirmed claims, after 10 and 20 seeds (`--seeds`): {named}."
+        )
     yield from (
         "",
-        "Each of these commands can be stopped, and it resumes where it was;",
-        "`fedloom reproduce --all --budget 8h` goes through all that is unfinished.",
+        "Each of these commands can be stopped and resumes where it stopped.",
+        "`fedloom reproduce --all --budget 8h` runs all unfinished recipes.",
         "",
     )
 

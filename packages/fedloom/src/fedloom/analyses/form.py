@@ -85,7 +85,7 @@ class Question:
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
             raise WireError(
-                "these bytes are no question of the analysis; both ends must have the same analysis"
+                "these bytes are not a question of the analysis. Both sides must use the same analysis"
             ) from None
         return cls(name, values)
 
@@ -145,13 +145,15 @@ class Rules(Value):
     """Rules on which all parties agree before the first question of an analysis."""
 
     questions: int = Field(
-        200, ge=1, description="questions of the analysis at most; at real sites 24, if they agree on no other number"
+        200, ge=1, description="largest number of questions of the analysis (default at real sites: 24)"
     )
     min_subjects: int = Field(
-        1, ge=1, description="subjects of a client, and of a cell there, below which the client answers zeros"
+        1, ge=1, description="smallest number of subjects of a client or of a cell. With fewer, the client answers zero"
     )
-    min_clients: int = Field(1, ge=1, description="clients that a cell needs. Cells with fewer are merged")
-    missing: int = Field(0, ge=0, description="clients that may be absent while a cell still has enough clients")
+    min_clients: int = Field(1, ge=1, description="smallest number of clients in a cell. Cells with fewer are merged")
+    missing: int = Field(
+        0, ge=0, description="number of clients that may be absent while a cell still has enough clients"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +219,9 @@ class Analysis(Value):
     per: ClassVar[str] = "run"
     """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
 
-    rules: Rules | None = Field(None, description="what clients agree on; none: the defaults of the place")
+    rules: Rules | None = Field(
+        None, description="agreed limits of all clients (default: the limits of a simulation or of real sites)"
+    )
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         """Raise if the analysis does not fit the data or the setting. Called before any work.
@@ -247,15 +251,15 @@ class Analysis(Value):
         """
         if masked and self.shows_rows:
             raise ConfigError(
-                f"the analysis {kind_of(self)} with these options shows figures of single clients, which masks hide; "
-                "leave the option out, or the secure aggregation"
+                f"the analysis {kind_of(self)} with these options shows figures of single clients, "
+                "but secure aggregation hides them. Leave the option out, or the secure aggregation"
             )
         unagreed = [column.name for column in schema.columns if not column.levels and column.range is None]
         if unagreed:
             raise ConfigError(
-                f"the analysis {kind_of(self)} puts numbers on one scale by agreed ranges, and "
-                f"{', '.join(map(repr, unagreed[:5]))} has none; give each range = [LOWEST, HIGHEST] in the agreement "
-                "(fedloom init --agree)"
+                f"the analysis {kind_of(self)} scales numbers by agreed ranges, but "
+                f"{', '.join(map(repr, unagreed[:5]))} has no range. Give each range = [LOWEST, "
+                "HIGHEST] in the agreement (fedloom init --agree)"
             )
 
     @property
@@ -378,6 +382,6 @@ def require_questions(analysis: Analysis) -> None:
     """
     if not analysis.by_sums:
         raise ConfigError(
-            f"{kind_of(analysis)} reads the models of a run and asks no questions; give the result of a run, as "
+            f"{kind_of(analysis)} reads the models of a run and asks no questions. Give the result of a run, as "
             f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))"
         )

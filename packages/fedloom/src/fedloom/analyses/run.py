@@ -159,13 +159,13 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
     if isinstance(analysis, Analysis):
         if options:
             raise ConfigError(
-                f"{', '.join(options)}: options go with the name of an analysis; change a value by "
-                f"with_({next(iter(options))}=...)"
+                f"{', '.join(options)}: options belong to the name of an analysis. Change a value "
+                f"with with_({next(iter(options))}=...)"
             )
         return analysis
     table = {"kind": analysis, **options} if isinstance(analysis, str) else {**analysis, **options}
     if "kind" not in table:
-        raise ConfigError(f"{where}{where and ': '}kind is missing; allowed: {', '.join(ANALYSES)}")
+        raise ConfigError(f"{where}{where and ': '}kind is missing. Allowed: {', '.join(ANALYSES)}")
     value: Analysis = make_kind("analysis", ANALYSES, table, where or str(table["kind"]), base=Analysis)
     return value
 
@@ -201,8 +201,8 @@ def run_questions(
             return state, log
         if len(log) == terms.rules.questions:
             raise Refused(
-                f"{kind_of(analysis)} wants more than the {terms.rules.questions} questions that were agreed on; agree "
-                "on more: rules = {questions = ...}"
+                f"{kind_of(analysis)} needs more than the {terms.rules.questions} agreed questions. "
+                "Agree on more: rules = {questions = ...}"
             )
         record = None if kept is None else kept.read(len(log), question)
         if record is None:
@@ -226,8 +226,8 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
     """
     if info.clipped:
         raise DataError(
-            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers of answers were outside their "
-            "bounds, so there is no result; agree on wider ranges"
+            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers of answers were "
+            "outside their bounds, so the result would be wrong. Agree on wider ranges"
         )
 
 
@@ -306,7 +306,7 @@ class SumFolder:
         path = folder / "analysis.json"
         if path.exists() and path.read_text() != text:
             raise CheckpointError(
-                f"{folder} holds the sums of another analysis or of other rows; choose another folder"
+                f"{folder} contains the sums of another analysis or of other rows. Choose another folder"
             )
         write_atomic(path, text.encode())
 
@@ -323,7 +323,9 @@ class SumFolder:
         digest, body = content[:32], content[32:]
         head = question.encode()
         if digest != self._hash(body) or body[: len(head)] != head:
-            raise CheckpointError(f"{path} is damaged, or of another question; delete {self._folder} and begin anew")
+            raise CheckpointError(
+                f"{path} is damaged or belongs to another question. Delete {self._folder} and start again"
+            )
         sums = Question.decode(body[len(head) :], SUM_FORM).values
         return SumRecord(question, sums["total"], Info(*(int(count) for count in sums["info"].tolist())))
 
@@ -349,8 +351,8 @@ def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, C
     if unagreed:
         more = ", ..." if len(unagreed) > 5 else ""
         notes.append(
-            f"nobody has agreed on ranges of {', '.join(unagreed[:5])}{more}: here they are as wide as the columns; "
-            "real sites must agree on them"
+            f"no ranges are agreed for {', '.join(unagreed[:5])}{more}. This simulation uses the "
+            "ranges of the columns, but real sites must agree on ranges"
         )
     return schema, rows, notes
 
@@ -365,7 +367,7 @@ def _as_given(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, Cl
         return schema_of(fed.data), rows, [*fed.remarks]
     if analysis.uses_models:
         raise ConfigError(
-            f"{kind_of(analysis)} reads the models of a run; give the result of one, as "
+            f"{kind_of(analysis)} reads the models of a run. Give the result of one, as "
             f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))"
         )
     if not isinstance(clients, Dataset | Federation):

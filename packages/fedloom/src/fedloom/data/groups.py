@@ -49,7 +49,7 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
     for choice in choices:
         name, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if name not in data.columns:
-            raise unknown("column", name, data.columns, "groups, of the columns of a table")
+            raise unknown("column", name, data.columns, "groups, which read the columns of a table")
         codes, levels = data.columns[name], data.levels[name]
         if bound is None:
             if len(levels) > MOST_LEVELS:
@@ -63,9 +63,9 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
         wrong = next((level for level in levels if level != MISSING_LEVEL and not is_number(level)), None)
         if wrong is not None:
             raise ConfigError(
-                f"groups: {name!r} has {wrong!r}, which is no number",
+                f"groups: {name!r} contains {wrong!r}, which is not a number",
                 rule="groups-without-numbers",
-                fix="leave out the bound",
+                fix="leave the bound out",
             )
         values = torch.tensor([float(level or "nan") for level in levels], dtype=torch.float64)[codes]
         for sign in (bound[2], OPPOSITE_SIGNS[bound[2]]):
@@ -88,8 +88,9 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
         column, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if bound is None and column not in levels:
             raise ConfigError(
-                f"groups: sites have not agreed on the levels of {column!r}; give a bound, such as "
-                f"'{column}>=50', or name it with its levels in the agreement (scoring = true keeps it from the models)"
+                f"groups: the sites have not agreed on the levels of {column!r}. Give a bound, such "
+                f"as '{column}>=50', or add the column with its levels to the agreement (scoring = "
+                "true hides it from the models)"
             )
         signs = levels[column] if bound is None else (bound[2], OPPOSITE_SIGNS[bound[2]])
         ends = "" if bound is None else bound[3]
@@ -207,8 +208,8 @@ def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
     groups = groups_of(data, [choice])
     if len(groups) != 2:
         raise ConfigError(
-            f"{choice!r} makes {len(groups)} groups ({', '.join(groups)}), but two are compared; give a column of two "
-            "levels, or a bound as 'age>=75'"
+            f"{choice!r} makes {len(groups)} groups ({', '.join(groups)}), but the comparison needs "
+            "two. Give a column with two levels, or a bound such as 'age>=75'"
         )
     first, second = groups.values()
     return first, second

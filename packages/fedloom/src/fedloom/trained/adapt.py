@@ -72,7 +72,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     if rounds < 1:
         raise ConfigError(f"rounds must be at least 1, got {rounds}")
     if side.local.lr_at(t + rounds) == 0:
-        raise ConfigError(f"the step size is 0 in round {t + rounds} by the run's schedule; give lr")
+        raise ConfigError(f"the learning rate is 0 in round {t + rounds} by the run's schedule. Give lr")
     fed = fed.to(dtype=recipe.dtype)
     module = recipe.build()
     oracle = make_oracle(module, task_of(fed.data, recipe.objective), fed)
@@ -103,7 +103,9 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
         raise ClientError("adapting", t + rounds, [n], cause_of(error)) from error
     assert row is not None
     if not bool(row.isfinite().all()):
-        raise ClientError("adapting", t + rounds, [n], "its model is not finite; use a smaller lr or fewer rounds")
+        raise ClientError(
+            "adapting", t + rounds, [n], "the adapted model is not finite. Use a smaller lr or fewer rounds"
+        )
     return row[0], oracle
 
 

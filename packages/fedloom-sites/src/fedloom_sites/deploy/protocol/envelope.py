@@ -274,7 +274,7 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
         if type(value) is not wanted[name]:
             raise WireError(f"{name} must be {wanted[name].__name__}, got {_short(value)}")
         if isinstance(value, str | bytes) and len(value) > 10_000:
-            raise WireError(f"{name} is {len(value)} long")
+            raise WireError(f"{name} is too long ({len(value)} characters)")
     return dict(record)
 
 

@@ -66,8 +66,9 @@ class MaskedSites(Sites):
         job, forms, t, down = self._job, self._forms, request.round, request.down
         if not is_common(down):
             raise Refused(
-                f"{type(job.algorithm).__name__} sends every client another download; under secure aggregation all "
-                "get the same, so that no site can be singled out"
+                f"{type(job.algorithm).__name__} sends every client another download, but secure "
+                "aggregation needs the same download for all clients, so that the server cannot "
+                "single out a site"
             )
         everyone = zip(request.ids.tolist(), request.share.double().flatten().tolist(), strict=True)
         shares = {c: share for c, share in everyone if bool(self._transport.sizes[c, 0])}
@@ -116,12 +117,12 @@ class MaskedSites(Sites):
             return
         total = counts.answered + counts.neutral
         reason = (
-            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, as their own was not "
-            "finite, failed or had a weight below zero, or their protection refused the model; the log of each of "
-            "these sites has the reason"
+            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, "
+            "because their upload was not finite, failed or had a negative weight, or because their "
+            "protection rejected the model. The log of each of these sites states the reason"
         )
         if counts.answered < self._agreed.threshold:
-            least = f"a sum needs {self._agreed.threshold} others, so no site opens it"
+            least = f"a sum needs {self._agreed.threshold} others, so no site decrypts it"
             raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}")
         self._transport.note("neutral uploads", t, clients, reason)
 
@@ -198,7 +199,7 @@ class MaskedSites(Sites):
             figures, self._groups = self._sessions.sum(terms, self._weights(terms), letter, length, read).value
             self._tallied = t, figures
         except (Broken, GivenUp, RunStopped) as error:
-            self._transport.note("scores given up", t, asks, str(error))
+            self._transport.note("the scores are given up", t, asks, str(error))
 
     def _terms(
         self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
@@ -255,4 +256,6 @@ class MaskedSites(Sites):
                 continue
             norm = float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).norm())
             if norm > most * (1 + 1e-6) + 1e-6:
-                raise Broken(f"the sum of {name} of {count} sites is {norm:.4g} long, {most:.4g} is the most it can be")
+                raise Broken(
+                    f"the norm of the sum of {name} of {count} sites is {norm:.4g}, but can be at most {most:.4g}"
+                )

@@ -112,9 +112,14 @@ class Transport:
         need = len(self.members) if everyone else self._settings.quorum
         if len(self.nodes) < need:
             why = "".join(f"; {name}: {reason}" for name, reason in self.presence.reasons().items())
-            rule = f"; {everyone} needs every site's number of samples when the run begins" if everyone else ""
+            rule = (
+                (f". For {everyone}, the server needs every site's number of samples at the start of the run")
+                if everyone
+                else ""
+            )
             raise RunStopped(
-                Stop.TOO_FEW, f"{len(self.nodes)} of {need} sites are there, missing: {', '.join(missing)}{why}{rule}"
+                Stop.TOO_FEW,
+                f"{len(self.nodes)} of {need} sites are connected, missing: {', '.join(missing)}{why}{rule}",
             )
         self._say(f"fedloom: begins without {', '.join(missing)}")
 
@@ -212,8 +217,8 @@ class Transport:
             times, why = took[pending.kind].values(), f"no answer within {waited:.0f} s"
             if waited <= deadline and waited > self.presence.longest_wait(times):
                 why += (
-                    f", and the median of the other sites is {median(times):.0f} s; if the site needs longer, give a "
-                    f"larger pace than {self._settings.pace:g} in server.toml"
+                    f", and the median of the other sites is {median(times):.0f} s. If the site needs "
+                    f"longer, raise pace above {self._settings.pace:g} in server.toml"
                 )
             self._mark_mute(pending, why)
         return good, bad
@@ -225,7 +230,7 @@ class Transport:
             client, usual = slow
             site = self.members[client].site
             self._say(
-                f"fedloom: {site} is slow ({kind}): {took[client]:.0f} s, the median of the others is {usual:.0f} s"
+                f"fedloom: {site} is slow ({kind}): {took[client]:.0f} s, but the median of the others is {usual:.0f} s"
             )
             self._audit.write(
                 "slow", kind=kind, round=round, client=client, site=site, seconds=took[client], others=usual
@@ -321,7 +326,8 @@ class Transport:
         if self.presence.silent(pending.node):
             name = self.presence.name(pending.node)
             self._say(
-                f"fedloom: {name} is mute ({pending.kind}: {why}); the server does not wait for it until it answers"
+                f"fedloom: {name} does not answer ({pending.kind}: {why}). The server continues "
+                "without it until it answers"
             )
             self._audit.write("mute", reason=why, **self._facts(pending))
 

@@ -162,18 +162,20 @@ class Client:
             ("experiment", head["experiment"][:16], site.fingerprint[:16]),
         ):
             if got != here:
-                raise Refused(f"the server's {what} is {printable(str(got)[:60])}, that of site {site.site} is {here}")
+                raise Refused(f"the server's {what} is {printable(str(got)[:60])}, but site {site.site} has {here}")
         if head["client"] not in (-1, site.client):
-            raise Refused(f"the message is for client {head['client']}, site {site.site} is client {site.client}")
+            raise Refused(f"the message is for client {head['client']}, but site {site.site} is client {site.client}")
         if head["digest"] != digest_of(envelope.arrays):
-            raise Refused("the arrays did not arrive as they were sent")
+            raise Refused("the arrays changed on the way")
         if head["kind"] == "ask" and self.trainer.private:
-            raise Refused(f"site {site.site} answers no question: epsilon is limited, and answers have no noise")
+            raise Refused(
+                f"site {site.site} answers no analyses, because epsilon is limited and answers carry no noise"
+            )
 
         kind = head["kind"]
         if kind not in ("hello", *self.answers.kinds):
             agreed = "no secure aggregation" if site.secure is None else "secure aggregation"
-            raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement has {agreed}")
+            raise Refused(f"site {site.site} answers no message of the kind {kind}, because the agreement has {agreed}")
         if kind != "hello":
             check_approved(site)
         self._check_round(head)
@@ -190,15 +192,15 @@ class Client:
         trains = kind in ("train", "ask", "masked")
         behind, _ = self._memory.accepted()
         if not int(trains) <= t <= rounds:
-            raise Rewound(f"round {t} is none of the agreed rounds 1 to {rounds}")
+            raise Rewound(f"round {t} is not one of the agreed rounds 1 to {rounds}")
         if t < behind - (not trains):
-            raise Rewound(f"round {t} is over: round {behind} was accepted here")
+            raise Rewound(f"round {t} is over: this site has already accepted round {behind}")
         accepted = head.get("accepted", 0)
         if not 0 <= accepted <= t - trains:
-            raise Rewound(f"the server names round {accepted} as accepted, and wants round {t}")
+            raise Rewound(f"the server names round {accepted} as accepted, but requests round {t}")
         scored = head.get("scored", -1)
         if scored != -1 and not behind - 1 <= scored < t:
-            raise Rewound(f"the server wants scores of round {scored} with the training of round {t}")
+            raise Rewound(f"the server requests scores of round {scored} together with the training of round {t}")
 
     def _watch_samples(self) -> None:
         """Report samples that changed since the last message, or raise if the agreement forbids changes.
@@ -209,14 +211,14 @@ class Client:
         before = self._memory.changed(self.trainer.samples)
         if before is None:
             return
-        what = f"the samples of {self.site.site} are not those that it began with"
+        what = f"the samples of {self.site.site} differ from those at the start"
         if self.site.fixed_data:
-            raise Refused(f"{what}, and by fixed_data they must stay; put the data back, or begin a new experiment")
+            raise Refused(f"{what}, but fixed_data requires the same data. Restore the data, or start a new experiment")
         self._memory.note_samples(self.trainer.samples)
         if self.trainer.private or self.site.secure is not None:
             self.trainer.log_privately(what)
         else:
-            self._memory.notes.append(f"{what}; the run continues with the new ones")
+            self._memory.notes.append(f"{what}. The run continues with the new samples")
 
     def _act(self, envelope: Envelope) -> Answer:
         if envelope.head["kind"] == "hello":

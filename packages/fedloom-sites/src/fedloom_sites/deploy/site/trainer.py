@@ -195,7 +195,8 @@ class Trainer:
                 return kept
             if site.dead_units is not None and self.private:
                 raise ConfigError(
-                    "dead_units looks at samples, which a delta or epsilon forbids; leave it out of site.toml"
+                    "dead_units reads samples without noise, but an agreed delta or epsilon requires "
+                    "noise. Leave dead_units out of site.toml"
                 )
             down = self.forms.read_down(download)
             norms, before = norms_of(job, down), [] if state is None else state.reply.get("norms", [])
@@ -235,7 +236,7 @@ class Trainer:
             self._check_result(job, output, t)
             check_units(site.dead_units, job, down, t, self.ids, len(site.samples.vocabulary))
             if stays_neutral:
-                raise Refused(f"round {t}: the uploads have changed between neutral and not as often as is agreed on")
+                raise Refused(f"round {t}: more uploads have changed between neutral and not neutral than agreed")
         except Exception as error:
             if self.noise is None and site.secure is None:
                 raise
@@ -258,9 +259,9 @@ class Trainer:
         if self.site.secure is None or self.noise is not None:
             return
         if not bool(usable(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
-            raise Refused(f"round {t}: a row of this site's state is longer than engine.norm_bound")
+            raise Refused(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
         if not bool(usable(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
-            raise Refused(f"round {t}: the upload has a weight below zero")
+            raise Refused(f"round {t}: a weight of the upload is negative")
 
     @cached_property
     def _blank(self) -> Job:
@@ -302,7 +303,7 @@ class Trainer:
             sentence = (
                 f"{what}: {error}"
                 if isinstance(error, QUOTES_NO_VALUE)
-                else f"{what}; the reason is in the site's own log"
+                else f"{what}. The site's own log states the reason"
             )
             self.log_privately(f"{what}: {sentence_of(error)}")
             if not self.private and self.site.secure is None:
@@ -337,7 +338,7 @@ class Trainer:
         sys.stderr.write(
             f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
         )
-        return f"site {self.site.site} could not answer; the reason is in its own log"
+        return f"site {self.site.site} could not answer. Its own log states the reason"
 
 
 def _digest(download: bytes, weights: Sequence[float]) -> str:

@@ -87,11 +87,11 @@ class Words(TyperGroup):
             empty = word == "" or (word.startswith("--") and word.find("=") == len(word) - 1)
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
                 place = f" after {args[k - 1]}" if k and word == "" else f": {word}" if word else ""
-                _refuse(f"an empty word{place}; is a variable of the shell not set? give a value, or leave it out")
+                _refuse(f"an empty word{place}. Is a shell variable not set? Give a value, or leave it out")
             try:
                 word.encode()
             except UnicodeEncodeError:
-                _refuse(f"{word!a} is not text in UTF-8; use a name that is")
+                _refuse(f"{word!a} is not text in UTF-8. Use another name")
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -131,7 +131,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Federated learning for clients that differ: compare personalised, fair, robust and sparse methods.",
+    help="Federated learning for clients that differ: compare personalized, fair, robust and sparse methods.",
 )
 
 
@@ -181,8 +181,8 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         help=(
-            "run code that the file names by import path although another user or a package owns it. Read "
-            "the code first"
+            "run code that the file names by import path, although another user or a package owns "
+            "it. Read the code first"
         ),
     ),
 ]
@@ -196,10 +196,12 @@ ExecutorName = Annotated[
     str | None,
     typer.Option(
         "--executor",
-        help="have another engine compute the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
+        help="engine that computes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
     ),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="folder of data sets. Else the environment variable FEDLOOM_DATA")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="folder of data sets (default: the environment variable FEDLOOM_DATA)")
+]
 
 
 def worker_count(text: str) -> int | str:
@@ -209,7 +211,7 @@ def worker_count(text: str) -> int | str:
         ConfigError: the text is neither.
     """
     if text != "auto" and not (text.isdecimal() and int(text) > 0):
-        raise ConfigError(f"--workers must be a number from 1 or 'auto', got {text!r}")
+        raise ConfigError(f"--workers must be 'auto' or a number of at least 1, got {text!r}")
     return text if text == "auto" else int(text)
 
 
@@ -309,15 +311,15 @@ def errors() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            say("error: the disk is full; free some space and run the same command again", err=True)
+            say("error: the disk is full. Free some space and run the same command again", err=True)
             raise typer.Exit(1) from None
         if error.filename is None:
             raise
-        say(f"error: {error.filename}: {error.strerror}; check the path and its permissions", err=True)
+        say(f"error: {error.filename}: {error.strerror}. Check the path and its permissions", err=True)
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
         package = PACKAGES_BY_MODULE.get((error.name or "").partition(".")[0])
         if package is None:
             raise
-        say(f"error: this needs {error.name}; install it with: pip install '{package}'", err=True)
+        say(f"error: this needs {error.name}. Install it with: pip install '{package}'", err=True)
         raise typer.Exit(2) from None

@@ -44,23 +44,23 @@ SCRIPTS_FILE = "vega.js"
 """Name of the file in which the scripts are cached."""
 SECTION_ORDER = {
     "patients": ("Calibrated", IN_USE),
-    "importance": ("What drives it", "Which columns the model uses, site by site."),
+    "importance": ("What drives it", "Importance of each column for the model, site by site."),
     "groups": ("Groups of patients", GROUPED),
-    "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
-    "clients": ("Clients", "A mean hides who gains and who loses; here is every client."),
+    "curves": ("Learning curves", "Results against rounds, traffic, sample gradients and time."),
+    "clients": ("Clients", "A mean hides which clients gain and which lose. This section shows every client."),
     "devices": ("Classes of devices", DEVICES),
-    "fairness": ("Fairness", "A good mean that costs no client its share is best."),
-    "attacks": ("Robustness", "How the result falls as more clients attack."),
-    "clusters": ("Clusters", "Which clients were found to be alike, and how well that agrees with the planted groups."),
-    "structure": ("Sparsity and rank", "How small the models are, and what that costs."),
-    "costs": ("Work and traffic", "What the methods spent."),
+    "fairness": ("Fairness", "The best method has a good mean without bad results for single clients."),
+    "attacks": ("Robustness", "Results when more clients attack."),
+    "clusters": ("Clusters", "Clusters of clients that a method found, and their agreement with the true groups."),
+    "structure": ("Sparsity and rank", "Size of the models, and its effect on results."),
+    "costs": ("Work and traffic", "Cost of each method."),
     "privacy": (
         "Privacy",
-        "Epsilon spent after each round, of the client that took part most often; no amplification.",
+        "Epsilon spent after each round by the client that took part most often. No amplification is assumed.",
     ),
-    "convergence": ("Convergence", "How near the methods are to a solution of their problem."),
+    "convergence": ("Convergence", "Distance of the methods to a solution of their problem."),
     "others": ("More results", "Further values about the whole federation."),
-    "partition": ("Data", "How the samples are split over the clients."),
+    "partition": ("Data", "Distribution of the samples over the clients."),
 }
 """Sections of the page by group of figures, in order, with title and text."""
 
@@ -73,25 +73,30 @@ PAIRS_TEXT = (
 READING_TEXTS = {
     "Result": "Mean over the clients' own test parts at the last round, then mean over seeds; "
     "± is half the width of the 95 % Student t interval over seeds.",
-    "At best validation round": "The same test mean, at the round whose validation mean is best. "
-    "No round is ever chosen on test.",
+    "At the best validation round": "The same test mean, at the round with the best validation mean. Test data "
+    "never choose a round.",
     "Worst 10 %": "Mean over the tenth of the clients with the worst results, over one client at least.",
-    "Variance of losses": "Variance over clients of their test losses: 0 is perfectly fair.",
-    "Models": "Global: one model for all. Personal: each client's own; methods that tune it from the global one where "
-    "it is scored, as FedAvg-FT and FedBABU, do so in round 0 too. "
-    "Hybrid: for each client the better of the two on its validation part. A method is compared by the model that a "
-    "client would use, the hybrid one of two, else its only one; on request by its personal one. Beside hybrid models "
-    "stands what they must beat: for each client the better of training alone and FedAvg.",
+    "Variance of losses": "Variance of the test losses over clients: 0 means equal losses for all clients.",
+    "Models": "Global: one model for all clients. Personal: each client's own model. Methods that tune it from "
+    "the global model for each evaluation, such as FedAvg-FT and FedBABU, also do so in round 0. "
+    "Hybrid: for each client, the better of the two on its validation part. The overview compares "
+    "the model that a client would use: the hybrid model if a method has two models, otherwise the "
+    "only one, and on request the personal one. Hybrid models should beat the same choice without "
+    "the method: for each client, the better of training alone and FedAvg.",
     "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
-    "Better, inconclusive, not tested": "The leader is compared with every other method, one row each, seed by "
-    "seed (paired t test, Holm's correction, level 5 %). A lead's interval is the one that decides: it leaves out 0 "
-    "exactly where the leader is better. Work, traffic and variances are compared by their ratios. With fewer than "
-    "five common seeds nothing is tested. Seeds that repeat runs to the last digit count once. Runs with other data, "
-    "another partition or another attack are not compared with each other.",
-    "These samples, new samples": "Where every seed splits the same samples anew, its results depend on each other. "
-    "The variance of a difference then has the correction of Nadeau and Bengio (2003), and a verdict is about new "
-    "samples from the same source. Where seeds share their test parts, a verdict is about these samples.",
-    "Attacks": "Where clients attack, every result is of the benign ones; work and traffic are of all.",
+    "Better, inconclusive, not tested": "Each row compares the leader with another method, seed by seed "
+    "(paired t test, Holm's "
+    "correction, level 5 %). The interval of a lead decides the verdict: it excludes 0 exactly if "
+    "the leader is better. Work, traffic and variances are compared by their ratios. With fewer than "
+    "five common seeds, nothing is tested. Seeds that repeat runs to the last digit count once. Runs "
+    "with other data, another partition or another attack are not compared.",
+    "These samples, new samples": "If every seed splits the same samples anew, the results depend on each "
+    "other. The variance of a "
+    "difference then has the correction of Nadeau and Bengio (2003), and a verdict holds for new "
+    "samples from the same source. If seeds share their test parts, a verdict holds for these "
+    "samples.",
+    "Attacks": "If clients attack, every result is a result of the benign clients. Work and traffic include all "
+    "clients.",
 }
 
 
@@ -149,7 +154,7 @@ def document(
     gained = gains_html(by_site) + differences_html(patient_gains(runs, by_site)) if by_site else ""
     parts = {
         **({"gains": ("Who gains", "", f'{gained}<p class="lead">{GAINS_TEXT}</p>')} if by_site else {}),
-        "overview": ("Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
+        "overview": ("Overview", "The leading method by each criterion.", overview.cards(runs, rows, models)),
         **({"pairs": ("Comparison", f"{PAIRS_TEXT} {_scope(runs)}", pairs_html(compared))} if compared else {}),
         "results": (
             "Results",

@@ -147,12 +147,12 @@ def _answer(compared: list[Pair], reference: Row) -> str:
     if better:
         verb = "is" if len(better) == 1 else "are"
         names = _listed([p.row.name for p in better])
-        first = f"; {better[0].row.name} has the best mean" if len(better) > 1 else ""
+        first = f". {better[0].row.name} has the best mean" if len(better) > 1 else ""
         return f"{names} {verb} better than {beside}{first}"
     if not tested and of_methods and seeds < MIN_SEEDS:
         return f"not tested, because a test needs at least {MIN_SEEDS} seeds"
     same = [p.row.name for p in of_methods if p.verdict == PairVerdict.EQUIVALENT]
-    equal = f"; equivalent within the margin: {_listed(same)}" if same else ""
+    equal = f". Equivalent within the margin: {_listed(same)}" if same else ""
     return f"no method is better than {beside}{equal}"
 
 
@@ -177,8 +177,11 @@ def _compared(shown: list[Row], compare_model: Models) -> str:
     if compare_model == "personal":
         return "Compared models: personal, or global if a method has no personal models."
     if any(row.model == "hybrid" for row in shown):
-        return "Compared models: hybrid (per client, the better one on validation data) or the only one."
-    return "Compared models: the only one of each method."
+        return (
+            "Compared models: hybrid (for each client, the better model on validation data), or the "
+            "only model of a method."
+        )
+    return "Compared models: the only model of each method."
 
 
 def _cost(rows: list[Row]) -> str:
