@@ -36,7 +36,6 @@ from fedloom_sites.flower.clients import FlowerClients, Remembering
 from fedloom_sites.flower.documents import (
     PRIVACY_HINT,
     check_counts,
-    check_nodes_suffice,
     document_of,
     refuse_privacy,
     resolved_document,
@@ -46,6 +45,7 @@ from fedloom_sites.flower.members import Members, SavedRun, introductions, read_
 from fedloom_sites.flower.records import log, shapes_of, state_dict_of
 from fedloom_sites.flower.samples import Signature, adapt_module
 from fedloom_sites.transport.forms import Forms
+from fedloom_sites.transport.limits import check_real_clients
 
 ROUND_KEY = "server-round"
 """Key of a round in the configs of Flower's strategies."""
@@ -100,7 +100,7 @@ class Strategy(FlowerStrategy):
         self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
         self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # rounds of `start`
         self._asked = 0
-        check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
+        check_real_clients(algorithm, setting_of(self._document, self._model, 1), "nodes")
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
         self._unread = set[tuple[str, str]]()
@@ -137,7 +137,7 @@ class Strategy(FlowerStrategy):
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             self._warn_of_unread(name, config or ConfigRecord())
         self._rounds, self._timeout = num_rounds, timeout
-        check_nodes_suffice(self._name, setting_of(self._document, self._model, num_rounds))
+        check_real_clients(self._name, setting_of(self._document, self._model, num_rounds), "nodes")
         self._clients = self._job = None
         self._before = done = self._begin(initial_arrays, grid).round
         if (newest := self._arrays()) is None:
