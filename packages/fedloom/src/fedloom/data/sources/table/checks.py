@@ -95,8 +95,8 @@ class Spellings:
         for column, examples in self._codes.items():
             if len(examples) >= MIN_CHECKED_ROWS:
                 yield (
-                    f"column {column!r}: cells such as {examples[0]} are read as numbers ({float(examples[0]):g}). If they "
-                    "are codes, name the column in categorical, or in drop"
+                    f"column {column!r}: cells such as {examples[0]} are read as numbers "
+                    f"({float(examples[0]):g}). If they are codes, name the column in categorical, or in drop"
                 )
         columns = [c for c, count in self._counts.items() if count >= MIN_CHECKED_ROWS and c not in self._sound]
         if columns:
