@@ -256,6 +256,10 @@ class CheckpointError(FedloomError):
     """Checkpoint that cannot be read or written."""
 
 
+class DiskError(CheckpointError):
+    """Failed write. The same work may succeed later, when the disk has space or responds again."""
+
+
 class DamagedCheckpoint(CheckpointError):
     """Saved state that is incomplete or damaged.
 
@@ -359,7 +363,7 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
-    """Raise a `CheckpointError` of one sentence if a file cannot be written in the block.
+    """Raise a `DiskError` of one sentence if a file cannot be written in the block.
 
     Args:
         path: the file.
@@ -367,7 +371,7 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
         again: end of the advice, for the time after disk space is freed.
 
     Raises:
-        CheckpointError: the disk is full or rejects the write.
+        DiskError: the disk is full or rejects the write.
     """
     try:
         yield
@@ -375,7 +379,7 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "the disk is full" if full else error.strerror or str(error)
         first = "Free some space" if full else "Check the disk and the permissions of the folder"
-        raise CheckpointError(f"{path} could not be written: {what}. {kept}. {first}, then {again}") from error
+        raise DiskError(f"{path} could not be written: {what}. {kept}. {first}, then {again}") from error
 
 
 class Stop(Enum):

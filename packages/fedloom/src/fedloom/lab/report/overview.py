@@ -112,8 +112,8 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
     equals = ", ".join(rows[i].name for i in winner.equals)
     same = f" The models of {equals} are the same." if equals else ""
     if winner.runner_up is None:
-        alone = "No other method reaches this result with every seed."
-        rest = "No other method has this result with complete runs." if not same else same.strip()
+        alone = "No other method reaches this target in every seed."
+        rest = "No other method has this result from finished runs." if not same else same.strip()
         return alone if criterion.figure in COST_AXES else rest
     other = rows[winner.runner_up]
     name = f"{other.name} {other.model}".strip()
@@ -136,12 +136,12 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
         seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
         verdict, reason = "Not tested", f" with {seeds} ({MIN_SEEDS} are needed): {lead}."
     elif not winner.rivals:
-        sound = "reaches this result" if criterion.figure in COST_AXES else "ended well"
-        compared = "every other method" + f" that {sound} with every seed" * winner.excluded
+        sound = "reaches this target" if criterion.figure in COST_AXES else "finished"
+        compared = "every other method" + f" that {sound} in every seed" * winner.excluded
         verdict, reason = "Better", f" than {compared}: {lead}."
     elif winner.runner_up in winner.rivals:
         more = len(winner.rivals) - 1
-        rest = f". {more} other{'s are' if more > 1 else ' is'} not significantly worse either" if more else ""
+        rest = f". {more} other method{'s are' if more > 1 else ' is'} not significantly worse" if more else ""
         verdict, reason = "Inconclusive", f": {lead}{rest}."
     else:
         verdict, reason = "Inconclusive", f" against {len(winner.rivals)} of the others, though {lead}."
@@ -266,8 +266,8 @@ def _odd(run_rows: list[Row]) -> str:
     if not odd:
         return ""
     lost = any(row.lost for row in run_rows)
-    end = "Seeds that failed or diverged before their end have no result" if lost else "What was measured is shown"
-    return f"Some runs did not end well: {'; '.join(odd)}. {end}."
+    end = "Seeds that failed, or diverged before their end, have no result" if lost else "What was measured is shown"
+    return f"Some runs did not finish: {', '.join(odd)}. {end}."
 
 
 def _attack(run: Run) -> str:
