@@ -70,7 +70,7 @@ def test_a_node_with_too_few_samples_ends_the_analysis() -> None:
             AGREED,
         )
     with pytest.raises(Refused, match="no column has 3 subjects"):
-        ff.analyze(app(rows=2).grid, {"kind": "glm", "rules": {"min_subjects": 3, "min_clients": 1}}, AGREED)
+        ff.analyze(app(rows=2).grid, {"kind": "glm", "rules": {"min_subjects": 3}}, AGREED)
 
 
 def test_a_node_answers_what_its_own_people_have_agreed_on() -> None:

@@ -845,3 +845,5 @@ def test_a_bill_of_materials_has_fedloom_itself_and_licenses() -> None:
     assert {"torch", "flwr", "cryptography", "pycryptodome", "numpy"} <= {*known}
     assert len(known) + len(lacking) == len(listed) + len(sbom.PACKAGES)
     assert sbom.stated_license("torch", "0.0.1") == ""
+    base = sbom.base_image("python:3.11@sha256:12ab\n")
+    assert (base["name"], base["version"], base["hashes"][0]["content"]) == ("python", "3.11", "12ab")

@@ -56,7 +56,7 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
     place = schema.place(group)
     coded = [column.name for column in schema.columns if column.levels]
     if place is None or not schema.columns[place].levels:
-        raise unknown("group", group, (CLIENT_GROUP, *coded, *schema.levels))
+        raise unknown("group", group, (CLIENT_GROUP, *coded, *schema.levels), rule="groups-column")
     return (*map(str, schema.columns[place].names), MISSING_LEVEL)
 
 

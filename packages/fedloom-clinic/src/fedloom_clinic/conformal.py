@@ -48,6 +48,7 @@ class Conformal(Analysis):
     """Thresholds for sets that contain the true class with a chosen probability, and their coverage."""
 
     kind: ClassVar[str] = "conformal"
+    tasks: ClassVar = ("binary", "classification")
     questions: ClassVar = {"scores": {}, "coverage": {"thresholds": 1}}
     uses_models: ClassVar[bool] = True
 
@@ -63,12 +64,12 @@ class Conformal(Analysis):
         return self.by_client
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task not in ("binary", "classification"):
-            raise Refused(f"conformal sets are sets of classes, but {schema.name} is a {schema.task}. Leave it out")
+        super().check(schema, setting)
         if setting is not None and setting.evaluate.select_on == "test":
             raise Refused(
-                "conformal thresholds need rows that did not choose the round, but this run selects "
-                "on test. Set evaluate.select_on = 'validation'"
+                "conformal thresholds are of rows that chose no round, and this run selects on test",
+                rule="analysis-selects-on-test",
+                fix="set {evaluate.select_on = 'validation'}",
             )
 
     def start(self, terms: AnalysisTerms) -> Calibrated:

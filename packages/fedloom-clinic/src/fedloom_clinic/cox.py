@@ -63,6 +63,8 @@ class Cox(ScriptedAnalysis):
     """
 
     kind: ClassVar[str] = "cox"
+    tasks: ClassVar = ("survival",)
+    needs_table: ClassVar[bool] = True
     questions: ClassVar = {
         "step": {"beta": 1, "ends": 1},
         "means": {},
@@ -113,16 +115,15 @@ class Cox(ScriptedAnalysis):
         return self.width is None and not self.stratify
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task != "survival":
-            raise Refused(
-                f"a Cox regression needs times to an event, but {schema.name} is a {schema.task}. Leave it out"
-            )
+        super().check(schema, setting)
         require_columns(schema, "a Cox regression")
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         if self.shows_rows or (not self.stratify and self.until is None):
             raise ConfigError(
-                "real sites must agree on the time bins of the analysis cox. Give width and until, or stratify = true"
+                "sites of the analysis cox agree on time bins, and it has none",
+                rule="analysis-time-bins",
+                fix="give the analysis width and until, or stratify = true",
             )
         super().check_sites(schema, masked=masked)
 

@@ -16,13 +16,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total, Transcript
-from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import count_subjects, merges
 from fedloom_clinic.columns import (
     columns_of,
     design_of,
     flag_columns,
     left_out_columns,
+    missing_target_range,
     outweighs,
     ranges_of,
     require_columns,
@@ -53,6 +54,8 @@ class Glm(ScriptedAnalysis):
     """
 
     kind: ClassVar[str] = "glm"
+    tasks: ClassVar = tuple(FAMILY_OF_TASK)
+    needs_table: ClassVar[bool] = True
     questions: ClassVar = {
         "means": {},
         "spreads": {"centre": 1},
@@ -83,21 +86,19 @@ class Glm(ScriptedAnalysis):
         return self.by_client
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task not in FAMILY_OF_TASK or len(schema.target_ranges) != 1:
-            cure = {
-                "survival": "a Cox regression is for times to an event",
-                "classification": "declare two classes as binary, with task = 'binary' in the options of the data",
-            }.get(schema.task, "take one target")
-            raise Refused(f"a regression needs one number or two classes, but {schema.name} is a {schema.task}; {cure}")
+        super().check(schema, setting)
+        if len(schema.target_ranges) != 1:
+            raise Refused(
+                f"the analysis glm fits one target, and {schema.name} has {len(schema.target_ranges)}",
+                rule="analysis-one-target",
+                fix="name one column in {data.target}, or leave the analysis out",
+            )
         require_columns(schema, "a regression")
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if schema.task != "binary" and schema.target_ranges[0] is None:
-            raise ConfigError(
-                "real sites must agree on the target of the analysis glm. Give target_range = [LOWEST, "
-                "HIGHEST] in the agreement"
-            )
+            raise missing_target_range("glm")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         numbers = len(ranges_of(terms)[0]) + 1

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.errors import ConfigError, DataError
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
     MergedCells,
@@ -64,6 +64,7 @@ class KaplanMeier(Analysis):
     """Survival curves by group, the log-rank test and restricted means, on agreed time bins."""
 
     kind: ClassVar[str] = "kaplan-meier"
+    tasks: ClassVar = ("survival",)
     questions: ClassVar = {"counts": {}}
 
     width: float = Field(gt=0, description="width of time bins, in the unit of the times")
@@ -82,14 +83,17 @@ class KaplanMeier(Analysis):
         return () if self.group in (None, CLIENT_GROUP) else (str(self.group),)
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task != "survival":
-            raise Refused(f"survival curves need times to an event, but {schema.name} is a {schema.task}. Leave it out")
+        super().check(schema, setting)
         groups_of(schema, self.group, 1)
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if self.until is None and schema.target_ranges[0] is None:
-            raise ConfigError("real sites must agree on the last time of the analysis kaplan-meier. Give until = ...")
+            raise ConfigError(
+                "sites of the analysis kaplan-meier agree on the last time, and it has none",
+                rule="analysis-last-time",
+                fix="give the analysis until, as until = 60",
+            )
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         groups = len(groups_of(terms.schema, self.group, len(terms.sizes)))

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.errors import DataError, Refused
+from fedloom_clinic.columns import missing_target_range
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from fedloom.engine import Setting
 
 SMALLEST_SPREAD = 1e-9
 """Deviation of an input, relative to the largest agreed input, below which the input is the same in every row."""
@@ -57,6 +57,7 @@ class RidgeRegression(ScriptedAnalysis):
     """Ridge regression over the training rows of all clients, by sums. Classes are fitted as one-hot targets."""
 
     kind: ClassVar[str] = "ridge"
+    tasks: ClassVar = ("regression", "binary", "classification")
     questions: ClassVar = {"means": {}, "spreads": {"centre": 1}, "gram": {"centre": 1, "spread": 1}}
 
     strength: float = Field(
@@ -67,10 +68,7 @@ class RidgeRegression(ScriptedAnalysis):
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if schema.task == "regression" and None in schema.target_ranges:
-            raise ConfigError(
-                "real sites must agree on the target of the analysis ridge. Give target_range = [LOWEST, "
-                "HIGHEST] in the agreement"
-            )
+            raise missing_target_range("ridge")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         numbers = len(input_names(terms.schema)) + self._outputs(terms.schema)
@@ -80,10 +78,6 @@ class RidgeRegression(ScriptedAnalysis):
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(self._samples(client, terms.schema).rows)
-
-    def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task not in ("regression", "binary", "classification"):
-            raise Refused(f"a ridge regression needs numbers or classes, but {schema.name} is a {schema.task}")
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, p, c = float(terms.most_rows), len(input_names(terms.schema)), self._outputs(terms.schema)

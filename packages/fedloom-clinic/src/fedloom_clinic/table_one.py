@@ -22,7 +22,7 @@ from scipy import stats
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
-from fedloom.errors import DataError, Refused
+from fedloom.errors import DataError
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
     MISSING_LEVEL,
@@ -96,6 +96,7 @@ class TableOne(ScriptedAnalysis):
     """Table 1 of all clients by sums, by a group or by client, with tests of homogeneity over groups and clients."""
 
     kind: ClassVar[str] = "table-1"
+    needs_table: ClassVar[bool] = True
     questions: ClassVar = {"counts": {}, "spreads": {"centres": 2, "shares": 2}}
 
     group: str | None = Field(None, description="a column with levels, or 'client' (None: one column of figures)")
@@ -110,8 +111,7 @@ class TableOne(ScriptedAnalysis):
         return () if self.group in (None, CLIENT_GROUP) else (str(self.group),)
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if not schema.is_table:
-            raise Refused(f"Table 1 describes the columns of a table, but {schema.name} is not a table. Leave it out")
+        super().check(schema, setting)
         groups_of(schema, self.group, 1)
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:

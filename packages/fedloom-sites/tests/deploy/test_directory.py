@@ -480,3 +480,36 @@ def test_the_image_installs_what_is_locked():
     assert all((ROOT / path).exists() for path in copied)
     assert {f"!{path}" for path in copied} <= {*(ROOT / ".dockerignore").read_text().split()}
     assert "--require-hashes -r /build/requirements-deploy.txt" in text
+
+
+DIGEST = "sha256:" + "ab" * 32
+DOCKER = """#!/bin/sh
+echo "$@" >> calls
+case "$1" in image) echo "docker.io/library/python@$DIGEST" ;; esac
+"""
+
+
+@pytest.mark.parametrize("digest", [DIGEST, ""])
+def test_the_image_is_built_from_a_base_with_a_recorded_digest(digest: str, tmp_path: Path) -> None:
+    """A registry that gives none builds nothing; the recorded digest is used again without the registry."""
+    (tmp_path / "packages").symlink_to(ROOT / "packages")
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DIGEST": digest}
+    make = ["make", "-f", str(ROOT / "Makefile"), "image"]
+    statuses = [subprocess.run(make, cwd=tmp_path, env=environment, capture_output=True).returncode for _ in range(2)]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    builds = [line for line in calls if line.startswith("build")]
+    if not digest:
+        assert all(statuses)
+        assert not builds
+        return
+    base = (tmp_path / "base-image.txt").read_text().strip()
+    assert base.endswith(f"@{DIGEST}")
+    assert statuses == [0, 0]
+    assert sum(line.startswith("pull") for line in calls) == 1
+    assert all(f"--build-arg BASE={base} " in line for line in builds)
+    assert len(builds) == 2
+    text = (ROOT / "Dockerfile").read_text()
+    assert [line for line in text.splitlines() if line.startswith("FROM")] == ["FROM ${BASE}"]
+    assert "ARG BASE=" not in text

@@ -55,7 +55,7 @@ def ask(client: Client, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str,
 
 
 def download(client: Client) -> bytes:
-    job, server = client.trainer._run
+    job, server = client.trainer.job, client.trainer.node.server
     return client.trainer.forms.write_down(job.down(server, 1, client.trainer.ids), server)
 
 
@@ -312,7 +312,7 @@ def test_a_site_may_refuse_a_model_that_is_far_from_the_last(factor: float, tmp_
     assert here.serve(here.grid(losing({(3, "train"): range(3)}))) is Stop.TOO_FEW
     assert not here.audit("rejected")
     client = here.clients()[0]
-    job, server = client.trainer._run
+    job, server = client.trainer.job, client.trainer.node.server
     down = job.down(server, 1, client.trainer.ids)
     for layer in (None, *job.oracle.layout.tree(down[0][None])):
         mask = torch.ones_like(down[0]) if layer is None else job.oracle.layout.mask(layer).to(down[0])
@@ -337,7 +337,7 @@ def test_a_site_refuses_a_model_with_dead_units(tmp_path: Path) -> None:
         assert here.serve() is Stop.DONE
         assert not here.audit("rejected")
         client = Client(here.sites[0].with_(state=tmp_path / f"new-{decay}"))
-        job, server = client.trainer._run
+        job, server = client.trainer.job, client.trainer.node.server
         down = job.down(server, 1, client.trainer.ids)
         first = job.oracle.layout.mask("fc1.bias").nonzero().flatten()
         for dead, passes in ((4, True), (14, False)):
@@ -357,7 +357,7 @@ def test_a_round_is_answered_on_few_models(kind: Kind, tmp_path: Path) -> None:
     """Crafted models in great number, whose answers can be subtracted: three of a round, each as often as it comes."""
     here = scene(tmp_path, "fedavg", **SMALL, **(ASKING if kind == "ask" else {}))
     client = here.clients()[0]
-    job, server = client.trainer._run
+    job, server = client.trainer.job, client.trainer.node.server
     down, forms = job.down(server, 1, client.trainer.ids), client.trainer.forms
 
     def asked(site: Client, change: float, **fields: Any) -> tuple[str, str]:
@@ -467,7 +467,7 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(Audit, "write", full)
-        assert ask(client, "hello") == ("refused", "no space left on the disk")
+        assert ask(client, "hello") == ("unable", "no space left on the disk")
 
     def forbidden(step: str, path: Path) -> None:
         if step == "create" and path.name in ("ledger.jsonl", SENT_FILE):
@@ -475,7 +475,7 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(disk, "hook", forbidden)
     status, reason = ask(here.clients()[1], "hello")
-    assert status == "refused"
+    assert status == "unable"
     assert f"{SENT_FILE} could not be written: Permission denied; " in reason
     book = Ledger(tmp_path, GaussianNoise(sigma=3.0, delta=1e-5), None, "a site")
     with pytest.raises(CheckpointError, match=r"ledger\.jsonl could not be written: Permission denied; "):

@@ -26,9 +26,9 @@ from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from fedloom_sites.deploy.server.run import serve
 from fedloom_sites.deploy.settings import read_server, read_site
-from fedloom_sites.deploy.site import trainer as trainer_module
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.state import models
+from fedloom_sites.transport import node as node_module
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, scene
 
@@ -97,13 +97,13 @@ def killing(round: int, kind: str) -> Callable[[int, Message, Message], Any]:
 def trained(here: Scene, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """A list that fills with (round, client) of every training that is really computed."""
     done: list[tuple[int, int]] = []
-    real = trainer_module.run_clients
+    real = node_module.run_clients
 
     def make(job: Any, down: Any, task: Any) -> Any:
         done.append((task.round, int(task.ids)))
         return real(job, down, task)
 
-    monkeypatch.setattr(trainer_module, "run_clients", make)
+    monkeypatch.setattr(node_module, "run_clients", make)
     return done
 
 

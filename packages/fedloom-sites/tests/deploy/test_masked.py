@@ -51,8 +51,8 @@ from fedloom_sites.deploy.secure.sums import MAX_ATTEMPTS
 from fedloom_sites.deploy.secure.terms import Terms, read_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.settings import Secure
-from fedloom_sites.deploy.site import trainer
 from fedloom_sites.deploy.site.state import models
+from fedloom_sites.transport import node as node_module
 from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import EQUAL, SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured
@@ -627,10 +627,17 @@ def terms_of(message: Message) -> Terms:
     return read_terms(arrays_of(message)[kind_of(message) == "masked"])
 
 
-def test_a_lost_sum_of_scores_costs_the_figures_only(tmp_path: Path) -> None:
-    here = secured(tmp_path, "fedavg", rounds=1)
-    assert here.serve(here.grid(losing({(1, "tally"): range(5)}))) is Stop.DONE
-    [line] = here.audit("scores are given up")
+def test_a_sum_of_the_last_scores_that_is_never_opened_costs_the_figures_only(tmp_path: Path) -> None:
+    """The run waits for it three times. Another sum would reveal the difference."""
+    here, seen = secured(tmp_path, "fedavg", rounds=1), list[str]()
+
+    def fault(_node: int, message: Message, reply: Message) -> Message | None:
+        seen.append(kind_of(message))
+        return None if "tally" in seen and kind_of(message) == "unmask" else reply
+
+    stops = [here.serve(here.grid(fault)) for _ in range(4)]
+    assert stops == [Stop.TOO_FEW] * 3 + [Stop.DONE]
+    [line] = here.audit("scores given up")
     assert line["round"] == 1
     assert not [k for k in figures(pq.read_table(here.server.results / "metrics.parquet"), total=True) if k[0] == 1]
 
@@ -684,14 +691,14 @@ def test_shares_of_noise_are_clipped_uploads_in_exact_arithmetic() -> None:
 
 def test_training_that_fails_is_no_answer_under_shared_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = secured(tmp_path, "fedavg", rounds=1, aggregator=PRIVATE)
-    make = trainer.run_clients
+    make = node_module.run_clients
 
     def fails(job: Any, down: Any, task: Any) -> Any:
         if int(task.ids) == 1:
             raise Refused("the loss of patient 7 is not finite")
         return make(job, down, task)
 
-    monkeypatch.setattr(trainer, "run_clients", fails)
+    monkeypatch.setattr(node_module, "run_clients", fails)
     assert here.serve() is Stop.DONE
     assert not here.audit("rejected")
     assert len([x for x in here.audit("accepted") if x["kind"] == "masked"]) == 5
@@ -1044,7 +1051,7 @@ def test_a_result_that_is_not_finite_is_a_neutral_upload(
     name: str, spoilt: tuple[int, ...], ends: Stop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It changes neither the site's state nor what the server has of it, and a counter shows how many there are."""
-    here, make = secured(tmp_path, name, rounds=2), trainer.run_clients
+    here, make = secured(tmp_path, name, rounds=2), node_module.run_clients
 
     def spoils(job: Any, down: Any, task: Any) -> Any:
         output = make(job, down, task)
@@ -1052,7 +1059,7 @@ def test_a_result_that_is_not_finite_is_a_neutral_upload(
             output = output._replace(upload=type(output.upload)(*(field / 0 for field in output.upload)))
         return output
 
-    monkeypatch.setattr(trainer, "run_clients", spoils)
+    monkeypatch.setattr(node_module, "run_clients", spoils)
     clients = here.clients()
     assert here.serve(here.grid(None, clients)) is ends
     assert not here.audit("rejected")

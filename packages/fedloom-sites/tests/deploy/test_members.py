@@ -309,7 +309,7 @@ def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     write_directory(plan(experiment, 3), folder, Location())
     clients = [Client(read_site(p)) for p in sorted(folder.glob("sites/*/site.toml"))]
-    assert bool((clients[0].trainer._run[1].x == 0.25).all())
+    assert bool((clients[0].trainer.node.server.x == 0.25).all())
     late = Client(read_site(folder / "sites" / "site-1" / "site.toml"))
     assert late.trainer.rounds == 1  # the file was compared
     save_file({k: t + 1 for k, t in state.items()}, folder / "sites" / "site-1" / "weights.safetensors")

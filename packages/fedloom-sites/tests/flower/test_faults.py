@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ import fedloom_sites.flower as ff
 from fedloom.algorithms import Ditto
 from fedloom.engine.setting import Engine
 from fedloom.errors import ConfigError, LayoutError, RunStopped
+from fedloom.rows.wire import WIRE_HEADER
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays, unpack_arrays
 from fedloom_sites.flower import documents
 from fedloom_sites.flower.records import VALUES_RECORD
 from tests.deploy.grid import outside_flower
@@ -248,12 +251,23 @@ def test_a_node_that_lost_its_state_says_so_and_begins_anew(capsys: pytest.Captu
     assert set(strategy.client_metrics[5]) == {0, 1, 2}
 
 
+def upload_in(content: RecordDict) -> bytes:
+    return bytes(unpack_arrays(content[ARRAYS_RECORD], 1e9)[0])
+
+
+def not_finite(message: bytes) -> bytes:
+    """The message with NaN as its last number, and a checksum that fits."""
+    body = message[WIRE_HEADER.size : -4] + b"\x00\x00\xc0\x7f"
+    return WIRE_HEADER.pack(*WIRE_HEADER.unpack_from(message)[:-1], zlib.crc32(body)) + body
+
+
 BENT: dict[str, Any] = {
-    "other shapes": lambda content: content.__setitem__("up", ArrayRecord(nn.Linear(2, 2).state_dict())),
-    "no upload": lambda content: content.pop("up"),
-    "not finite": lambda content: content.__setitem__(
-        "up", ArrayRecord({k: v * float("nan") for k, v in content["up"].to_torch_state_dict().items()})
-    ),
+    "other arrays": lambda content: content.__setitem__(ARRAYS_RECORD, ArrayRecord(nn.Linear(2, 2).state_dict())),
+    "no upload": lambda content: content.pop(ARRAYS_RECORD),
+    "no arrays": lambda content: content.__setitem__(ARRAYS_RECORD, pack_arrays([])),
+    "another message": lambda content: content.__setitem__(ARRAYS_RECORD, pack_arrays([b"FLOM"])),
+    "damaged": lambda content: content.__setitem__(ARRAYS_RECORD, pack_arrays([upload_in(content)[:-1] + b"?"])),
+    "not finite": lambda content: content.__setitem__(ARRAYS_RECORD, pack_arrays([not_finite(upload_in(content))])),
     "another round": lambda content: content.__setitem__(
         VALUES_RECORD, ConfigRecord({**content[VALUES_RECORD], "round": 99})
     ),

@@ -256,6 +256,10 @@ class CheckpointError(FedloomError):
     """Checkpoint that cannot be read or written."""
 
 
+class DiskError(CheckpointError):
+    """Failed write. The same work may succeed later, when the disk has space or responds again."""
+
+
 class DamagedCheckpoint(CheckpointError):
     """Saved state that is incomplete or damaged.
 
@@ -359,7 +363,7 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
-    """Raise a `CheckpointError` of one sentence if a file cannot be written in the block.
+    """Raise a `DiskError` of one sentence if a file cannot be written in the block.
 
     Args:
         path: the file.
@@ -367,7 +371,7 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
         again: end of the advice, for the time after disk space is freed.
 
     Raises:
-        CheckpointError: the disk is full or rejects the write.
+        DiskError: the disk is full or rejects the write.
     """
     try:
         yield
@@ -375,7 +379,7 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "the disk is full" if full else error.strerror or str(error)
         first = "Free some space" if full else "Check the disk and the permissions of the folder"
-        raise CheckpointError(f"{path} could not be written: {what}. {kept}. {first}, then {again}") from error
+        raise DiskError(f"{path} could not be written: {what}. {kept}. {first}, then {again}") from error
 
 
 class Stop(Enum):
@@ -453,21 +457,26 @@ class GivenUp(FedloomError):
 
 _DIRECTION_MARKS = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 """Unicode's bidirectional control characters, which make a text look like another text."""
+_HIDDEN_MARKS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff"
+"""Control characters and invisible characters, with which two texts that look alike differ."""
 
 
-def direction_in(*names: object) -> str:
+def direction_in(*names: object, hidden: bool = False) -> str:
     r"""Return a description of the first name that contains a control character for text direction, or "".
+
+    Args:
+        names: the names.
+        hidden: True to describe names with invisible characters too.
 
     >>> direction_in("age", "a\u202eb")[:23]
     "'a\\u202eb' holds U+202E"
     """
     for name in map(str, names):
-        match = re.search(f"[{_DIRECTION_MARKS}]", name)
-        if match:
-            mark = f"U+{ord(match[0]):04X}"
+        if match := re.search(f"[{_DIRECTION_MARKS}{_HIDDEN_MARKS if hidden else ''}]", name):
+            does = "is invisible" if re.match(f"[{_HIDDEN_MARKS}]", match[0]) else "changes the direction of text"
             return (
-                f"'{printable(name)}' holds {mark}, which changes the direction of text, so that the name looks like "
-                "another one. Write the name without it"
+                f"'{printable(name)}' holds U+{ord(match[0]):04X}, which {does}, so that the name looks like another "
+                "one. Write the name without it"
             )
     return ""
 
@@ -479,7 +488,7 @@ def printable(text: object) -> str:
     'a\\x1b[2Jb'
     """
     return re.sub(
-        rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{_DIRECTION_MARKS}\u2028\u2029\ud800-\udfff]",
+        rf"[{_HIDDEN_MARKS}\r{_DIRECTION_MARKS}\u2028\u2029\ud800-\udfff]",
         lambda match: match[0].encode("unicode_escape").decode(),
         str(text),
     )

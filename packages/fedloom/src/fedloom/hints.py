@@ -138,13 +138,15 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     return f"{hint} allowed: {', '.join(names)}".lstrip()
 
 
-def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "") -> ConfigError:
+def unknown(
+    what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "", rule: str = ""
+) -> ConfigError:
     """Return the error for an unknown name: with the name in fedloom, or else ``cure``, or else the nearest name."""
     place, names = f"{where}: " if where else "", list(allowed)
     if new := find_new_name(got, names):
         return ConfigError(f"{place}unknown {what} {got!r}; its name is now {new!r}")
     cure = "" if ALIAS_NAMES.get(str(got)) in names else cure
-    return ConfigError(f"{place}unknown {what} {got!r}; {cure or nearest(got, names)}")
+    return ConfigError(f"{place}unknown {what} {got!r}", rule=rule, fix=cure or nearest(got, names))
 
 
 def no_hint(key: str, value: object) -> str:

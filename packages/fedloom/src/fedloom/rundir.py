@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from os import PathLike, fspath
+from os import PathLike, fsencode, fspath
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import quote_plus
@@ -31,6 +31,8 @@ CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER 
     "tracking",
     "live",
 )
+MAX_NAME_BYTES = 255
+"""Largest length of a file name on the usual file systems."""
 WORK_FOLDER = ".work"
 """Folder for the claims of processes that share a run directory."""
 RESULT_FILES = (
@@ -86,10 +88,16 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
         otherwise: other allowed values, e.g. ``", or None for memory"``.
 
     Raises:
-        ConfigError: the value is not a path, or is empty, which would mean the current folder.
+        ConfigError: the value is not a path, or has a name that is too long, or is empty, which would mean the current
+            folder.
     """
     if not isinstance(path, str | PathLike) or not fspath(path):
         raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
+    if long := [part for part in Path(path).parts if len(fsencode(part)) > MAX_NAME_BYTES]:
+        raise ConfigError(
+            f"{what}: {long[0]!r:.40}... is a name of {len(long[0]):,} characters, and a file system takes "
+            f"{MAX_NAME_BYTES} bytes. Give a shorter one"
+        )
     return Path(path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -154,6 +154,18 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
         entry: T = find_class(name, what, base, where)
         return entry
     raise unknown(what, name, registry, where)
+
+
+def list_functions(value: object, rule: str) -> list[Any]:
+    """Return a caller's functions as a list.
+
+    Raises:
+        ConfigError: the value is no list of functions. The message begins with ``rule``.
+    """
+    functions = [*value] if isinstance(value, Iterable) and not callable(value) else [None]
+    if not all(map(callable, functions)):
+        raise ConfigError(f"{rule}, as [print], got {value!r:.200}")
+    return functions
 
 
 def make_kind(

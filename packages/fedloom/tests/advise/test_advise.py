@@ -14,7 +14,7 @@ import torch
 
 import fedloom as fl
 from fedloom.errors import ConfigError, RunDirError
-from fedloom.lab.advise import Advice, Advisor, Choice, Verdict, read_portfolio
+from fedloom.lab.advise import Advice, Advisor, Choice, Verdict, advisor, read_portfolio
 from fedloom.lab.advise.laps import cut_validation
 from fedloom.lab.advise.settings import spread_settings
 from fedloom.lab.experiment import parse
@@ -117,6 +117,19 @@ def test_processes_that_join_give_the_bytes_of_one(small: dict[str, bytes], tmp_
     advise(out, join=True)
     assert end(other) == 0
     assert contents(out) == small
+
+
+def test_a_process_joins_while_another_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, make_folder, joined = tmp_path / "race", advisor.make_folder, list[Advisor]()
+
+    def join_then(folder: Path) -> None:
+        make_folder(folder)
+        joined.append(Advisor(SMALL, "small", out, budget=7.0, methods=FEW))
+
+    monkeypatch.setattr(advisor, "make_folder", join_then)
+    out.mkdir()
+    Advisor(SMALL, "small", out, budget=7.0, methods=FEW)._begin()
+    assert joined
 
 
 def test_two_workers_give_the_bytes_of_one(small: dict[str, bytes], tmp_path: Path) -> None:

@@ -313,3 +313,69 @@ def test_late_entry_is_refused_and_every_way_on_that_is_named_works() -> None:
     assert fl.Dataset.create(since, **roles).shape == (1,)
     assert fl.Dataset.create(table.assign(start=table["time"] * 2), **roles).shape == (2,)
     assert fl.Dataset.create(table.assign(start=0.0), **roles).shape == (2,)
+
+
+def _export(column: str = "", cell: Callable[[int], object] = str, separator: str = ",") -> str:
+    """A stranger's export of 60 rows, with one more column if it has a name."""
+    head = ["age", "crp", *([column] if column else []), "died"]
+    rows = [
+        [str(20 + k % 50), f"{k * 37 % 101 / 7:.2f}", *([str(cell(k))] if column else []), str(k % 3 % 2)]
+        for k in range(60)
+    ]
+    return "\n".join(map(separator.join, [head, *rows])) + "\n"
+
+
+EXPORTS: dict[str, tuple[str | bytes, str]] = {
+    "a byte 0": (_export().replace("died", "di\0ed", 1), "line 1 holds a byte 0, which is no text"),
+    "a byte 0 in a class": (_export()[:-2] + "0\0\n", "line 61 holds a byte 0"),
+    "an invisible sign in a header": (_export("\u200bdose"), "holds U.200B, which is invisible"),
+    "a mark in the middle": ("age,\ufeffcrp" + _export()[7:], "holds U.FEFF, which is invisible"),
+    "an invisible sign in a class": (_export()[:-2] + "0\u00ad\n", "a level '0.*holds U.00AD, which is invisible"),
+    "headers that differ in a blank": (_export("age "), "columns 'age ' and others differ in blanks alone"),
+    "headers that differ in their form": (_export("\uff41ge"), "and others differ in blanks alone"),
+    "a sign of minus": (_export("d", lambda k: f"\u2212{k}.5"), "'d'.*write numbers alone"),
+    "thin spaces": (_export("d", lambda k: f"1\u202f{k:03}"), "'d'.*write numbers alone"),
+    "negative in brackets": (_export("d", lambda k: f"({k}.5)"), "'d'.*write numbers alone"),
+    "minus at the end": (_export("d", lambda k: f"{k}.5-"), "'d'.*write numbers alone"),
+    "underscores": (_export("d", lambda k: f"1_{k:03}"), "'d'.*expected a finite number"),
+    "other digits": (_export("d", lambda k: "\u0661\u0662"), "'d'.*expected a finite number"),
+    "roles that have other names": (
+        _export("d", lambda k: "abc"[k % 3]),
+        "target, client_column .*categorical or drop",
+    ),
+}
+"""Exports that are refused, with words of the error."""
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_export_that_is_read_wrongly_is_refused(name: str, tmp_path: Path) -> None:
+    text, words = EXPORTS[name]
+    (tmp_path / "rows.csv").write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(DataError, match=words):
+        fl.load(tmp_path / "rows.csv", target="died")
+
+
+CODES: dict[str, tuple[Callable[[int], object], str]] = {
+    "leading zeros": (lambda k: f"{k * 37 % 9000:05}", "cells such as 00000 are read as numbers"),
+    "exponents": (lambda k: f"{k % 9 + 1}E{k % 6 + 1}", "cells such as 1E1 are read as numbers"),
+    "seconds": (lambda k: 1_700_000_000 + k * 86400, "may hold dates as seconds since 1970"),
+    "milliseconds": (lambda k: 1_700_000_000_000 + k * 86_400_000, "may hold dates as milliseconds since 1970"),
+    "days of a spreadsheet": (lambda k: 45_000 + 3 * k % 177, "may hold dates as days of a spreadsheet"),
+}
+"""Numbers that are no measurements, with the note."""
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_numbers_that_may_be_codes_or_dates_are_noted(name: str, tmp_path: Path) -> None:
+    cell, words = CODES[name]
+    (tmp_path / "rows.csv").write_text(_export("visit_date", cell))
+    notes = fl.load(tmp_path / "rows.csv", target="died").notes
+    assert any("'visit_date'" in note and words in note for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    "cell", [lambda k: k / 8, lambda k: f"{k / 3e5:.2e}", lambda k: 0.25 * (k % 7), lambda k: 45_000.5 + 10 * (k % 53)]
+)
+def test_measurements_are_not_taken_for_codes(cell: Callable[[int], object], tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(_export("dose", cell))
+    assert not [note for note in fl.load(tmp_path / "rows.csv", target="died").notes if "'dose'" in note]

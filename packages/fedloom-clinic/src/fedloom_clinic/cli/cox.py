@@ -28,13 +28,13 @@ def cox(
         typer.Option(min=0, help="width of agreed time bins. Sites then send secure sums only"),
     ] = None,
     min_events: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             help="with --bins: smallest number of events and of rows at risk in a bin. A site with fewer "
-            "sends nothing for the bin",
+            "sends nothing for the bin (else 5)",
         ),
-    ] = 5,
+    ] = None,
     stratify: Annotated[bool, typer.Option("--stratify", help="use a baseline hazard per site")] = False,
     penalty: PenaltyName = "none",
     strength: Strength = None,
@@ -66,6 +66,9 @@ def cox(
         held_out = None if test is None else tuple(test.split("=", 1))
         if held_out is not None and len(held_out) != 2:
             raise ConfigError(f"--test selects test rows by COLUMN=VALUE, as fold=test, got {test!r}")
+        if bins is None and min_events is not None:
+            raise ConfigError("--min-events belongs to the sums of --bins. Give --bins too, or leave it out")
+        least = 5 if min_events is None else min_events
         if bins is not None and (penalty == "firth" or chosen == "cv"):
             raise ConfigError(
                 "sums of --bins belong to one likelihood. Give --penalty ridge with a --strength found without --bins"
@@ -80,11 +83,11 @@ def cox(
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
         if bins is not None:
             secure = fit_secure_cox(
-                sites, agreement_on(sites, bins, min_events, ties, None if chosen == "cv" else chosen), table.columns
+                sites, agreement_on(sites, bins, least, ties, None if chosen == "cv" else chosen), table.columns
             )
             fit, losses = secure.fit, secure.losses
             say(
-                f"bins of {option(bins)}, with at least {min_events} events and rows per site: "
+                f"bins of {option(bins)}, with at least {least} events and rows per site: "
                 f"{losses.rare + losses.uncovered} of {losses.events} events are censored "
                 f"({losses.rare} in bins with too few, {losses.uncovered} after the last bin)"
             )

@@ -64,6 +64,9 @@ def init(
         document = place.with_name(f"{place.stem}.agreement.toml")
         for path in (place, document) if agree else (place,):
             check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
+        for text in values or ():
+            if not text.startswith("data."):
+                raise ConfigError(f"--set {text!r:.80}: init takes keys of [data] alone, as --set data.skip=2")
         options = apply_overrides({"data": {}}, "fedloom init", values or ())["data"]
         draft = Draft(Survey(table, **options), client_column, target, event, subject)
         say(*draft.report)

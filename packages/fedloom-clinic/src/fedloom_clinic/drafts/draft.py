@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +22,10 @@ from fedloom.data.survey.facts import (
     MAX_FEW_LEVELS,
     PER_LEVEL,
     ColumnProfile,
+    answers,
     repeats,
 )
+from fedloom.data.survey.findings import time_unit
 from fedloom.data.survey.leaks import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
@@ -154,6 +156,30 @@ class Draft:
             )
         if not measured:
             self._report_gaps(target)
+            self._ask_about_classes(target, classes)
+        if self._event is not None and (unit := time_unit(target.name, np.unique(target.numbers))):
+            self.questions.append(
+                f"the time {target.name!r} may hold dates as {unit}: is it a time since the start of observation? Name "
+                "another column by --target, or delete this question"
+            )
+
+    def _ask_about_classes(self, target: ColumnProfile, classes: Mapping[str, int]) -> None:
+        """Ask about classes that may be marks of missing cells, or a row of totals."""
+        if target.kind != "number" or len(classes) < 3:
+            return
+        numbers = dict(sorted((float(name), name) for name in classes))
+        counts = np.array([classes[name] for name in numbers.values()])
+        if far := answers(np.array([*numbers]), counts):
+            cells = _list([numbers[code] for code in far])
+            self.questions.append(
+                f"the target {target.name!r}: does the class {cells} mean missing? If so, add missing = [{cells}] and "
+                "unlabelled = 'drop' to [data]. Else delete this question"
+            )
+        elif single := [name for name, count in classes.items() if count == 1]:
+            self.questions.append(
+                f"the target {target.name!r}: the class {_list(single)} has one row: is it a row of totals, or an "
+                "error? Delete the row, or this question"
+            )
 
     @staticmethod
     def _named(chosen: ColumnProfile, is_given: bool, alternatives: Sequence[str]) -> str:

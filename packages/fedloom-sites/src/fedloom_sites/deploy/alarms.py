@@ -53,7 +53,7 @@ class Alarms:
         self._count(line)
         kind, t, alarms = line.get("kind"), line.get("round"), list[str]()
         what = f"the newest message is of the kind {kind}, round {t}"
-        if line.get("status") != "ok" and _is_due(self._refused, MAX_REFUSALS):
+        if line.get("status") == "refused" and _is_due(self._refused, MAX_REFUSALS):
             alarms.append(f"this site rejected {self._refused} messages of the server. {what}: {reason}")
         repeats = self._answers[str(line.get("asked"))]
         if kind != "hello" and _is_due(repeats, MAX_REPEATS):
@@ -67,7 +67,7 @@ class Alarms:
     def _count(self, line: Mapping[str, Any]) -> None:
         if line.get("what") != "sent":
             return
-        self._refused += line.get("status") != "ok"
+        self._refused += line.get("status") == "refused"
         message = str(line.get("asked"))
         self._answers[message] += 1
         if line.get("kind") == "keys" and self._answers[message] == 1:
@@ -92,7 +92,7 @@ def site_status(site: Site) -> dict[str, Any]:
     return {
         "site": site.site,
         "messages": len(sent),
-        "refused": sum(line.get("status") != "ok" for line in sent),
+        "refused": sum(line.get("status") == "refused" for line in sent),
         "repeated": sum(count - 1 for count in message.values()),
         "last": sent[-1].get("time") if sent else None,
         "alarms": [

@@ -71,10 +71,10 @@ class AgreedAnalysis:
     def rules(self) -> Rules:
         """Rules before the number of absent sites is known.
 
-        A rule that equals the rule of a simulation was not agreed on, since recorded agreements contain every rule.
+        A value of 1 never stands for itself, see `check_rules`.
         """
-        rules, unchanged = self.analysis.rules or Rules(), Rules()
-        agreed = {name for name in Rules.model_fields if getattr(rules, name) != getattr(unchanged, name)}
+        rules = self.analysis.rules or Rules()
+        agreed = _stated_rules(rules)
         questions = rules.questions if "questions" in agreed else self.analysis.most_questions
         least = rules.min_subjects if "min_subjects" in agreed else DEFAULT_LEAST
         if self.threshold is not None:
@@ -262,6 +262,31 @@ def agreed_analyses(
     return agreed
 
 
+def _stated_rules(rules: Rules) -> set[str]:
+    """Return the names of the rules that were agreed on. Older agreements contain every rule of a simulation."""
+    unchanged = {name for name in Rules.model_fields if getattr(rules, name) == getattr(Rules(), name)}
+    is_older = rules.model_fields_set == {*Rules.model_fields}
+    return {*rules.model_fields_set} - (unchanged if is_older else {name for name in unchanged if name != "questions"})
+
+
+def check_rules(analysis: Analysis) -> None:
+    """Raise if an agreement would switch off a rule of real sites.
+
+    Raises:
+        ConfigError: ``min_subjects`` or ``min_clients`` is 1.
+    """
+    rules = analysis.rules
+    if rules is None or rules.model_fields_set == {*Rules.model_fields}:
+        return
+    for name in ("min_subjects", "min_clients"):
+        if name in rules.model_fields_set and getattr(rules, name) == 1:
+            raise ConfigError(
+                f"the analysis {name_of(analysis)} has the rule {name} = 1, and real sites hide what is of one",
+                rule="analysis-rule-of-one",
+                fix=f"leave {name} out of rules, which takes the value of real sites, or give 2 or more",
+            )
+
+
 def check_analyses(
     job: Job, experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
 ) -> None:
@@ -280,6 +305,7 @@ def check_analyses(
                     f"sums of the analysis {name} carry no noise, but the agreed delta requires noise "
                     "on everything that leaves a site. Leave one out"
                 )
+            check_rules(analysis)
             analysis.check(schema, job.setting)
             analysis.check_sites(schema, masked=threshold is not None)
     agreed = agreed_analyses(experiment, samples, clients, threshold, first)

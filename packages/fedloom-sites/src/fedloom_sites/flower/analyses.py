@@ -27,6 +27,7 @@ from fedloom.analyses import (
     Question,
     analysis_of,
     client_rows,
+    needs_run,
     require_questions,
     run_questions,
 )
@@ -35,7 +36,14 @@ from fedloom.data import Federation
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, DataError, FedloomError, Refused, WireError, sentence_of
 from fedloom.rundir import place_of
-from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, TooLarge, schema_of_agreement, stem_of
+from fedloom_sites.deploy.analyses import (
+    AgreedAnalysis,
+    AnswerForm,
+    TooLarge,
+    check_rules,
+    schema_of_agreement,
+    stem_of,
+)
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
 
@@ -79,9 +87,8 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
     schema = schema_of_agreement(agreed, "app")
     require_questions(analysis)
     if analysis.uses_models:
-        raise ConfigError(
-            f"the analysis {name_of(analysis)} reads the models of a run, but analyses in an app have no run"
-        )
+        raise needs_run(analysis)
+    check_rules(analysis)
     analysis.check(schema)
     analysis.check_sites(schema, masked=False)
     return AgreedAnalysis(name_of(analysis), analysis, schema, clients, None)

@@ -87,8 +87,9 @@ def reproduce(
     if tables_of_others and page is None:
         raise typer.BadParameter("--others needs --page, the file to write")
     with errors():
+        from fedloom.engine.setting import Engine
         from fedloom.outputs import check_output_folder
-        from fedloom.values import choose
+        from fedloom.values import choose, make
         from fedloom_studies.appendices import check_page
         from fedloom_studies.reproduce.recipe import RECIPE_SCALES
         from fedloom_studies.store import choose_folder
@@ -130,6 +131,7 @@ def reproduce(
             return
         from fedloom.lab.experiment import open_executor
 
+        make(Engine, {"device": device}, "--device", Engine.model_fields)
         engine = None if executor is None else open_executor(executor)
         time = TimeBudget(None if budget is None else seconds(budget))
         if works_through:

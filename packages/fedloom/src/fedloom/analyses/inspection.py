@@ -33,6 +33,7 @@ class Confusion(Analysis):
     kind: ClassVar[str] = "confusion"
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        super().check(schema, setting)
         if not schema.classes:
             raise Refused(
                 f"confusion counts predicted classes, but {schema.name} is a {schema.task}",

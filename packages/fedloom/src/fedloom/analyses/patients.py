@@ -38,7 +38,11 @@ class KeptPredictions(Analysis):
             ConfigError: a sample has a label per position, or more than `MAX_OUTPUTS` outputs.
         """
         if fed.data.each or fed.data.outputs > MAX_OUTPUTS:
-            raise Refused(f"predictions stores at most {MAX_OUTPUTS} outputs per sample. Leave it out")
+            raise Refused(
+                f"predictions keeps at most {MAX_OUTPUTS} outputs of a sample, and {fed.data.name} has more",
+                rule="predictions-too-many-outputs",
+                fix="leave it out",
+            )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
         return predictions(result), ()

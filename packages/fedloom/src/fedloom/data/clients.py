@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,10 @@ def as_federation(
         raise ConfigError(
             f"{name}: a tuple of two is one data set (x, y), or one client's training and test set. "
             f"For several clients, give {CLIENTS_EXAMPLE}"
+        )
+    if not isinstance(clients, Iterable) or isinstance(clients, str | bytes):
+        raise ConfigError(
+            f"{name}: clients must be a list or a table by name, got {clients!r:.80}. Give {CLIENTS_EXAMPLE}"
         )
     by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
     named = {str(who): client for who, client in by_name.items()}

@@ -273,8 +273,8 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
     Raises:
         ConfigError: holdout is out of range.
     """
-    if not 0 <= holdout < 1:
-        raise ConfigError(f"holdout must be at least 0 and less than 1, got {holdout}")
+    if not isinstance(holdout, int | float) or not 0 <= holdout < 1:
+        raise ConfigError(f"holdout must be a number of at least 0 and less than 1, got {holdout!r:.80}")
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
     y = None if data.labels is None else data.labels.numpy()
     cut = cut_parts(dealt, y, Quota(holdout, 0.0), numpy_generator(seed, purpose="parts"), data.design)

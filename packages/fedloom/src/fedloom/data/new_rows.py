@@ -49,7 +49,7 @@ class NewRows(NamedTuple):
 @default_to_cpu()
 def new_rows(
     facts: InputSpec,
-    rows: Any,
+    rows: object,
     name: str = "rows",
     users: str | None = None,
     factors: Factors | None = None,

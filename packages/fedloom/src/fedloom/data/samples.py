@@ -70,7 +70,7 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
         if numbers.dtype.kind not in "uifb":
             raise DataError(f"{name}: sample {len(y)} is {numbers.dtype}, but must be an image or numbers")
         if x is None:
-            first, pictures = str(numbers.dtype), picture
+            first, pictures = numbers.dtype.name, picture
             x = GrowingRows(numbers.shape, np.uint8 if numbers.dtype == np.uint8 else np.float32)
         if numbers.shape != x.shape:
             raise DataError(
@@ -240,7 +240,7 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
         stack = stacked(((value, 0) for value in rows), name)
     if stack is None:
         array = plain(rows, name)
-        return array, str(array.dtype)
+        return array, array.dtype.name
     return stack.x, stack.dtype
 
 

@@ -168,7 +168,7 @@ class Setting(Value):
         default_factory=Softmax, description="a model's name, or its specification"
     )
     rounds: Rounds = 100
-    seed: int = Field(0, description="seed of all random draws")
+    seed: int = Field(0, ge=0, description="seed of all random draws")
     task: Annotated[Objective, SettingTable(Objective)] = Field(
         default_factory=Objective, description="custom loss, class weights and further metrics"
     )

@@ -43,6 +43,7 @@ from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, place_of
 from fedloom.seeds import SERVER_CLIENT, as_global, generator, rng_states
+from fedloom.values import list_functions
 
 S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
@@ -129,8 +130,7 @@ def simulate(
             "y), (x_test, y_test)). If the samples belong to clients, give clients to "
             "fl.Dataset.create, and use fl.partitions.natural()"
         )
-    if callable(callbacks) or not all(map(callable, callbacks := list(callbacks))):
-        raise ConfigError(f"callbacks must be a list of functions of a state, as [print], got {callbacks!r:.200}")
+    callbacks = list_functions(callbacks, "callbacks must be a list of functions of a state")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
         check_output_folder(

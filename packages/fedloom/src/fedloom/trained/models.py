@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -289,7 +290,7 @@ class Models:
         return row, statistics
 
     def _check(self, kind: str) -> None:
-        if kind not in self.kinds():
+        if not isinstance(kind, str) or kind not in self.kinds():
             name = self._source.about["algorithm"]
             raise ConfigError(f"{name} has no {kind!r} model. Its models: {', '.join(self.kinds()) or 'none'}")
 
@@ -298,7 +299,7 @@ class Models:
         names = self.names
         if isinstance(client, str) and client in names:
             return list(names).index(client)
-        number = int(client) if str(client).isdecimal() else -1
+        number = int(client) if re.fullmatch("[0-9]{1,18}", str(client)) else -1
         if not 0 <= number < len(names):
             raise ConfigError(f"unknown client {client!r}; {self.clients_phrase(client)}")
         return number
@@ -339,4 +340,9 @@ def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float |
         fields |= {"epochs": epochs} if steps is None else {"steps": steps}
     if lr is not None:
         fields |= {"lr": lr, "schedule": "constant"}
-    return LocalSGD(**fields)
+    changed = LocalSGD(**fields)
+    try:
+        changed.check(1)
+    except ConfigError as error:
+        raise error.refixed("give adapt at least one epoch or step, and a step size such as 0.01") from None
+    return changed

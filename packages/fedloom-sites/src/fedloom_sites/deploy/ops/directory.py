@@ -68,7 +68,9 @@ Folder = Annotated[Path, AfterValidator(_plain)]
 class Location(Value):
     """Location of a deployment."""
 
-    host: str = Field("localhost", pattern=r"^[A-Za-z0-9.:-]+$", description="host or address of the reverse proxy")
+    host: str = Field(
+        "localhost", pattern=r"^[A-Za-z0-9.:][A-Za-z0-9.:-]{0,252}$", description="host or address of the reverse proxy"
+    )
     proxy_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy, to which sites connect")
     port: int = Field(18000, ge=1, le=65535, description="port of the server behind the reverse proxy, on loopback")
     home: Folder = Field(DEFAULT_HOME, description="folder on the machines for server/ and site/")

@@ -84,7 +84,6 @@ def add(folder: Path, name: str, place: Location) -> Change:
     """
     file = server_file(folder)
     server, out = read_server(file), folder / "changes" / name
-    _check_idle(server)
     if same := case_twin(name, (m.site for m in server.sites)):
         raise ConfigError(
             f"{folder} has a site {same}, got {name}. Choose a name that differs in more than upper and lower case"
@@ -101,6 +100,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         "fedloom deploy add", Member.model_fields,
     )  # fmt: skip
     members = (*server.sites, member)
+    _check_idle(server)  # it creates a lock, so it comes after the checks of the name
     document, start = read_toml(server.experiment, "experiment file"), _last_model(server)
     done = (Checkpoints(server.checkpoints).meta() or {}).get("round", 0)
     method = document["method"][0]

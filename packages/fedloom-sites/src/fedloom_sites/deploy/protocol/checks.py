@@ -33,6 +33,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     PROTOCOL_VERSION,
     REPLY_FIELDS,
     STATUS_FIELDS,
+    UNABLE_STATUS,
     Envelope,
     Kind,
     Pending,
@@ -40,11 +41,11 @@ from fedloom_sites.deploy.protocol.envelope import (
     digest_of,
     unseal,
 )
-from fedloom_sites.deploy.protocol.forms import Forms, Upload, score_names
 from fedloom_sites.deploy.protocol.identity import is_signed
 from fedloom_sites.deploy.protocol.lengths import lengths, out_of_range
-from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, plain
+from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, UnableReply, plain
 from fedloom_sites.deploy.settings import Server, bound_of
+from fedloom_sites.transport.forms import Forms, Upload, score_names
 
 MAX_WORK_COUNT = 10**15
 """Largest plausible count of work."""
@@ -200,6 +201,8 @@ class Checks:
         return draft
 
     def _no_refusal(self, draft: _Draft) -> _Draft:
+        if draft.head["status"] == UNABLE_STATUS:
+            raise UnableReply(draft.head["reason"])
         if draft.head["status"] != "ok":
             raise Rejected(2, f"the site rejected the message: {draft.head['reason']}")
         return draft

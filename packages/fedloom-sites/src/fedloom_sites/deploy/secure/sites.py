@@ -18,7 +18,6 @@ from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import Request
-from fedloom_sites.deploy.protocol.forms import Forms, is_common
 from fedloom_sites.deploy.protocol.lengths import absolute
 from fedloom_sites.deploy.secure.counters import AnswerCounts
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
@@ -28,6 +27,7 @@ from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.server.sites import AnalysisSum, Sites
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server, bound_of
+from fedloom_sites.transport.forms import Forms, is_common
 
 Figure = tuple[float, float, int]
 """Mean of a score over sites, mean over samples, and number of sites."""
@@ -180,7 +180,13 @@ class MaskedSites(Sites):
         return AnalysisSum(session.value, session.clients, session.counts)
 
     def _tally(self, request: ScoreRequest) -> None:
-        """Sum the scores of all connected sites in a separate session. If no sum results, the run continues."""
+        """Sum the scores of all connected sites in a separate session.
+
+        If no sum results, the run continues without the scores. After the last round, the run waits for the sites.
+
+        Raises:
+            RunStopped: after the last round, too few sites answered. The run continues when they are back.
+        """
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
 
@@ -193,13 +199,15 @@ class MaskedSites(Sites):
             groups = self.group_sums.decode(total[n:], count) if with_groups else []
             return self._figures.decode(total[:n], count), groups
 
-        self._tallied = t, {}
         try:
             length = n + (self.group_sums.length if with_groups else 0)
             figures, self._groups = self._sessions.sum(terms, self._weights(terms), letter, length, read).value
             self._tallied = t, figures
         except (Broken, GivenUp, RunStopped) as error:
-            self._transport.note("the scores are given up", t, asks, str(error))
+            if isinstance(error, RunStopped) and with_groups:  # the sites store their last models in this session
+                raise RunStopped(error.reason, f"scores after the last round: {error.detail}") from None
+            self._tallied = t, {}
+            self._transport.note("scores given up", t, asks, str(error))
 
     def _terms(
         self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None

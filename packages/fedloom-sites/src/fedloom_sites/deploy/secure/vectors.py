@@ -19,10 +19,10 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.seeds import generator
 from fedloom_sites.deploy.noise import SharedMean
-from fedloom_sites.deploy.protocol.forms import score_names
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
+from fedloom_sites.transport.forms import score_names
 
 WORK_COUNTS = 3
 """Number of work counts at the end of an upload."""

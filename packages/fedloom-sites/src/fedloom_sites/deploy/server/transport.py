@@ -25,12 +25,15 @@ from fedloom.errors import RunStopped, Stop
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.protocol.checks import Checks
 from fedloom_sites.deploy.protocol.envelope import Pending, Reply, Request, message_of
-from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.protocol.identity import verifying_key
-from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, plain
+from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, UnableReply, plain
 from fedloom_sites.deploy.server.bounded import POLL_SECONDS, call_with_retry, pull
-from fedloom_sites.deploy.server.presence import NodePresence
+from fedloom_sites.deploy.server.presence import LEAST_SECONDS, NodePresence
 from fedloom_sites.deploy.settings import Server
+from fedloom_sites.transport.forms import Forms
+
+MAX_REPEATS = 2
+"""Number of times that a message is sent again to a site that could not write to its disk."""
 
 
 class Transport:
@@ -59,6 +62,7 @@ class Transport:
         )
         self._overdue: dict[str, tuple[Pending, float]] = {}
         self._posted: dict[str, tuple[Pending, float]] = {}
+        self._unable = set[int]()
 
     def _met(self) -> dict[int, int]:
         """Return the client of each node with a logged reply, so that a site has a name before its first answer."""
@@ -150,7 +154,8 @@ class Transport:
     ) -> dict[int, Reply]:
         """Return accepted replies by client. Unanswered requests are repeated until ``need`` replies have arrived.
 
-        A reply to a request for scores only does not count towards ``need``.
+        A reply to a request for scores only does not count towards ``need``. A site that could not write to its disk
+        gets the same request again, `MAX_REPEATS` times, even if enough other sites have answered.
 
         Args:
             round: round of the run.
@@ -161,14 +166,21 @@ class Transport:
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
         replies: dict[int, Reply] = {}
-        open_ = dict(requests)
+        open_, repeats, is_enough, longest = dict(requests), MAX_REPEATS, False, self._settings.deadline
         while True:
             self.greet()
-            now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in self.nodes]
-            good, bad = self.exchange(round, now, need - _counting(replies), self._settings.deadline, wanted)
+            asked = self._unable if is_enough else {*open_}
+            now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in {*self.nodes} & asked]
+            self._unable, start = set(), time.monotonic()
+            good, bad = self.exchange(round, now, need - _counting(replies), longest, wanted)
+            longest = min(longest, max(LEAST_SECONDS, time.monotonic() - start)) if self._unable else longest
             replies |= good
+            if self._unable and not repeats:
+                bad |= self._unable
+            repeats -= bool(self._unable)
             open_ = {c: request for c, request in open_.items() if c not in good and c not in bad}
-            if (_counting(replies) >= need and not {*wanted} & {*open_}) or (not open_ and requests):
+            is_enough = _counting(replies) >= need and not {*wanted} & {*open_}
+            if (is_enough and not self._unable & {*open_}) or (not open_ and requests):
                 break
             if time.monotonic() > end or not requests:
                 break
@@ -381,7 +393,9 @@ class Transport:
         self._audit.write("rejected", **facts, **self._facts(pending))
         if lost:
             self._mark_mute(pending, error.reason)
-        return set() if pending.client is None or lost or is_late else {pending.client}
+        asked_again = isinstance(error, UnableReply) and not is_late
+        self._unable |= {pending.client} if asked_again and pending.client is not None else set()
+        return set() if pending.client is None or lost or is_late or asked_again else {pending.client}
 
 
 def _counting(replies: Mapping[int, Reply]) -> int:

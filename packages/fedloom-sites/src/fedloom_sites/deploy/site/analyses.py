@@ -176,7 +176,7 @@ class SiteAnalyses:
         """Return the site's rows with the models of the end of the run, as functions of inputs."""
         trainer, ids = self._trainer, self._trainer.ids
         job, _ = trainer.attach_local_data(terms.bases[trainer.site.client], trainer.job)
-        down, shared = trainer.received(models, common=terms.common)
+        down, shared = trainer.node.receive(models, common=terms.common)
         kinds = {} if shared is None else {"global": shared.to(job.oracle.device)}
         if down is not None:
             personal = personal_models(job, down, terms.round, ids)[0]

@@ -10,7 +10,7 @@ from flwr.app import Message, RecordDict
 
 from fedloom.data import Federation
 from fedloom.data.input_spec import compared
-from fedloom.errors import CheckpointError, Refused, printable, sentence_of
+from fedloom.errors import CheckpointError, DiskError, Refused, printable, sentence_of
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.version import __version__
 from fedloom_sites.deploy.alarms import Alarms, message_digest, raise_alarm
@@ -19,6 +19,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     MAX_REASON_CHARACTERS,
     PROTOCOL_VERSION,
     REQUEST_FIELDS,
+    UNABLE_STATUS,
     Envelope,
     common_head,
     digest_of,
@@ -90,6 +91,8 @@ class Client:
     def reply(self, content: RecordDict) -> RecordDict:
         """Return the signed reply to the content of a message from the server. A rejection contains the reason.
 
+        If the site cannot write to its disk, the reply says so, and the server may send the same message again.
+
         The reply contains the reason only if the reason contains no value of a sample. Under differential privacy or
         secure aggregation, the reason must also come from code that reads no sample (`PublicReason`). Otherwise the
         reason is only in the site's log.
@@ -110,15 +113,18 @@ class Client:
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:MAX_REASON_CHARACTERS]}
         except Exception as error:  # the server gets the sentence, and logs it
             reason = public = sentence_of(error)
+            cause, status = error.__cause__ if isinstance(error, PublicReason) else error, "refused"
             if not isinstance(error, PublicReason if secret else (PublicReason, *QUOTES_NO_VALUE)):
                 public = self.trainer.log_privately(reason)
-            more, arrays, metrics = {"status": "refused", "reason": public[:MAX_REASON_CHARACTERS]}, [], None
+            elif isinstance(cause, DiskError):
+                status = UNABLE_STATUS
+            more, arrays, metrics = {"status": status, "reason": public[:MAX_REASON_CHARACTERS]}, [], None
         self._memory.notes.clear()
         more["digest"] = digest_of(arrays)
         try:
             self._note_sent(head, more, arrays, metrics, reason)
         except CheckpointError as error:  # what cannot be noted does not leave
-            more, arrays, metrics = {"status": "refused", "reason": str(error)[:MAX_REASON_CHARACTERS]}, [], None
+            more, arrays, metrics = {"status": UNABLE_STATUS, "reason": str(error)[:MAX_REASON_CHARACTERS]}, [], None
             more["digest"] = digest_of(arrays)
         return self._signed(head, more, arrays, metrics)
 

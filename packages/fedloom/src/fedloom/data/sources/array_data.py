@@ -26,7 +26,7 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 
 MOST_NOTED = 2**24
-"""Largest number of values in a data set that is searched for notes."""
+"""Largest number of values in a data set that is searched for notes: 64 MiB of float32."""
 MAX_EXACT_INTEGER = 2**24
 """Largest integer up to which float32 represents every integer exactly."""
 Layout = Literal["image", "sequence"]
@@ -273,6 +273,12 @@ def noted(data: Dataset) -> Dataset:
             "x contains bytes (uint8), which are read as pixels and divided by 255. If they are not pixels, give floats"
         )
         return replace(data, notes=(*data.notes, note))
+    if x.dtype == torch.uint8 and x.numel() and not data.vocabulary and int(x.max()) <= 1:
+        note = (
+            "x has bytes of 0 and 1 alone, and bytes are divided by 255, so all samples are nearly black. Give 255 for "
+            "white, or floats"
+        )
+        data = replace(data, notes=(*data.notes, note))
     data = noted_copies(data)
     if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
         return data

@@ -222,8 +222,9 @@ class Advisor:
 
     def _begin(self) -> None:
         self._check_directory()
-        make_folder(self.out / LAPS_FOLDER)
+        # The file comes first: a process that joins now must find a race, not a folder of someone else.
         write_atomic(self.out / RACE_FILE, tomli_w.dumps(self._identity()).encode())
+        make_folder(self.out / LAPS_FOLDER)
 
     def _identity(self) -> dict[str, Any]:
         """Return everything that laps depend on, as it reads in a file."""

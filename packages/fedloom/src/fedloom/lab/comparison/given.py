@@ -69,6 +69,8 @@ class Ready(Partition):
 
     def __call__(self, data: object, seed: int = 0) -> Federation:
         fed: Federation = self.held
+        if isinstance(data, Dataset) and data.columns.keys() > fed.data.columns.keys():  # kept for groups of rows
+            return replace(fed, data=data)
         return fed
 
 
@@ -200,7 +202,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
 
 def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str, Any]]:
     """Return the tables of the methods, each with its label."""
-    if isinstance(methods, str) or not methods:
+    if not isinstance(methods, Mapping | Sequence) or isinstance(methods, str | bytes) or not methods:
         raise ConfigError(
             f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
         )

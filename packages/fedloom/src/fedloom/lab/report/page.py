@@ -175,6 +175,8 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
         RunDirError: the folder is a file.
         ConfigError: see `fedloom.lab.report.write`.
     """
+    if not out.name:
+        raise ConfigError(f"a report is one HTML file, got {out}. Give the name of a file")
     beside = out.with_suffix("")
     if out.suffix.lower() not in FILE_KINDS["HTML"] or out.is_dir():
         raise ConfigError(f"a report is one HTML file, got {out}. Give a name such as {out.with_suffix('.html')}")

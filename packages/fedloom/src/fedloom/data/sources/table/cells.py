@@ -22,13 +22,14 @@ from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 BATCH_ROWS = 512
+"""Number of rows that are read at a time. Chosen: a table of 1,000 columns then has 512,000 cells in memory as text."""
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
 MAX_ROW_CHARACTERS = 2**26
 """Largest number of characters of a row, and of the rows that are buffered before they are cut into columns."""
 MAX_SHOWN_LEVELS = 6
 """Largest number of levels of a column in an error message."""
 CELL_HINT = (
-    "repair the cell, name it in missing, or give the column a role: label, users (client of a row), "
+    "repair the cell, name it in missing, or give the column a role: target, client_column (client of a row), "
     "categorical or drop"
 )
 DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
@@ -36,8 +37,8 @@ DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+
 GROUPED_NUMBER_PATTERN = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 """Pattern of an integer with commas between thousands, or a number with a decimal comma and three decimals."""
 QUANTITY_PATTERN = re.compile(
-    r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
-    r"(?P<unit>[%€$£]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
+    r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+\u2212\u2013(]?(\d{1,3}([,'\u2019\s]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
+    r"(?P<unit>[-%€$£)]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
 )
 """Pattern of a number with signs or a unit that Python cannot parse."""
 DATE_TEXT_PATTERN = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}.*)?|\d{1,2}\.\d{1,2}\.\d{4}")
@@ -232,14 +233,19 @@ class _Lines:
     """
 
     def __init__(self, text: io.TextIOWrapper, where: str) -> None:
-        self.length, self._text, self._where = 0, text, where
+        self.length, self._text, self._where, self._count = 0, text, where, 0
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
         line = self._text.readline(MAX_ROW_CHARACTERS)
-        self.length += len(line)
+        self.length, self._count = self.length + len(line), self._count + 1
+        if "\0" in line:
+            raise DataError(
+                f"{self._where}: line {self._count:,} holds a byte 0, which is no text. The file is damaged or of "
+                "another kind: export it again"
+            )
         if self.length >= MAX_ROW_CHARACTERS:
             raise DataError(
                 f"{self._where}: a row of {MAX_ROW_CHARACTERS:,} characters or more. Check separator and quotes, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -25,6 +26,8 @@ MAX_NOTED_NEGATIVE_SHARE = 0.05
 OUTLIER_WIDTHS = 1000
 """Smallest distance of an outlier from the nearer end of a column's interquartile range, in widths of this range."""
 THREE_DIGITS_PATTERN, SHORT_FRACTION_PATTERN = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
+CODE_PATTERN = re.compile(r"0\d+|\d+[eE]\d+")
+"""Pattern of digits that are hardly a measurement: with a leading zero, or with an exponent without sign or period."""
 ENTRY_NAME_PATTERN = re.compile(
     r"t?start(_?time)?|time_?[01]|entry(_?(time|age))?|t_?entry|(left_?)?trunc\w*", re.IGNORECASE
 )
@@ -46,20 +49,33 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
     Raises:
         DataError: two columns have the same name.
     """
-    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+    plain = [" ".join(unicodedata.normalize("NFKC", name).split()) for name in names]
+    counts = Counter(plain)
+    if twice := sorted(name for name, same in zip(names, plain, strict=True) if counts[same] > 1 and name != same):
+        raise DataError(f"{where}: columns {', '.join(map(repr, twice))} and others differ in blanks alone. Rename one")
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; {rename(twice)}")
 
 
-class Fractions:
-    """Text columns whose fractions all have three digits, because periods may separate thousands (7.123 for 7,123)."""
+class Spellings:
+    """Cells of text columns that are numbers for Python, and may be something else for their author.
+
+    Fractions that all have three digits may have periods between thousands (7.123 for 7,123). ``007`` and ``1E5`` may
+    be codes.
+    """
 
     def __init__(self) -> None:
+        self._codes: dict[str, list[str]] = {}
         self._counts: dict[str, int] = {}
         self._examples: dict[str, str] = {}
         self._sound = set[str]()
 
     def add(self, column: str, cells: Cells) -> None:
         """Add cells, numbers with a decimal point."""
+        found = self._codes.setdefault(column, [])
+        if len(found) < MIN_CHECKED_ROWS:
+            likely = (c for c in cells if isinstance(c, str) and ("e" in c or "E" in c or c.lstrip()[:1] == "0"))
+            found += [c.strip() for c in likely if CODE_PATTERN.fullmatch(c.strip())]
         if column in self._sound:
             return
         for cell in cells:
@@ -75,7 +91,13 @@ class Fractions:
                 return
 
     def notes(self) -> Iterator[str]:
-        """Yield a note on such columns."""
+        """Yield notes on such columns."""
+        for column, found in self._codes.items():
+            if len(found) >= MIN_CHECKED_ROWS:
+                yield (
+                    f"column {column!r}: cells such as {found[0]} are read as numbers ({float(found[0]):g}). If they "
+                    "are codes, name the column in categorical, or in drop"
+                )
         columns = [c for c, count in self._counts.items() if count >= MIN_CHECKED_ROWS and c not in self._sound]
         if columns:
             example = self._examples[columns[0]]

@@ -256,7 +256,7 @@ class _Reading:
                 "features as an array (NPZ, or a folder with x.npy)"
             )
         checks.refuse_twins(where, names)
-        if disguised := direction_in(*names):
+        if disguised := direction_in(*names, hidden=True):
             raise DataError(f"{where}: a column {disguised}")
         if absent := sorted(wanted - set(names)):
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
@@ -266,13 +266,15 @@ class _Reading:
         self.features = [c for c in names if c not in no_features]
         if agreement is not None:
             if self.label in {column.name for column in agreement.column}:
-                raise ConfigError(f"{where}: {self.label!r} is a feature in the agreement. Name the target in label")
+                raise ConfigError(
+                    f"{where}: {self.label!r} is a feature in the agreement. Name the column to predict in target"
+                )
             self.agreed = agreed_columns(agreement.table, "repair it, or agree on impute = true", spec.factors)
             self.features = list(self.agreed)
         if not self.features:
             raise ConfigError(
                 f"{where}: no column is left as a feature, the header contains "
-                f"{', '.join(map(repr, names))}. Check separator, label and drop"
+                f"{', '.join(map(repr, names))}. Check separator, target and drop"
             )
         categorical = () if self.agreed else spec.categorical
         included = () if self.agreed else [c for c in spec.include if c in self.features and c not in categorical]
@@ -289,7 +291,7 @@ class _Reading:
             column: GrowingRows((), np.float64) for column in (self.label, self.event) if column is not None
         }
         self.events_seen = set[str]()
-        self.fractions = checks.Fractions()
+        self.spellings = checks.Spellings()
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MISSING_MARKERS]
 
     @property
@@ -311,7 +313,7 @@ class _Reading:
             self._check_gaps(piece, missing)
         self.design.add(piece, missing)
         if column in self.numeric or column in self.agreed or (column in self.measured and self.numeric_label):
-            self.fractions.add(column, block)
+            self.spellings.add(column, block)
         if column in self.codes:
             self._code(piece, missing)
         if column in self.agreed:
@@ -362,7 +364,7 @@ class _Reading:
             raise NoSamples(f"{where}: no rows below the header, so the table is empty")
         coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
         for column, (_, named) in coded.items():
-            if disguised := direction_in(*named):
+            if disguised := direction_in(*named, hidden=True):
                 raise DataError(f"{where}: column {column!r}: a level {disguised}")
         label, classes = coded[self.label]
         if spec.client_column in coded:
@@ -534,7 +536,7 @@ class _Reading:
         yield from unapplied(self.spec.factors, self.spec.client_column, None if clients is None else clients.levels)
         yield from checks.note_filled_cells(self.agreed)
         yield from checks.note_range_excess(self.agreed, columns)
-        yield from self.fractions.notes()
+        yield from self.spellings.notes()
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}
         yield from checks.doubtful_levels(coded, self.label)

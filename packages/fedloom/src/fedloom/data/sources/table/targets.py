@@ -46,7 +46,7 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
     if task != "survival" and event is not None:
         raise ConfigError(f"{where}: event = {event!r} makes the task survival, but task is {task!r}. Leave out one")
     if event == label:
-        raise ConfigError(f"{where}: {label!r} is both label and event. Set label to the column of times")
+        raise ConfigError(f"{where}: {label!r} is both target and event. Set target to the column of times")
     if task in ("survival", "count") and scaled:
         raise ConfigError(f"{where}: centre and unit belong to a regression, but the task is {task}. Leave them out")
 
