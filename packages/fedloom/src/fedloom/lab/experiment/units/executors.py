@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -41,7 +42,9 @@ def _processes(count: str) -> Any:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    return ProcessPoolExecutor(_number(count, "processes"), mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(_number(count, "processes"), mp_context=get_context("spawn"))
+    atexit.register(pool.shutdown)  # before the interpreter takes its modules down, which the pool uses
+    return pool
 
 
 def _loky(count: str) -> Any:
