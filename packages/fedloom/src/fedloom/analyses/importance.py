@@ -28,7 +28,7 @@ from fedloom.seeds import generator, random_state
 from fedloom.tasks import Task
 
 PERMUTATION_REPEATS = 5
-"""Number of times that a column is permuted."""
+"""Number of times that a column is permuted, as in scikit-learn's ``permutation_importance``."""
 MIN_IMPORTANCE_SAMPLES = 10
 """Smallest number of test samples of a client."""
 
@@ -53,7 +53,7 @@ def check_importance(fed: Federation) -> Table:
     """
     if fed.data.fitted is None:
         raise Refused(
-            f"importance permutes columns of a table, and {fed.data.name} is none",
+            f"importance permutes columns of a table, but {fed.data.name} is not a table",
             rule="importance-needs-a-table",
             fix="leave it out",
         )

@@ -131,9 +131,9 @@ class Advice(NamedTuple):
         use = f"{self.method}{f' with {settings}' if settings else ''}"
         head = {
             Verdict.TOGETHER: f"use {use}",
-            Verdict.ALONE: f"{Verdict.ALONE}; the best federated method is {use}",
+            Verdict.ALONE: f"{Verdict.ALONE}. The best federated method is {use}",
             Verdict.UNDECIDED: (
-                f"{Verdict.UNDECIDED}; {self._more}; the best federated method so far is {use}{self._behind}"
+                f"{Verdict.UNDECIDED}: {self._more}. The best federated method so far is {use}{self._behind}"
             ),
         }[self.verdict]
         lines = [f"answer: {head}"]
@@ -143,12 +143,13 @@ class Advice(NamedTuple):
         lines += [f"not in the race: {label}: {reason}" for label, reason in self.left_out.items()]
         lines += [f"clients: {self._choices}", f"one run: {self._cost}"]
         lines.append(
-            f"the race took {self.spent:,} of {self.budget:,} gradients; the chance that the best method left is at "
-            f"most {percent(RACE_ERROR_LEVEL)}"
+            f"the race took {self.spent:,} of {self.budget:,} gradients. The best method was "
+            f"eliminated with a probability of at most {percent(RACE_ERROR_LEVEL)}"
         )
         lines.append(
-            f"gains: {self._title}, above 0 if the method is better, {percent(1 - INTERVAL_LEVEL)} intervals, on "
-            f"{self.kept:,} validation samples that the race did not use; no test data were read"
+            f"gains: {self._title}, positive if the method is better, {percent(1 - INTERVAL_LEVEL)} "
+            f"intervals, on {self.kept:,} validation samples that the race did not use. No test data "
+            "were read"
         )
         return lines
 
@@ -181,8 +182,8 @@ class Advice(NamedTuple):
     def _more(self) -> str:
         if self.more is None:
             return (
-                f"the gain is too small, or too different among the clients, for {MOST_SEEDS} seeds; more validation "
-                "samples would help, or a margin, if a small difference does not matter"
+                f"the gain is too small, or differs too much among the clients, for {MOST_SEEDS} seeds (more validation "
+                "samples would help, or a margin, if a small difference does not matter)"
             )
         return f"about {significant(self.more, 2)} more gradients would decide (a budget of {self.needed:g} runs)"
 
