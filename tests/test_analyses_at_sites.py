@@ -31,6 +31,9 @@ from fedloom.data.tables import TableColumn
 from fedloom.errors import ConfigError, Stop
 from fedloom.rundir import analysis_file
 from fedloom_clinic.columns import flag_columns
+from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
+from fedloom_clinic.fits.glm import GlmSite, fit_glm
+from fedloom_clinic.fits.penalty import RIDGE_STRENGTHS
 from fedloom_clinic.table_one import TableOne
 from fedloom_sites.deploy.analyses import AgreedAnalysis, agreed_analyses, check_analyses, schema_of_samples
 from fedloom_sites.deploy.audit import Audit
@@ -179,6 +182,37 @@ def test_glm_is_the_pooled_fit(tmp_path: Path, task: str, masked: bool) -> None:
     assert sorted(got.index) == sorted(order), got.index
     np.testing.assert_allclose(got.coefficient[order], pooled.params, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got.standard_error[order], pooled.bse, rtol=1e-4)
+
+
+@masks
+@pytest.mark.parametrize(("kind", "task"), [("glm", "binary"), ("glm", "count"), ("cox", "survival")])
+@pytest.mark.parametrize("choice", [{"penalty": "firth"}, {"penalty": "ridge", "strength": "cv"}], ids=["firth", "cv"])
+def test_a_penalty_at_sites_is_that_of_the_pooled_rows(
+    tmp_path: Path, kind: str, task: str, choice: dict[str, Any], masked: bool
+) -> None:
+    """Firth's, and a ridge whose strength is found by held-out likelihood in the sums of folds."""
+    table = patients()
+    table["ward"] = np.where(table.index // SITES % 2, "ICU", "GEN")
+    strata = {"stratify": True} if kind == "cox" else {}
+    analysis = {"kind": kind, **choice, **strata, "rules": {"min_subjects": 2, "min_clients": 3}}
+    here = deployed(tmp_path, task, analysis, masked=masked, table=table)
+    found, fed = served(here).set_index("column"), federation(here)
+    rows = [client_rows(fed, k) for k in range(SITES)]
+    sites = [(one.x.numpy(), one.y.numpy()) for one in rows]  # the level PED has no row, and is no column
+    more: dict[str, Any] = {**choice}
+    if "strength" in choice:
+        assert found.ridge.iloc[0] in RIDGE_STRENGTHS
+        more["strength"] = float(found.ridge.iloc[0])
+    if kind == "cox":
+        fit: Any = fit_cox([SurvivalSite(x, *y.T) for x, y in sites], stratify=True, **more)
+        order = ["age", "glucose", "ward ICU"]
+    else:
+        family = {"binary": "logistic", "count": "poisson"}[task]
+        fit = fit_glm([GlmSite(x, y[:, 0]) for x, y in sites], family, **more)
+        order = ["intercept", "age", "glucose", "ward ICU"]
+    np.testing.assert_allclose(found.coefficient[order], fit.beta, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(found.standard_error[order], fit.se, rtol=0, atol=1e-8)
+    assert (np.abs(found.coefficient[order] - fit.beta) <= found.bound[order] + 1e-12).all()
 
 
 @masks

@@ -145,7 +145,9 @@ class Rules(Value):
     """Rules on which all parties agree before the first question of an analysis."""
 
     questions: int = Field(
-        200, ge=1, description="questions of the analysis at most; at real sites 24, if they agree on no other number"
+        200,
+        ge=1,
+        description="questions of the analysis at most; at real sites usually 24, if they agree on no other number",
     )
     min_subjects: int = Field(
         1, ge=1, description="subjects of a client, and of a cell there, below which the client answers zeros"
@@ -205,8 +207,6 @@ class Analysis(Value):
 
     Questions are asked in this order. Real sites answer no other order. The last question may be repeated.
     """
-    most_questions: ClassVar[int] = 24
-    """Largest number of questions that a real site answers, if no rules state it."""
     retried: ClassVar[Collection[str]] = ()
     """Questions that a client may be unable to answer, for instance because a step is too long. `step` then tries
     another one."""
@@ -257,6 +257,11 @@ class Analysis(Value):
                 f"{', '.join(map(repr, unagreed[:5]))} has none; give each range = [LOWEST, HIGHEST] in the agreement "
                 "(fedloom init --agree)"
             )
+
+    @property
+    def most_questions(self) -> int:
+        """Largest number of questions that a real site answers, if no rules state it."""
+        return 24
 
     @property
     def kept_columns(self) -> Sequence[str]:
