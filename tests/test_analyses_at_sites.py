@@ -35,7 +35,13 @@ from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
 from fedloom_clinic.fits.glm import GlmSite, fit_glm
 from fedloom_clinic.fits.penalty import RIDGE_STRENGTHS
 from fedloom_clinic.table_one import TableOne
-from fedloom_sites.deploy.analyses import AgreedAnalysis, agreed_analyses, check_analyses, schema_of_samples
+from fedloom_sites.deploy.analyses import (
+    AgreedAnalysis,
+    agreed_analyses,
+    check_analyses,
+    judge_row_sets,
+    schema_of_samples,
+)
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.protocol.public import PublicReason
@@ -193,7 +199,7 @@ def test_a_penalty_at_sites_is_that_of_the_pooled_rows(
     """Firth's, and a ridge whose strength is found by held-out likelihood in the sums of folds."""
     table = patients()
     table["ward"] = np.where(table.index // SITES % 2, "ICU", "GEN")
-    strata = {"stratify": True} if kind == "cox" else {}
+    strata = {"stratify": True, "min_events": 2} if kind == "cox" else {}
     analysis = {"kind": kind, **choice, **strata, "rules": {"min_subjects": 2, "min_clients": 3}}
     here = deployed(tmp_path, task, analysis, masked=masked, table=table)
     found, fed = served(here).set_index("column"), federation(here)
@@ -394,6 +400,39 @@ def test_a_snapshot_is_answered_if_enough_subjects_differ(tmp_path: Path, change
     later = Client(later.site.with_(state=first.site.state, signing_key=first.site.signing_key))
     counts = asked(later, MEANS).counters
     assert counts == (ANSWERED_COUNTS if answers else NEUTRAL_COUNTS)
+
+
+@pytest.mark.parametrize(("gaps", "answers"), [(0, True), (1, False), (4, False), (5, True)])
+def test_two_analyses_of_rows_that_differ_in_few_subjects_are_not_both_answered(
+    tmp_path: Path, gaps: int, answers: bool
+) -> None:
+    """Table 1 has the glucose of every patient, and a regression leaves out patients whose age is missing."""
+    table = patients()
+    table.loc[table.index[table.site == 0][:gaps], "age"] = np.nan
+    first = Client(deployed(tmp_path / "first", "regression", {"kind": "table-1"}, masked=False, table=table).sites[0])
+    figures = (first.answers.figures,) * SITES
+    assert asked(first, Question("counts"), figures=figures).counters == ANSWERED_COUNTS
+    later = glm_site(tmp_path / "later", table, min_subjects=5)
+    later = Client(later.site.with_(state=first.site.state, signing_key=first.site.signing_key))
+    for _ in range(2):  # a verdict stands, also if the step is asked again
+        assert asked(later, MEANS).counters == (ANSWERED_COUNTS if answers else NEUTRAL_COUNTS)
+
+
+def test_a_column_more_hides_no_subject_less(tmp_path: Path) -> None:
+    """Rows of other columns cannot be matched, so their numbers of subjects must be equal or differ as much."""
+    rows = torch.arange(40.0).double()[:, None]
+    memory: dict[str, Any] = {}
+
+    def judge(columns: str, name: str, first: int) -> bool:
+        one = ClientRows(rows[first:], rows[first:], *torch.arange(80).view(2, 40)[:, first:])
+        return judge_row_sets(memory, name, [one], columns, b"salt", 5)
+
+    assert judge("age", "a", 0)
+    assert not judge("age, sex", "b", 1)
+    assert judge("age, sex", "c", 5)
+    assert judge("age, sex", "d", 0)
+    assert not judge("age", "e", 1)
+    assert not judge("age, sex", "b", 1)
 
 
 def test_a_range_that_isolates_a_row_is_no_answer(tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ class Conformal(Analysis):
                 "evaluate.select_on = 'validation'"
             )
 
+    def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
+        return client.select(client.part == DATA_PARTS.index("test"))
+
     def start(self, terms: AnalysisTerms) -> Calibrated:
         return Calibrated(len(terms.sizes) if self.by_client else 1)
 

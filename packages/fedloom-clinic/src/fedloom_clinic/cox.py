@@ -51,6 +51,7 @@ from fedloom_clinic.penalties import (
     fold_sums,
     folds_of,
     read_fold_sums,
+    require_shapes,
 )
 
 if TYPE_CHECKING:
@@ -134,10 +135,8 @@ class Cox(Penalized):
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         columns = len(ranges_of(terms, flagged=not self.shows_rows)[0])
-        wanted = {"beta": (columns,), "betas": (FIT_COUNT, columns), "metric": (columns, columns)}
-        for name in wanted.keys() & question.values.keys():
-            if question.values[name].shape != wanted[name]:
-                raise Refused(f"{name} of a step has {wanted[name]} numbers, got {tuple(question.values[name].shape)}")
+        shapes = {"beta": (columns,), "betas": (FIT_COUNT, columns), "metric": (columns, columns)}
+        require_shapes(question, shapes)
         if "ends" in question.values and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
             raise Refused(
                 "the time bins of a question are those that the sites have agreed on and merged, and no others"

@@ -53,6 +53,7 @@ from fedloom_clinic.penalties import (
     fold_sums,
     folds_of,
     read_fold_sums,
+    require_shapes,
 )
 
 if TYPE_CHECKING:
@@ -116,10 +117,7 @@ class Glm(Penalized):
         numbers = len(ranges_of(terms)[0]) + 1
         size = self._intercepts(terms) + numbers - 1
         wanted = {"beta": (size,), "centre": (numbers,), "spread": (numbers,)}
-        wanted |= {"metric": (size, size), "betas": (FIT_COUNT, size)}
-        for name, value in question.values.items():
-            if value.shape != wanted[name]:
-                raise Refused(f"{name} of a question has {wanted[name]} numbers, got {tuple(value.shape)}")
+        require_shapes(question, {**wanted, "metric": (size, size), "betas": (FIT_COUNT, size)})
         if "spread" in question.values and not bool((question.values["spread"] > 0).all()):
             raise Refused("spreads of a question are above 0")
 

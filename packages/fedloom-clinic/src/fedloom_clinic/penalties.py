@@ -8,7 +8,7 @@ Cross-validation asks for all fits of all strengths at once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor, from_numpy
 
-from fedloom.analyses import AnalysisTerms, ClientRows, ScriptedAnalysis, Transcript
+from fedloom.analyses import AnalysisTerms, ClientRows, Question, ScriptedAnalysis, Transcript
 from fedloom.errors import Refused
 from fedloom_clinic.cells import merges
 from fedloom_clinic.columns import (
@@ -72,6 +72,18 @@ class Penalized(ScriptedAnalysis):
     def last_question(self) -> str:
         """Name of the question that is repeated."""
         return "paths" if self.strength == "cv" else "tilted" if self.penalty == "firth" else "step"
+
+
+def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise if a field of a question is not of its shape.
+
+    Raises:
+        Refused: it is of another shape.
+    """
+    for name in shapes.keys() & question.values.keys():
+        got, wanted = (" x ".join(map(str, shape)) for shape in (question.values[name].shape, shapes[name]))
+        if got != wanted:
+            raise Refused(f"{name} of a question has {wanted} numbers, got {got}")
 
 
 def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:

@@ -290,6 +290,13 @@ class Analysis(Value):
         """
         return client
 
+    def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
+        """Return the sets of a client's rows that sums cover. The default is one set: `used`.
+
+        A site does not answer for a set that differs from an earlier set in few subjects.
+        """
+        return [self.used(client, terms)]
+
     def start(self, terms: AnalysisTerms) -> State:
         """Return the state before the first question."""
         raise NotImplementedError
