@@ -3,7 +3,11 @@
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei,
 L. Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-A set contains every class whose probability is at least 1 - threshold. With n calibration rows, the threshold is the
+Bins that too few clients reach are merged. Clients first count who reaches which bins, from the whole range to its
+halves, and so on. A bin is divided if enough clients reach both halves, and all parties derive the same bins from this
+sum.
+
+A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. With n calibration rows, the threshold is the
 end of the bin that contains the score of rank ceil((n + 1) (1 - alpha)). If a new row follows the distribution of the
 calibration rows, its set contains its class with a probability from 1 - alpha to 1 - alpha + 1 / (n + 1) + the mass of
 a bin. A shared threshold gives this for the pooled rows of all clients, not at each client.
@@ -16,6 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import pyarrow as pa
@@ -27,6 +33,7 @@ from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, 
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
+from fedloom_clinic.cells import merges
 
 if TYPE_CHECKING:
     from fedloom.engine import Setting
@@ -36,9 +43,11 @@ EVERY_CLASS = 2.0
 
 
 class Calibrated(NamedTuple):
-    """Known results: thresholds ``[S]``, calibration rows ``[S]``, and the totals of the second question."""
+    """Known results: clients that reach each node ``[S, B]``, thresholds ``[S]``, calibration rows ``[S]``, and the totals of the second question."""
 
+    terms: AnalysisTerms
     owners: int
+    reached: Tensor | None = None
     thresholds: Tensor | None = None
     rows: Tensor | None = None
     covered: Tensor | None = None
@@ -48,7 +57,7 @@ class Conformal(Analysis):
     """Thresholds for sets that contain the true class with a chosen probability, and their coverage."""
 
     kind: ClassVar[str] = "conformal"
-    questions: ClassVar = {"scores": {}, "coverage": {"thresholds": 1}}
+    questions: ClassVar = {"reached": {}, "scores": {"reached": 2}, "coverage": {"thresholds": 1}}
     uses_models: ClassVar[bool] = True
 
     alpha: float = Field(0.1, gt=0, lt=1, description="share of rows whose set may miss their class")
@@ -75,17 +84,30 @@ class Conformal(Analysis):
         return client.select(client.part == DATA_PARTS.index("test"))
 
     def start(self, terms: AnalysisTerms) -> Calibrated:
-        return Calibrated(len(terms.sizes) if self.by_client else 1)
+        owners = len(terms.sizes) if self.by_client else 1
+        every = torch.zeros(owners, len(self._nodes), dtype=torch.float64)
+        return Calibrated(terms, owners, None if merges(terms.rules) else every)
+
+    def check_question(self, question: Question, terms: AnalysisTerms) -> None:
+        owners = self.start(terms).owners
+        for name, shape in (("reached", (owners, len(self._nodes))), ("thresholds", (owners,))):
+            if name in question.values and question.values[name].shape != shape:
+                raise Refused(f"{name} of a question has the shape {shape}, got {tuple(question.values[name].shape)}")
 
     def question(self, state: Calibrated) -> Question | None:
+        if state.reached is None:
+            return Question("reached")
         if state.thresholds is None:
-            return Question("scores")
+            return Question("scores", {"reached": state.reached})
         return Question("coverage", {"thresholds": state.thresholds}) if state.covered is None else None
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         owners, most = self.start(terms).owners, float(terms.most_rows)
+        if question.name == "reached":
+            return Bounds.counts(owners * len(self._nodes), 1.0)
         if question.name == "scores":
-            return Bounds.counts(owners * self.bins, most)
+            ends = self._ends(question.values["reached"], terms)
+            return Bounds.counts(sum(len(of) - 1 for of in ends), most)
         rows = torch.full((owners,), most, dtype=torch.float64)
         high = torch.cat([rows, rows, most * len(terms.schema.classes) * torch.ones(owners)])
         return Bounds.between(torch.zeros(3 * owners), high, 1.0)
@@ -95,27 +117,39 @@ class Conformal(Analysis):
         place = client.place if self.by_client else 0
         test = client.select(client.part == DATA_PARTS.index("test"))
         drawn = self._draws(test) < self.calibration_fraction
-        some = test.select(drawn if question.name == "scores" else ~drawn)
+        some = test.select(~drawn if question.name == "coverage" else drawn)
         p = self._probabilities(some, classes)
         label = some.y[:, 0].long()
         score = 1 - p[torch.arange(len(some)), label]
+        fine = (score * self.bins).long().clamp(max=self.bins - 1)
+        if question.name == "reached":
+            flags = torch.zeros(owners, len(self._nodes), dtype=torch.float64)
+            for k, (low, high) in enumerate(self._nodes):
+                inside = some.subjects[(fine >= low) & (fine < high)]
+                flags[place, k] = float(len(inside.unique()) >= terms.rules.min_subjects)
+            return flags.flatten()
         if question.name == "scores":
-            counts = torch.zeros(owners, self.bins, dtype=torch.float64)
-            counts[place] = torch.bincount((score * self.bins).long().clamp(max=self.bins - 1), minlength=self.bins)
-            return counts.flatten()
+            ends = self._ends(question.values["reached"], terms)
+            counts = [torch.zeros(len(of) - 1, dtype=torch.float64) for of in ends]
+            of = torch.bucketize(fine, torch.tensor(ends[place][1:-1]), right=True)
+            counts[place] = torch.bincount(of, minlength=len(counts[place])).double()
+            return torch.cat(counts)
         counts = torch.zeros(3, owners, dtype=torch.float64)
         limit = question.values["thresholds"][place]
         counts[:, place] = torch.tensor([len(some), int((score <= limit).sum()), int((1 - p <= limit).sum())]).double()
         return counts.flatten()
 
     def step(self, state: Calibrated, total: Tensor, info: Info) -> Calibrated:
+        if state.reached is None:
+            return state._replace(reached=total.view(state.owners, -1))
         if state.thresholds is not None:
             return state._replace(covered=total.view(3, -1))
-        counts = total.view(state.owners, -1)
-        if not counts.any():
+        if not total.any():
             raise DataError("no client has test rows that calibrate; give the partition a test part")
-        rows = counts.sum(1)
-        limits = [self._threshold(row) for row in counts]
+        ends = self._ends(state.reached, state.terms)
+        counts = total.split([len(of) - 1 for of in ends])
+        limits = [self._threshold(row, of) for row, of in zip(counts, ends, strict=True)]
+        rows = torch.stack([row.sum() for row in counts])
         return state._replace(thresholds=torch.tensor(limits, dtype=torch.float64), rows=rows)
 
     def result(self, state: Calibrated) -> pa.Table:
@@ -130,7 +164,46 @@ class Conformal(Analysis):
         names = ("threshold", "rows", "wanted", "test_rows", "coverage", "set_size")
         return table_of(lines, client=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
 
-    def _threshold(self, counts: Tensor) -> float:
+    @cached_property
+    def _nodes(self) -> list[tuple[int, int]]:
+        """Ranges of bins, from all bins to single bins: each range is followed by its two halves, if it has halves."""
+        nodes = [(0, self.bins)]
+        for low, high in nodes:  # grows while it is read
+            if high - low > 1:
+                nodes += [(low, (low + high) // 2), ((low + high) // 2, high)]
+        return nodes
+
+    def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[list[int]]:
+        """Return the ends of the merged bins of every owner, from 0 to the number of bins.
+
+        Raises:
+            Refused: too few clients have calibration rows.
+        """
+        rules = terms.rules
+        if not merges(rules):
+            return [[*range(self.bins + 1)]] * len(reached)
+        needed = 1 if self.by_client else rules.min_clients + rules.missing
+        ends = list[list[int]]()
+        for row in reached.tolist():
+            count = dict(zip(self._nodes, map(round, row), strict=True))
+            if not self.by_client and count[0, self.bins] < needed:
+                raise Refused(
+                    f"{count[0, self.bins]} clients have {rules.min_subjects} subjects that calibrate, and {needed} "
+                    "must; agree on a smaller least count, or give the partition a larger test part"
+                )
+            kept, halves = list[tuple[int, int]](), [(0, self.bins)]
+            while halves:
+                low, high = halves.pop()
+                middle = (low + high) // 2
+                both = [(low, middle), (middle, high)]
+                if high - low > 1 and min(count[half] for half in both) >= needed:
+                    halves += both
+                else:
+                    kept.append((low, high))
+            ends.append(sorted({0, *(high for _, high in kept)}))
+        return ends
+
+    def _threshold(self, counts: Tensor, ends: Sequence[int]) -> float:
         """Return the end of the bin that contains the score of the wanted rank.
 
         With too few rows it is above all scores.
@@ -138,7 +211,7 @@ class Conformal(Analysis):
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
         if rank > counts.sum():
             return EVERY_CLASS
-        return (int(torch.searchsorted(counts.cumsum(0), float(rank))) + 1) / self.bins
+        return ends[int(torch.searchsorted(counts.cumsum(0), float(rank))) + 1] / self.bins
 
     def _probabilities(self, client: ClientRows, classes: int) -> Tensor:
         if not len(client):
@@ -156,13 +229,3 @@ class Conformal(Analysis):
         cells = torch.cat([client.x, client.y], 1).numpy()
         digests = (hashlib.blake2b(row.tobytes(), key=key, digest_size=6).digest() for row in cells)
         return torch.tensor([int.from_bytes(digest, "little") / 2**48 for digest in digests], dtype=torch.float64)
-
-
-def prediction_sets(probabilities: Tensor, threshold: float) -> Tensor:
-    """Return the classes in the set of every row, bool ``[b, c]``.
-
-    Args:
-        probabilities: ``[b, c]`` of the model, as predicted by `fedloom.trained`.
-        threshold: threshold in the result's table.
-    """
-    return 1 - probabilities <= threshold

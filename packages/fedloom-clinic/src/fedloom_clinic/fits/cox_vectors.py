@@ -209,7 +209,7 @@ class SiteVectors:
         self._site, self.rows = used._replace(x=terms.scaled(used.x)), len(used.x)
         self._times = np.unique(used.time[used.event == 1])
 
-    def largest_share(self, beta: Floats, rows: Mask, metric: Floats | None) -> float:
+    def largest_share(self, beta: Floats, rows: Mask | slice = slice(None), metric: Floats | None = None) -> float:
         """Return the share of the heaviest of some rows in their weights, or 0 without rows.
 
         With a metric also in weights times lengths by the metric.

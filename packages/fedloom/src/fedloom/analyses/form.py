@@ -214,6 +214,8 @@ class Analysis(Value):
     """True if a client omits its rare cells from every answer itself, so that they need no merging without masks."""
     uses_models: ClassVar[bool] = False
     """True if an answer reads `ClientRows.models`, so a run must come first."""
+    wider: ClassVar[str] = "agree on wider ranges"
+    """What to do if numbers of an answer are outside their bounds."""
     per: ClassVar[str] = "run"
     """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
 

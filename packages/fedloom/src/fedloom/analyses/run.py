@@ -227,7 +227,7 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
     if info.clipped:
         raise DataError(
             f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers of answers were outside their "
-            "bounds, so there is no result; agree on wider ranges"
+            f"bounds, so there is no result; {analysis.wider}"
         )
 
 
