@@ -301,7 +301,7 @@ def test_cox_is_the_pooled_fit(tmp_path: Path, options: dict[str, Any], masked: 
 @masks
 def test_conformal_thresholds_are_those_of_the_trained_model(tmp_path: Path, masked: bool) -> None:
     """The histograms of scores at sites are those of the simulated run of the same experiment."""
-    choice = {"kind": "conformal", "bins": 50, "rules": {"min_subjects": 2, "min_clients": 3}}
+    choice = {"kind": "conformal", "bins": 50, "alpha": 0.5, "rules": {"min_subjects": 2, "min_clients": 3}}
     here = deployed(tmp_path, "binary", choice, masked=masked, model={"kind": "softmax"})
     assert here.serve() is Stop.DONE, here.audit()
     found = results(here).to_pandas()
@@ -309,7 +309,7 @@ def test_conformal_thresholds_are_those_of_the_trained_model(tmp_path: Path, mas
     result = fl.simulate(here.experiment.methods[0].setting, fed)
     missing = 0 if here.server.survivors is None else fed.n - here.server.survivors
     rules = agreed_of(here).rules.with_(missing=missing)
-    want = fl.analyze("conformal", result, bins=50, rules=rules).table.to_pandas()
+    want = fl.analyze("conformal", result, bins=50, alpha=0.5, rules=rules).table.to_pandas()
     assert want.threshold[0] < 1
     pd.testing.assert_frame_equal(found, want, rtol=1e-6)
 

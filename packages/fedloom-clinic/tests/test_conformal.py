@@ -88,9 +88,9 @@ def test_too_few_rows_give_sets_of_every_class(trained: Result) -> None:
 @pytest.mark.parametrize("least", [2, 5])
 def test_bins_that_too_few_clients_reach_are_merged(trained: Result, least: int) -> None:
     """Every bin has calibration rows of enough clients, and the threshold is the end of the bin of the exact one."""
-    fine = fl.analyze("conformal", trained, bins=64).table
+    fine = fl.analyze("conformal", trained, bins=64, alpha=0.4).table
     rules = {"min_subjects": least, "min_clients": 3}
-    found = fl.analyze("conformal", trained, bins=64, rules=rules)
+    found = fl.analyze("conformal", trained, bins=64, alpha=0.4, rules=rules)
     assert [one.question.name for one in found.log] == ["reached", "scores", "coverage"]
     counts = found.log[1].total
     assert (counts >= 3 * least).all()

@@ -3,14 +3,15 @@
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei,
 L. Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-Bins that too few clients reach are merged. Clients first count who reaches which bins, from the whole range to its
-halves, and so on. A bin is divided if enough clients reach both halves, and all parties derive the same bins from this
-sum.
+Bins that too few clients reach are merged. A first question counts the clients that reach the whole range, its halves,
+and so on. Neighbours are merged until they cover a range that enough clients reach, from the largest scores down, and
+all parties derive the same bins from this sum.
 
-A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. With n calibration rows, the threshold is the
-end of the bin that contains the score of rank ceil((n + 1) (1 - alpha)). If a new row follows the distribution of the
-calibration rows, its set contains its class with a probability from 1 - alpha to 1 - alpha + 1 / (n + 1) + the mass of
-a bin. A shared threshold gives this for the pooled rows of all clients, not at each client.
+A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. With n
+calibration rows, the threshold is the end of the bin that contains the score of rank ceil((n + 1) (1 - alpha)). If a
+new row follows the distribution of the calibration rows, its set contains its class with a probability from 1 - alpha
+to 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared threshold gives this for the pooled rows of all clients, not at
+each client.
 
 Calibration rows are drawn from the test part, which was not used to choose the round, the model or settings. The other
 test rows measure the coverage.
@@ -43,7 +44,16 @@ EVERY_CLASS = 2.0
 
 
 class Calibrated(NamedTuple):
-    """Known results: clients that reach each node ``[S, B]``, thresholds ``[S]``, calibration rows ``[S]``, and the totals of the second question."""
+    """Known results.
+
+    Attributes:
+        terms: public facts of the analysis.
+        owners: number S of thresholds.
+        reached: ``[S, B]`` clients that reach each range of bins.
+        thresholds: ``[S]`` thresholds.
+        rows: ``[S]`` calibration rows.
+        covered: totals of the last question.
+    """
 
     terms: AnalysisTerms
     owners: int
@@ -191,16 +201,11 @@ class Conformal(Analysis):
                     f"{count[0, self.bins]} clients have {rules.min_subjects} subjects that calibrate, and {needed} "
                     "must; agree on a smaller least count, or give the partition a larger test part"
                 )
-            kept, halves = list[tuple[int, int]](), [(0, self.bins)]
-            while halves:
-                low, high = halves.pop()
-                middle = (low + high) // 2
-                both = [(low, middle), (middle, high)]
-                if high - low > 1 and min(count[half] for half in both) >= needed:
-                    halves += both
-                else:
-                    kept.append((low, high))
-            ends.append(sorted({0, *(high for _, high in kept)}))
+            starts, top = list[int](), self.bins
+            for low, high in sorted(self._nodes, reverse=True):  # from the largest scores, where thresholds are
+                if high <= top and count[low, high] >= needed:
+                    starts, top = [low, *starts], low
+            ends.append([0, *starts[1:], self.bins])
         return ends
 
     def _threshold(self, counts: Tensor, ends: Sequence[int]) -> float:
