@@ -299,19 +299,26 @@ def test_cox_is_the_pooled_fit(tmp_path: Path, options: dict[str, Any], masked: 
 
 
 @masks
-def test_conformal_thresholds_are_those_of_the_trained_model(tmp_path: Path, masked: bool) -> None:
-    """The histograms of scores at sites are those of the simulated run of the same experiment."""
-    choice = {"kind": "conformal", "bins": 50, "alpha": 0.5, "rules": {"min_subjects": 2, "min_clients": 3}}
-    here = deployed(tmp_path, "binary", choice, masked=masked, model={"kind": "softmax"})
+@pytest.mark.parametrize(
+    "choice", [{"kind": "conformal", "bins": 50, "alpha": 0.5}, {"kind": "calibration"}, {"kind": "pooled-importance"}],
+    ids=lambda choice: str(choice["kind"]),
+)  # fmt: skip
+def test_analyses_of_models_are_those_of_the_trained_model(
+    tmp_path: Path, choice: dict[str, Any], masked: bool
+) -> None:
+    """Sums over scores at sites are those of the simulated run of the same experiment."""
+    rules = {"min_subjects": 2, "min_clients": 3}
+    here = deployed(tmp_path, "binary", {**choice, "rules": rules}, masked=masked, model={"kind": "softmax"})
     assert here.serve() is Stop.DONE, here.audit()
     found = results(here).to_pandas()
     fed = here.experiment.partition(here.experiment.source.load(), 0)
     result = fl.simulate(here.experiment.methods[0].setting, fed)
     missing = 0 if here.server.survivors is None else fed.n - here.server.survivors
-    rules = agreed_of(here).rules.with_(missing=missing)
-    want = fl.analyze("conformal", result, bins=50, alpha=0.5, rules=rules).table.to_pandas()
-    assert want.threshold[0] < 1
-    pd.testing.assert_frame_equal(found, want, rtol=1e-6)
+    agreed = agreed_of(here)
+    want = fl.analyze(agreed.analysis, result, rules=agreed.rules.with_(missing=missing)).table.to_pandas()
+    if choice["kind"] == "conformal":
+        assert want.threshold[0] < 1
+    pd.testing.assert_frame_equal(found, want, rtol=1e-5, atol=1e-7)
 
 
 # ------------------------------------------------------------------------------------------------- crafted questions

@@ -30,7 +30,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
+from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Rules, Schema
+from fedloom.analyses.models import outputs_of
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
@@ -128,15 +129,13 @@ class Conformal(Analysis):
         test = client.select(client.part == DATA_PARTS.index("test"))
         drawn = self._draws(test) < self.calibration_fraction
         some = test.select(~drawn if question.name == "coverage" else drawn)
-        p = self._probabilities(some, classes)
+        p = probabilities_of(some, classes, self.model_kind)
         label = some.y[:, 0].long()
         score = 1 - p[torch.arange(len(some)), label]
         fine = (score * self.bins).long().clamp(max=self.bins - 1)
         if question.name == "reached":
             flags = torch.zeros(owners, len(self._nodes), dtype=torch.float64)
-            for k, (low, high) in enumerate(self._nodes):
-                inside = some.subjects[(fine >= low) & (fine < high)]
-                flags[place, k] = float(len(inside.unique()) >= terms.rules.min_subjects)
+            flags[place] = flag_ranges(fine, some.subjects, self._nodes, terms.rules.min_subjects)
             return flags.flatten()
         if question.name == "scores":
             ends = self._ends(question.values["reached"], terms)
@@ -176,12 +175,7 @@ class Conformal(Analysis):
 
     @cached_property
     def _nodes(self) -> list[tuple[int, int]]:
-        """Ranges of bins, from all bins to single bins: each range is followed by its two halves, if it has halves."""
-        nodes = [(0, self.bins)]
-        for low, high in nodes:  # grows while it is read
-            if high - low > 1:
-                nodes += [(low, (low + high) // 2), ((low + high) // 2, high)]
-        return nodes
+        return ranges_of_bins(self.bins)
 
     def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[list[int]]:
         """Return the ends of the merged bins of every owner, from 0 to the number of bins.
@@ -189,24 +183,10 @@ class Conformal(Analysis):
         Raises:
             Refused: too few clients have calibration rows.
         """
-        rules = terms.rules
-        if not merges(rules):
+        if not merges(terms.rules):
             return [[*range(self.bins + 1)]] * len(reached)
-        needed = 1 if self.by_client else rules.min_clients + rules.missing
-        ends = list[list[int]]()
-        for row in reached.tolist():
-            count = dict(zip(self._nodes, map(round, row), strict=True))
-            if not self.by_client and count[0, self.bins] < needed:
-                raise Refused(
-                    f"{count[0, self.bins]} clients have {rules.min_subjects} subjects that calibrate, and {needed} "
-                    "must; agree on a smaller least count, or give the partition a larger test part"
-                )
-            starts, top = list[int](), self.bins
-            for low, high in sorted(self._nodes, reverse=True):  # from the largest scores, where thresholds are
-                if high <= top and count[low, high] >= needed:
-                    starts, top = [low, *starts], low
-            ends.append([0, *starts[1:], self.bins])
-        return ends
+        rules = terms.rules.with_(min_clients=1, missing=0) if self.by_client else terms.rules
+        return [ends_of_bins(row, self._nodes, rules, what="that calibrate") for row in reached]
 
     def _threshold(self, counts: Tensor, ends: Sequence[int]) -> float:
         """Return the end of the bin that contains the score of the wanted rank.
@@ -218,19 +198,70 @@ class Conformal(Analysis):
             return EVERY_CLASS
         return ends[int(torch.searchsorted(counts.cumsum(0), float(rank))) + 1] / self.bins
 
-    def _probabilities(self, client: ClientRows, classes: int) -> Tensor:
-        if not len(client):
-            return torch.zeros(0, classes, dtype=torch.float64)
-        if self.model_kind not in client.models:
-            raise Refused(f"the run has no {self.model_kind} model; take model_kind = {next(iter(client.models))!r}")
-        outputs = client.models[self.model_kind](client.inputs).double().cpu()
-        if classes == 2 and outputs.shape[1] == 1:
-            return torch.cat([torch.sigmoid(-outputs), torch.sigmoid(outputs)], 1)
-        return outputs.softmax(1)
-
     def _draws(self, client: ClientRows) -> Tensor:
         """Return numbers in [0, 1) ``[N]`` that depend on the draw and a row's cells alone, at every place."""
         key = f"conformal {self.draw}".encode()
         cells = torch.cat([client.x, client.y], 1).numpy()
         digests = (hashlib.blake2b(row.tobytes(), key=key, digest_size=6).digest() for row in cells)
         return torch.tensor([int.from_bytes(digest, "little") / 2**48 for digest in digests], dtype=torch.float64)
+
+
+def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tensor:
+    """Return a model's probabilities ``[N, classes]`` for the rows of a client.
+
+    Raises:
+        Refused: the run has no model of this kind.
+    """
+    if not len(client):
+        return torch.zeros(0, classes, dtype=torch.float64)
+    outputs = outputs_of(client, model_kind, client.inputs)
+    if classes == 2 and outputs.shape[1] == 1:
+        return torch.cat([torch.sigmoid(-outputs), torch.sigmoid(outputs)], 1)
+    return outputs.softmax(1)
+
+
+def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
+    """Return ranges of bins, from all bins to single bins: each range is followed by its halves, if it has halves."""
+    ranges = [(0, bins)]
+    for low, high in ranges:  # grows while it is read
+        if high - low > 1:
+            ranges += [(low, (low + high) // 2), ((low + high) // 2, high)]
+    return ranges
+
+
+def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:
+    """Return 1 for every range ``[B]`` of bins in which a client has enough subjects, else 0.
+
+    Args:
+        bin_of: bin of every row ``[N]``.
+        subjects: subject of every row ``[N]``.
+        ranges: ranges of bins.
+        least: smallest number of subjects.
+    """
+    counts = [len(subjects[(bin_of >= low) & (bin_of < high)].unique()) for low, high in ranges]
+    return torch.tensor([float(count >= least) for count in counts], dtype=torch.float64)
+
+
+def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
+    """Return the ends of merged bins, from 0 to the number of bins. Each has a range that enough clients reach.
+
+    Args:
+        reached: ``[B]`` number of clients that reach each range.
+        ranges: ranges of bins, see `ranges_of_bins`.
+        rules: agreed rules.
+        what: description of the rows, for messages.
+
+    Raises:
+        Refused: too few clients reach the range of all bins.
+    """
+    count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
+    if count[ranges[0]] < needed:
+        raise Refused(
+            f"{count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, and {needed} must; agree on a "
+            "smaller least count, or give the partition a larger test part"
+        )
+    starts, top = list[int](), ranges[0][1]
+    for low, high in sorted(ranges, reverse=True):  # from the largest scores, where thresholds are
+        if high <= top and count[low, high] >= needed:
+            starts, top = [low, *starts], low
+    return [0, *starts[1:], ranges[0][1]]
