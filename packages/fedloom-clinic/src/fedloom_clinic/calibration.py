@@ -50,7 +50,9 @@ class Calibration(Analysis):
         if schema.task not in ("binary", "classification"):
             raise Refused(
                 f"calibration compares probabilities of classes with outcomes, and {schema.name} is a {schema.task}, "
-                "whose predictions have no outcome of 0 or 1 at every row; leave it out"
+                "whose predictions have no outcome of 0 or 1 at every row",
+                rule="analysis-of-another-task",
+                fix="leave it out",
             )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:

@@ -46,7 +46,11 @@ def require_columns(schema: Schema, what: str) -> None:
         ConfigError: the data are not rows of a table, or no column remains.
     """
     if not schema.is_table:
-        raise Refused(f"{what} is of the columns of a table, and {schema.name} is none; leave it out")
+        raise Refused(
+            f"{what} is of the columns of a table, and {schema.name} is none",
+            rule="analysis-needs-a-table",
+            fix="leave it out",
+        )
     if not names_of(schema):
         raise ConfigError(f"{what}: {schema.name} has no column left beside the target")
 

@@ -84,11 +84,16 @@ class Conformal(Analysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task not in ("binary", "classification"):
-            raise Refused(f"conformal sets are of classes, and {schema.name} is a {schema.task}; leave it out")
+            raise Refused(
+                f"conformal sets are of classes, and {schema.name} is a {schema.task}",
+                rule="analysis-of-another-task",
+                fix="leave it out",
+            )
         if setting is not None and setting.evaluate.select_on == "test":
             raise Refused(
-                "conformal thresholds are of rows that chose no round, and this run selects on test; set "
-                "evaluate.select_on = 'validation'"
+                "conformal thresholds are of rows that chose no round, and this run selects on test",
+                rule="conformal-test-rows",
+                fix="set {evaluate.select_on = 'validation'}",
             )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
@@ -139,10 +144,10 @@ class Conformal(Analysis):
             return flags.flatten()
         if question.name == "scores":
             ends = self._ends(question.values["reached"], terms)
-            counts = [torch.zeros(len(of) - 1, dtype=torch.float64) for of in ends]
+            histograms = [torch.zeros(len(of) - 1, dtype=torch.float64) for of in ends]
             of = torch.bucketize(fine, torch.tensor(ends[place][1:-1]), right=True)
-            counts[place] = torch.bincount(of, minlength=len(counts[place])).double()
-            return torch.cat(counts)
+            histograms[place] = torch.bincount(of, minlength=len(histograms[place])).double()
+            return torch.cat(histograms)
         counts = torch.zeros(3, owners, dtype=torch.float64)
         limit = question.values["thresholds"][place]
         counts[:, place] = torch.tensor([len(some), int((score <= limit).sum()), int((1 - p <= limit).sum())]).double()

@@ -118,7 +118,9 @@ class Cox(Penalized):
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task != "survival":
             raise Refused(
-                f"a Cox regression is of times to an event, and {schema.name} is a {schema.task}; leave it out"
+                f"a Cox regression is of times to an event, and {schema.name} is a {schema.task}",
+                rule="analysis-of-another-task",
+                fix="leave it out",
             )
         require_columns(schema, "a Cox regression")
 
@@ -270,7 +272,8 @@ class Cox(Penalized):
 
     @staticmethod
     def _events(y: Floats) -> Mask:
-        return y[:, 1] == 1
+        events: Mask = y[:, 1] == 1
+        return events
 
     def _site(self, client: ClientRows, terms: AnalysisTerms) -> SurvivalSite:
         design = design_of(client, terms, flagged=not self.shows_rows)
@@ -352,7 +355,7 @@ def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
     bins = len(vector) // (2 * (1 + p + half) + 1 + p + tilts)
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])
     parts = np.split(vector, ends)
-    moments = [
+    moments: list[tuple[Floats, ...]] = [
         (zero, one.reshape(bins, p), square(two.reshape(bins, half), p)) for zero, one, two in (parts[:3], parts[3:6])
     ]
     if tilted:

@@ -104,7 +104,9 @@ class Glm(Penalized):
                 "classification": "declare two classes as binary, with task = 'binary' where the data are read",
             }.get(schema.task, "take one target")
             raise Refused(
-                f"a regression is of one number or of two classes, and {schema.name} is a {schema.task}; {cure}"
+                f"a regression is of one number or of two classes, and {schema.name} is a {schema.task}",
+                rule="analysis-of-another-task",
+                fix=cure,
             )
         require_columns(schema, "a regression")
 
@@ -309,13 +311,13 @@ class Glm(Penalized):
             of_targets = float(numbers[0])
             return read_fold_sums(numbers[1:], size)
 
-        exact = None
+        exact: Likelihood | None = None
+        ridge = Ridge(self.strength) if isinstance(self.strength, float) else None
+        weights = count * (0.0 if ridge is None else ridge.strength) * family_weights
         if self.strength == "cv":
             ridge, beta, here, exact = find_ridge_by_sums(paths, family_weights)
             weights = count * ridge.strength * family_weights
         else:
-            ridge = None if self.strength is None else Ridge(self.strength)
-            weights = count * (self.strength or 0.0) * family_weights
             start = at if ridge is None else ridged(at, weights)
             start = jeffreys(at, slope) if self.penalty == "firth" else start
             beta, here = newton(start, [*labels, *names], intercepts=first, penalty=self.penalty)

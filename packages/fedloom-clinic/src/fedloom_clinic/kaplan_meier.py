@@ -84,7 +84,9 @@ class KaplanMeier(Analysis):
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task != "survival":
             raise Refused(
-                f"survival curves are of times to an event, and {schema.name} is a {schema.task}; leave it out"
+                f"survival curves are of times to an event, and {schema.name} is a {schema.task}",
+                rule="analysis-of-another-task",
+                fix="leave it out",
             )
         groups_of(schema, self.group, 1)
 

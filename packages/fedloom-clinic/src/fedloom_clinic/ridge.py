@@ -82,7 +82,11 @@ class RidgeRegression(ScriptedAnalysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if schema.task not in ("regression", "binary", "classification"):
-            raise Refused(f"a ridge regression is of numbers or classes, and {schema.name} is a {schema.task}")
+            raise Refused(
+                f"a ridge regression is of numbers or classes, and {schema.name} is a {schema.task}",
+                rule="analysis-of-another-task",
+                fix="leave it out",
+            )
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, p, c = float(terms.most_rows), len(input_names(terms.schema)), self._outputs(terms.schema)

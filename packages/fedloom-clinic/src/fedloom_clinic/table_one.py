@@ -111,7 +111,11 @@ class TableOne(ScriptedAnalysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if not schema.is_table:
-            raise Refused(f"Table 1 is of the columns of a table, and {schema.name} is none; leave it out")
+            raise Refused(
+                f"Table 1 is of the columns of a table, and {schema.name} is none",
+                rule="analysis-needs-a-table",
+                fix="leave it out",
+            )
         groups_of(schema, self.group, 1)
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:

@@ -274,7 +274,7 @@ def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Flo
     """Return Newton's step ``[K, q]`` of every fit, and the gain ``[K]`` that it expects."""
     gradients = here.gradients - penalty * beta
     informations = here.informations + penalty[:, :, None] * np.eye(penalty.shape[1])
-    steps: Floats = np.linalg.solve(informations, gradients[:, :, None])[:, :, 0]
+    steps: Floats = np.linalg.solve(informations, gradients[:, :, None])[:, :, 0].astype(float)
     return steps, (gradients * steps).sum(1)
 
 

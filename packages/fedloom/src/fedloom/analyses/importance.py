@@ -66,8 +66,9 @@ class PooledImportance(Analysis):
             what = f"a {schema.task}" if schema.is_table else "no table"
             raise Refused(
                 f"pooled importance sums the accuracy and the Brier score of classes of a table, and {schema.name} is "
-                f"{what}; its metrics rank rows or depend on the scale of the training, so they are no sums; take "
-                "'importance' in a simulation"
+                f"{what}; its metrics rank rows or depend on the scale of the training, so they are no sums",
+                rule="analysis-of-another-task",
+                fix="take 'importance' in a simulation",
             )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedloom.algorithms import upload_fields
+from fedloom.analyses.registry import ANALYSES, name_of
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.choose.shares import column_of_shares, uses_clusters
 from fedloom.engine import Setting
@@ -190,6 +191,15 @@ def check_deployable(
             fix="leave {model.init_from} out, or give a function of a package that every site has, "
             "{model.kind = 'package.module:function'}",
         )
+    for analysis in experiment.analyses:
+        if not analysis.by_sums and name_of(analysis) != "groups":
+            name, summed = name_of(analysis), f"pooled-{name_of(analysis)}"
+            what = "further runs" if analysis.runs_further else "rows or figures of single clients"
+            raise Refused(
+                f"the analysis {name!r} reads {what}, which sites do not send as sums",
+                rule="deploy-analysis",
+                fix=f"take the analysis {summed!r}" if summed in ANALYSES else "leave its table out to deploy",
+            )
     setting = method.setting.resolved()
     check_stream(setting, clients)
     fields, sampler = upload_fields(type(setting.method)), setting.sampler
