@@ -351,9 +351,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric
     slope = None
     if metric is not None:
         first, one, second, other = np.split(tilts, np.cumsum([bins, bins * p, bins]))
-        longer = sums._replace(
-            risk=(*risk, first, one.reshape(bins, p)), tied=(*tied, second, other.reshape(bins, p))
-        )
+        longer = sums._replace(risk=(*risk, first, one.reshape(bins, p)), tied=(*tied, second, other.reshape(bins, p)))
         slope = firth_slope(longer, terms.ties, metric)
     return Opened(here._replace(value=here.value - events * shift), sums, losses, rows, squares, slope)
 
