@@ -10,22 +10,19 @@ Rows, scores and outcomes are summed in agreed bins. Bins that too few clients r
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import pyarrow as pa
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
+from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question
 from fedloom.analyses.tables import NUMBER_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import merges
 from fedloom_clinic.conformal import ends_of_bins, flag_ranges, probabilities_of, ranges_of_bins
-
-if TYPE_CHECKING:
-    from fedloom.engine import Setting
 
 
 class ScoredBins(NamedTuple):
@@ -40,20 +37,12 @@ class Calibration(Analysis):
     """Predicted and observed outcomes of all clients' test rows in bins, with calibration error and Brier score."""
 
     kind: ClassVar[str] = "calibration"
+    tasks: ClassVar = ("binary", "classification")
     questions: ClassVar = {"reached": {}, "bins": {"reached": 1}}
     uses_models: ClassVar[bool] = True
 
     model_kind: Literal["global", "personal"] = Field("global", description="the model whose probabilities are taken")
     bins: int = Field(10, ge=2, le=1000, description="equal bins of scores from 0 to 1")
-
-    def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task not in ("binary", "classification"):
-            raise Refused(
-                f"calibration compares probabilities of classes with outcomes, and {schema.name} is a {schema.task}, "
-                "whose predictions have no outcome of 0 or 1 at every row",
-                rule="analysis-of-another-task",
-                fix="leave it out",
-            )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(client.part == DATA_PARTS.index("test"))

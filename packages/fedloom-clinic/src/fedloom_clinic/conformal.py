@@ -68,31 +68,27 @@ class Conformal(Analysis):
     """Thresholds for sets that contain the true class with a chosen probability, and their coverage."""
 
     kind: ClassVar[str] = "conformal"
+    tasks: ClassVar = ("binary", "classification")
     questions: ClassVar = {"reached": {}, "scores": {"reached": 2}, "coverage": {"thresholds": 1}}
     uses_models: ClassVar[bool] = True
 
-    alpha: float = Field(0.1, gt=0, lt=1, description="share of rows whose set may miss their class")
-    model_kind: Literal["global", "personal"] = Field("global", description="the model whose probabilities are taken")
-    by_client: bool = Field(False, description="a threshold for every client; clients then show their own histograms")
-    calibration_fraction: float = Field(0.5, gt=0, lt=1, description="part of the test rows that calibrates")
-    bins: int = Field(1000, ge=10, le=100_000, description="equal bins of scores from 0 to 1")
-    draw: int = Field(0, ge=0, description="number of the draw of calibration rows")
+    alpha: float = Field(0.1, gt=0, lt=1, description="fraction of rows whose set may miss their class")
+    model_kind: Literal["global", "personal"] = Field("global", description="model whose probabilities are used")
+    by_client: bool = Field(False, description="one threshold per client. Clients then show their own histograms")
+    calibration_fraction: float = Field(0.5, gt=0, lt=1, description="fraction of the test rows for calibration")
+    bins: int = Field(1000, ge=10, le=100_000, description="number of equal bins of scores from 0 to 1")
+    draw: int = Field(0, ge=0, description="seed of the draw of calibration rows")
 
     @property
     def shows_rows(self) -> bool:
         return self.by_client
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task not in ("binary", "classification"):
-            raise Refused(
-                f"conformal sets are of classes, and {schema.name} is a {schema.task}",
-                rule="analysis-of-another-task",
-                fix="leave it out",
-            )
+        super().check(schema, setting)
         if setting is not None and setting.evaluate.select_on == "test":
             raise Refused(
                 "conformal thresholds are of rows that chose no round, and this run selects on test",
-                rule="conformal-test-rows",
+                rule="analysis-selects-on-test",
                 fix="set {evaluate.select_on = 'validation'}",
             )
 
@@ -159,7 +155,7 @@ class Conformal(Analysis):
         if state.thresholds is not None:
             return state._replace(covered=total.view(3, -1))
         if not total.any():
-            raise DataError("no client has test rows that calibrate; give the partition a test part")
+            raise DataError("no client has test rows for calibration. Give the partition a test part")
         ends = self._ends(state.reached, state.terms)
         counts = total.split([len(of) - 1 for of in ends])
         limits = [self._threshold(row, of) for row, of in zip(counts, ends, strict=True)]

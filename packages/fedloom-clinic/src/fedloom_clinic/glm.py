@@ -16,13 +16,14 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, Total, Transcript
-from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import count_subjects, merges
 from fedloom_clinic.columns import (
     columns_of,
     design_of,
     flag_columns,
     left_out_columns,
+    missing_target_range,
     outweighs,
     ranges_of,
     require_columns,
@@ -75,6 +76,8 @@ class Glm(Penalized):
     """
 
     kind: ClassVar[str] = "glm"
+    tasks: ClassVar = tuple(FAMILY_OF_TASK)
+    needs_table: ClassVar[bool] = True
     questions: ClassVar = {
         "means": {},
         "spreads": {"centre": 1},
@@ -85,9 +88,7 @@ class Glm(Penalized):
 
     retried: ClassVar = ("step", "tilted", "paths")
 
-    by_client: bool = Field(
-        False, description="an intercept for every client; clients then show sums of their own rows"
-    )
+    by_client: bool = Field(False, description="use one intercept per client. Clients then show sums of their own rows")
 
     @property
     def shows_rows(self) -> bool:
@@ -98,22 +99,19 @@ class Glm(Penalized):
         return ("means", "spreads", self.last_question)
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task not in FAMILY_OF_TASK or len(schema.target_ranges) != 1:
-            cure = {
-                "survival": "a Cox regression is for times to an event",
-                "classification": "declare two classes as binary, with task = 'binary' where the data are read",
-            }.get(schema.task, "take one target")
+        super().check(schema, setting)
+        if len(schema.target_ranges) != 1:
             raise Refused(
-                f"a regression is of one number or of two classes, and {schema.name} is a {schema.task}",
-                rule="analysis-of-another-task",
-                fix=cure,
+                f"the analysis glm fits one target, and {schema.name} has {len(schema.target_ranges)}",
+                rule="analysis-one-target",
+                fix="name one column in {data.target}, or leave the analysis out",
             )
         require_columns(schema, "a regression")
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if schema.task != "binary" and schema.target_ranges[0] is None:
-            raise ConfigError("sites of the analysis glm agree on target_range = [LOWEST, HIGHEST] in the agreement")
+            raise missing_target_range("glm")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         numbers = len(ranges_of(terms)[0]) + 1
@@ -121,7 +119,7 @@ class Glm(Penalized):
         wanted = {"beta": (size,), "centre": (numbers,), "spread": (numbers,)}
         require_shapes(question, {**wanted, "metric": (size, size), "betas": (FIT_COUNT, size)})
         if "spread" in question.values and not bool((question.values["spread"] > 0).all()):
-            raise Refused("spreads of a question are above 0")
+            raise Refused("the spreads of a question must be greater than 0")
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         if not merges(terms.rules):
@@ -136,8 +134,9 @@ class Glm(Penalized):
             support = torch.stack([flags[:2] for flags in terms.published]).sum(0)
             if float(support.min()) - terms.rules.missing < terms.rules.min_clients:
                 raise Refused(
-                    f"too few clients have {terms.rules.min_subjects} subjects of each outcome: {int(support.min())}, "
-                    f"and {terms.rules.min_clients + terms.rules.missing} must; agree on a smaller least count"
+                    f"too few clients have {terms.rules.min_subjects} subjects of each outcome: "
+                    f"{int(support.min())}, but {terms.rules.min_clients + terms.rules.missing} are "
+                    "needed. Agree on a smaller minimum count"
                 )
         return super().start(terms)
 
@@ -264,18 +263,18 @@ class Glm(Penalized):
         total, info = ask(Question("means"))
         count = int(total[0])
         if not count:
-            raise DataError("no row is complete and within the agreed ranges; drop columns, or agree on wider ranges")
+            raise DataError("no row is complete and within the agreed ranges. Drop columns, or agree on wider ranges")
         centre = total.numpy()[1:] / count
         squares = ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy()
         spread = np.sqrt(squares / count)
         for name, varies in zip(names, spread > MIN_COLUMN_SPREAD, strict=False):
             if not varies:
-                raise DataError(f"{name} is the same in every row; leave it out")
+                raise DataError(f"{name} has the same value in every row. Leave it out")
         low, high = ranges_of(terms)
         bottom, top = self._target_range(terms)
         half, mid = np.append((high - low) / 2, (top - bottom) / 2), np.append((high + low) / 2, (top + bottom) / 2)
         if not spread[-1] > MIN_COLUMN_SPREAD:
-            raise DataError(f"the target is {mid[-1] + half[-1] * centre[-1]:g} in every row; nothing can be fitted")
+            raise DataError(f"the target is {mid[-1] + half[-1] * centre[-1]:g} in every row, so nothing can be fitted")
         public = {"centre": torch.from_numpy(centre), "spread": torch.from_numpy(spread)}
         labels = [f"intercept {k}" for k in range(first)] if self.by_client else ["intercept"]
         size, of_targets, family_weights = first + len(names), 0.0, np.append(np.zeros(first), np.ones(len(names)))
@@ -328,7 +327,7 @@ class Glm(Penalized):
             exact = exact or at(beta)
             spent = size if ridge is None else float(np.trace(inverse @ exact.information))
             if count <= spent:
-                raise DataError(f"{count} rows for {size} coefficients leave no residual; leave columns out")
+                raise DataError(f"{count} rows for {size} coefficients leave no residual. Leave columns out")
             scale = (of_targets - 2 * exact.value) / (count - spent)
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
         back = np.eye(size)  # coefficients as they are measured are linear in these

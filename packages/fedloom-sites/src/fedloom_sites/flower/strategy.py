@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -21,7 +20,6 @@ from torch import nn
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
-from fedloom.engine.clients.messages import idle_upload
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
@@ -34,25 +32,26 @@ from fedloom.trained.model import running_statistics
 from fedloom.values import dump
 from fedloom_sites.deploy.noise import deployed
 from fedloom_sites.deploy.site.local_data import federation_of
-from fedloom_sites.flower.clients import FlowerClients, Members, Remembering
+from fedloom_sites.flower.clients import FlowerClients, Remembering
 from fedloom_sites.flower.documents import (
     PRIVACY_HINT,
     check_counts,
-    check_nodes_suffice,
     document_of,
     refuse_privacy,
     resolved_document,
     setting_of,
 )
-from fedloom_sites.flower.members import SavedRun, introductions, read_run, write_run
+from fedloom_sites.flower.members import Members, SavedRun, introductions, read_run, write_run
 from fedloom_sites.flower.records import log, shapes_of, state_dict_of
 from fedloom_sites.flower.samples import Signature, adapt_module
+from fedloom_sites.transport.forms import Forms
+from fedloom_sites.transport.limits import check_real_clients
 
 ROUND_KEY = "server-round"
 """Key of a round in the configs of Flower's strategies."""
 CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
-    "evaluate_config": "for scores of your own, add @app.evaluate('mine') to the nodes",
+    "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
 }
 """Replacements of Flower's configs."""
 LONG_RUN_ROUNDS = 1000
@@ -88,7 +87,7 @@ class Strategy(FlowerStrategy):
     @entered("flower")
     def __init__(
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
-        folder: Path | str | None = None, **choices: Any,
+        folder: Path | str | None = None, **choices: object,
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a module, such as Net(), got {model!r:.80}")
@@ -101,7 +100,7 @@ class Strategy(FlowerStrategy):
         self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
         self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # rounds of `start`
         self._asked = 0
-        check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
+        check_real_clients(algorithm, setting_of(self._document, self._model, 1), "nodes")
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
         self._unread = set[tuple[str, str]]()
@@ -138,19 +137,24 @@ class Strategy(FlowerStrategy):
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             self._warn_of_unread(name, config or ConfigRecord())
         self._rounds, self._timeout = num_rounds, timeout
-        check_nodes_suffice(self._name, setting_of(self._document, self._model, num_rounds))
+        check_real_clients(self._name, setting_of(self._document, self._model, num_rounds), "nodes")
         self._clients = self._job = None
         self._before = done = self._begin(initial_arrays, grid).round
         if (newest := self._arrays()) is None:
-            log(WARNING, "fedloom: %s has no global model: result.arrays is empty; nodes have the models", self._name)
+            log(
+                WARNING,
+                "fedloom: %s has no global model, so result.arrays is empty. The nodes have the models",
+                self._name,
+            )
             if evaluate_fn:
-                log(WARNING, "fedloom: evaluate_fn is not called, as it scores a global model")
+                log(WARNING, "fedloom: evaluate_fn is not called, because it scores a global model")
                 evaluate_fn = None
         elif running_statistics(self._model):
             log(
                 WARNING,
-                "fedloom: no message has statistics of normalisation layers: evaluate_fn and result.arrays have those "
-                "of initial_arrays; before scoring, let the model see samples in training mode, or use client_metrics",
+                "fedloom: no message contains statistics of normalization layers, so evaluate_fn and "
+                "result.arrays use the statistics of initial_arrays. Before scoring, run the model "
+                "on samples in training mode, or use client_metrics",
             )
         arrays = newest if done and newest else initial_arrays
         self._current = [arrays]
@@ -165,8 +169,8 @@ class Strategy(FlowerStrategy):
         if self.state is not None and self.state.round and not self.state.trained:
             raise RunStopped(
                 Stop.UNUSABLE,
-                f"no reply was used in any of {self.state.round} rounds, so that nothing was trained; the log has the "
-                "reasons",
+                f"fedloom used no reply in any of {self.state.round} rounds, so nothing was trained. "
+                "The log states the reasons",
             )
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
             setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
@@ -189,8 +193,9 @@ class Strategy(FlowerStrategy):
             self._current = [arrays]
         if not any(arrays is record or arrays == record for record in self._current):
             raise ConfigError(
-                f"round {server_round}: the arrays are not those that aggregate_train gave, and nodes would train from "
-                f"those; a strategy around this one, or a subclass, must leave them as they are; {PRIVACY_HINT}"
+                f"round {server_round}: the arrays differ from those that aggregate_train returned, "
+                "and nodes would train from them. A strategy around this one, or a subclass, must "
+                f"not change them; {PRIVACY_HINT}"
             )
         clients, job, state = self._running
         server_round += self._before
@@ -239,7 +244,7 @@ class Strategy(FlowerStrategy):
                 first, reason = next(iter(answering.refusals.items()))
                 raise RunStopped(
                     Stop.FAILED,
-                    f"round {before.round + 1}: all {self._asked} nodes that were asked refused it; node "
+                    f"round {before.round + 1}: all {self._asked} nodes rejected the request. Node "
                     f"{self._members[first]}: {reason}",
                 ) from error
             none = f"round {before.round + 1}: none of its nodes answered"
@@ -311,8 +316,9 @@ class Strategy(FlowerStrategy):
             ConfigError: always.
         """
         raise ConfigError(
-            "fedloom_sites.flower.Strategy is of Flower's message API, and this server is the older one, of server_fn "
-            "or start_server; call strategy.start(grid, arrays) in a function under @app.main() of a ServerApp"
+            "fedloom_sites.flower.Strategy belongs to Flower's message API, but this server uses the "
+            "older API with server_fn or start_server. Call strategy.start(grid, arrays) in a "
+            "function under @app.main() of a ServerApp"
         )
 
     def summary(self) -> None:
@@ -338,11 +344,12 @@ class Strategy(FlowerStrategy):
         job, server = make_job(setting, fed)
         if not self._rounds:
             _warn_of_rounds(self._name, job.setting, make_job(setting.with_(rounds=LONG_RUN_ROUNDS), fed)[0].setting)
-        start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
-        idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
+        forms = Forms(job, server, dense=True)
         self._job = replace(job, setting=deployed(job.setting)).drop_states()
         document = resolved_document(job.setting)
-        self._clients = FlowerClients(self._job, idle, members, document, parameters, grid.send_and_receive)
+        self._clients = FlowerClients(
+            self._job, forms, members.roll(), members.run, document, parameters, grid.send_and_receive
+        )
         self._checkpoints = RunCheckpoints(self._job, self._folder, members.run)
         resumed = self._checkpoints.resume(initial_state(self._job, server))
         self.state = resumed.state
@@ -360,7 +367,9 @@ class Strategy(FlowerStrategy):
             ConfigError: no run has begun.
         """
         if self._clients is None or self._job is None or self.state is None:
-            raise ConfigError("no round has begun; call configure_train, whose messages have the replies, or start")
+            raise ConfigError(
+                "no round has started. Call configure_train, which sends the messages of a round, or start"
+            )
         return self._clients, self._job, self.state
 
     def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:
@@ -370,7 +379,7 @@ class Strategy(FlowerStrategy):
         if keys:
             log(
                 WARNING,
-                "fedloom: %s has %s, which no node reads; %s",
+                "fedloom: %s contains %s, which nodes do not read; %s",
                 name,
                 ", ".join(map(repr, keys)),
                 CONFIG_HINTS[name],
@@ -378,11 +387,9 @@ class Strategy(FlowerStrategy):
 
     def _look(self, grid: Grid) -> None:
         """Update the set of nodes of the run that are present."""
-        clients = self._running[0]
-        here, before = set(grid.get_node_ids()), clients.reachable
-        clients.reachable = {node for node in self._members if node in here}
-        for node in sorted(before - here):
-            log(WARNING, "fedloom: node %s has left; the run continues without it until it is back", node)
+        clients, *_ = self._running
+        for node in clients.roll.connect({*grid.get_node_ids()}):
+            log(WARNING, "fedloom: node %s has disconnected. The run continues without it until it is back", node)
 
     def _save(self) -> None:
         """Write a checkpoint, if the run has a folder."""
@@ -436,11 +443,11 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
     derived = {key: value for key, value in options.items() if value != of_many.get(key)}
     if derived:
         cure = f"Strategy({name!r}, ..., {'=..., '.join(derived)}=...)"
-        why = "follows from the number of rounds, which only start has, and is that of one round"
-        log(WARNING, "fedloom: %s %s; set it: %s", derived, why, cure)
+        why = "follows from the number of rounds, which only start knows, so this value is for one round"
+        log(WARNING, "fedloom: %s %s. Set it: %s", derived, why, cure)
 
 
-def _scores(answer: Any) -> MetricRecord | None:
+def _scores(answer: object) -> MetricRecord | None:
     """Return the result of an ``evaluate_fn`` after a check, or None if the function returned None.
 
     Raises:
@@ -449,7 +456,7 @@ def _scores(answer: Any) -> MetricRecord | None:
     if answer is None or isinstance(answer, MetricRecord):
         return answer
     raise ConfigError(
-        f"evaluate_fn must give a MetricRecord or None, got {answer!r:.80}; return MetricRecord({{'accuracy': ...}})"
+        f"evaluate_fn must give a MetricRecord or None, got {answer!r:.80}. Return MetricRecord({{'accuracy': ...}})"
     )
 
 

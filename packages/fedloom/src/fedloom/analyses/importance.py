@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedloom.analyses.form import Analysis, AnalysisTerms, Bounds, Info, Question
 from fedloom.analyses.models import models_of, outputs_of
-from fedloom.analyses.rows import ClientRows, Schema
+from fedloom.analyses.rows import ClientRows
 from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data.federation import DATA_PARTS, Federation
 from fedloom.data.tables import Table
@@ -31,7 +31,7 @@ from fedloom.seeds import generator, random_state
 from fedloom.tasks import Task
 
 PERMUTATION_REPEATS = 5
-"""Number of times that a column is permuted."""
+"""Number of times that a column is permuted, as in scikit-learn's ``permutation_importance``."""
 MIN_IMPORTANCE_SAMPLES = 10
 """Smallest number of test samples of a client."""
 
@@ -56,20 +56,12 @@ class PooledImportance(Analysis):
     """
 
     kind: ClassVar[str] = "pooled-importance"
+    tasks: ClassVar = ("binary", "classification")
+    needs_table: ClassVar[bool] = True
     questions: ClassVar = {"scores": {}}
     uses_models: ClassVar[bool] = True
 
     model_kind: Literal["global", "personal"] = Field("global", description="the model whose predictions are scored")
-
-    def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if not schema.is_table or schema.task not in ("binary", "classification"):
-            what = f"a {schema.task}" if schema.is_table else "no table"
-            raise Refused(
-                f"pooled importance sums the accuracy and the Brier score of classes of a table, and {schema.name} is "
-                f"{what}; its metrics rank rows or depend on the scale of the training, so they are no sums",
-                rule="analysis-of-another-task",
-                fix="take 'importance' in a simulation",
-            )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(client.part == DATA_PARTS.index("test"))
@@ -151,7 +143,7 @@ def check_importance(fed: Federation) -> Table:
     """
     if fed.data.fitted is None:
         raise Refused(
-            f"importance permutes columns of a table, and {fed.data.name} is none",
+            f"importance permutes columns of a table, but {fed.data.name} is not a table",
             rule="importance-needs-a-table",
             fix="leave it out",
         )

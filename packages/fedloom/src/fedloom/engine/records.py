@@ -18,9 +18,14 @@ from fedloom.errors import ConfigError
 from fedloom.processes.clients import Scores
 
 DIVERGENCE_FACTOR = 10.0
-"""A run diverges if its mean training loss exceeds this multiple of its initial value (at least 1)."""
+"""A run diverges if its mean training loss exceeds this multiple of its initial value (at least 1).
+
+Chosen by arithmetic, not measured: ten classes begin at a loss of ln 10 = 2.3, and a loss of 23 gives the true class a
+probability of 1e-10, which no run that learns comes near."""
 DIVERGING_EVALUATIONS = 3
-"""Number of consecutive diverging evaluations after which a run has diverged. Fewer if the run ends with them."""
+"""Number of consecutive diverging evaluations after which a run has diverged. Fewer if the run ends with them.
+
+Chosen, not measured: one evaluation after a bad cohort may exceed the factor, and the next one then falls below it."""
 
 FEDERATION_CLIENT = -1
 """Client number of a figure of the whole federation."""
@@ -218,8 +223,9 @@ class Divergence:
         if self.round is None:
             (first, _), (self.round, loss) = self._beyond[model][0], self._beyond[model][-1]
             self.sentence = (
-                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, since round {first} more "
-                f"than {DIVERGENCE_FACTOR:g} times its start of {self._start:.3g}"
+                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, and since "
+                f"round {first} it is more than {DIVERGENCE_FACTOR:g} times its start of "
+                f"{self._start:.3g}"
             )
 
 
@@ -228,6 +234,6 @@ def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[st
     names = set(measured)
     models = sorted({kind for kind, _, _ in names})
     if model not in models:
-        return ConfigError(f"no {model} model was measured; this method has: {', '.join(models) or 'none'}")
+        return ConfigError(f"no {model} model was measured. Models of this method: {', '.join(models) or 'none'}")
     listing = ", ".join(sorted(map("/".join, names)))
-    return ConfigError(f"{model}/{part}/{metric} was not measured; there are: {listing}")
+    return ConfigError(f"{model}/{part}/{metric} was not measured. Measured: {listing}")

@@ -36,7 +36,7 @@ class NamedMethod(NamedTuple):
 
     @classmethod
     def read(
-        cls, method: Any, options: Mapping[str, Any], where: str = "", places: Places | None = None
+        cls, method: object, options: Mapping[str, Any], where: str = "", places: Places | None = None
     ) -> NamedMethod:
         """Return a method read with its options.
 
@@ -60,7 +60,7 @@ class NamedMethod(NamedTuple):
             return cls(name, entry, make(maker, options, where, fields))
         if options and isinstance(built, PresetMethod):
             fixed = "the options of what a preset has made are fixed"
-            raise ConfigError(f"{_value_at(where)}{fixed}; give the preset by its name")
+            raise ConfigError(f"{_value_at(where)}{fixed}. Give the preset's name")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 
 
@@ -114,7 +114,7 @@ class SettingTable:
         }
         return {"": kinds[self.default], **kinds} if self.default else kinds
 
-    def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
+    def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:
         """Return the value that a table describes.
 
         Args:
@@ -151,11 +151,11 @@ class SettingTable:
         if self.base is ModelSpec:
             return _model(options, where, hint)
         if self.default is None and "kind" not in options:
-            raise ConfigError(f"{_value_at(where)}kind is missing; allowed: {', '.join(self.kinds)}, none")
+            raise ConfigError(f"{_value_at(where)}kind is missing. Allowed: {', '.join(self.kinds)}, none")
         what = self.base.__name__.lower()
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
-    def _form(self, choice: Any, name: str) -> str:
+    def _form(self, choice: object, name: str) -> str:
         """Return the table that a value stands for, if the value is not a table."""
         if not self.kinds:
             return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
@@ -163,12 +163,12 @@ class SettingTable:
         kind, kinds = (json.dumps(choice), "") if is_kind else ("KIND", f"; {nearest(choice, self.kinds)}")
         return f"write {name} = {{ {self.key} = {kind} }}{kinds}"
 
-    def kind(self, value: Any) -> dict[str, str]:
+    def kind(self, value: object) -> dict[str, str]:
         """Return the key ``kind`` of a value's table, if there are several kinds."""
         named = {getattr(value, "kind", None), *(name for name, kind in self.kinds.items() if type(value) is kind)}
         return {"kind": str(next(name for name in named if name))} if self.kinds else {}
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.read)
 
 
@@ -179,7 +179,7 @@ def _value_at(where: str) -> str:
 def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
     """Return the specification in a table: of a kind, of a paper's name, or of user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
-        raise ConfigError(f"{_value_at(where)}this is a state dict: load it into a module, and give the module")
+        raise ConfigError(f"{_value_at(where)}this is a state dict. Load it into a module, and give the module")
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
     if is_path(kind):
@@ -193,13 +193,13 @@ def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
         return make(Held, rest, where, fields_of(Held))
     if kind == Held.kind and "digest" in rest:
         raise ConfigError(
-            f"{_value_at(where)}the model {rest.get('name')!r} was an object in Python, and no file names it; in "
-            "Python, "
-            "give it again, as fl.open_run(FOLDER, MODEL) or in the same call of fl.compare"
+            f"{_value_at(where)}the model {rest.get('name')!r} was an object in Python, and no file "
+            "names it. In Python, give it again, as fl.open_run(FOLDER, MODEL) or in the same call "
+            "of fl.compare"
         )
     if kind not in MODEL_CLASSES:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
-        cure = "weights are in that file: load them into a module, and give the module" if saved else ""
+        cure = "weights are in that file. Load them into a module, and give the module" if saved else ""
         raise unknown("model kind", kind, MODEL_CLASSES, where, cure=cure)
     return make(
         lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(MODEL_CLASSES[kind]), hint

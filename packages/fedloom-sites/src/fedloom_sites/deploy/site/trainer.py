@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data import Federation
-from fedloom.engine.clients.chunk import ClientOutput, ClientState, run_clients, usable
-from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
+from fedloom.engine.clients.chunk import ClientOutput, ClientState, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.setup import make_job
@@ -29,14 +28,13 @@ from fedloom.errors import (
     sentence_of,
 )
 from fedloom.lab.experiment import Experiment
-from fedloom.local.rows import for_everyone, name_tensors, remade
-from fedloom.processes.clients import Scores, ScoreTask, TrainTask
+from fedloom.local.rows import name_tensors
+from fedloom.processes.clients import Scores
 from fedloom.schedule import Synchronous
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.noise import deployed, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import digest_of
-from fedloom_sites.deploy.protocol.forms import Forms
-from fedloom_sites.deploy.protocol.public import check_private, publish_reasons
+from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.settings import Site, check_version
 from fedloom_sites.deploy.site.crafted import check_change, check_units, norms_of
@@ -44,6 +42,8 @@ from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
 from fedloom_sites.deploy.site.neutral import neutral_upload
 from fedloom_sites.deploy.site.state import Generation, SiteState
+from fedloom_sites.transport.forms import Forms
+from fedloom_sites.transport.node import Node
 
 T = TypeVar("T")
 
@@ -124,24 +124,20 @@ class Trainer:
         return samples_digest(self.fed, self.site.client)
 
     @cached_property
-    def _run(self) -> tuple[Job, Any]:
+    def node(self) -> Node:
+        """Run at this site, and the state with which its server begins."""
         job, server = make_job(self.experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
-        return replace(job, setting=deployed(job.setting, self.site.survivors)), server
+        return Node(replace(job, setting=deployed(job.setting, self.site.survivors)), server, self.site.client)
 
     @property
     def job(self) -> Job:
         """Run at this site."""
-        return self._run[0]
+        return self.node.job
 
     @property
-    def first_state(self) -> tuple[Job, Any]:
-        """Run, and the state with which its server begins."""
-        return self._run
-
-    @cached_property
     def forms(self) -> Forms:
         """Encoding of the site's messages."""
-        return Forms(*self._run, self.site.client)
+        return self.node.forms
 
     @property
     def noise(self) -> Noise | None:
@@ -160,12 +156,8 @@ class Trainer:
     def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
         """Return the run with its shares of the objective, and the state that the server accepted."""
         with publish_reasons():
-            ids, state = self.ids, self._memory.settle(accepted)
-        for name, store in job.state_stores.items():
-            store.reset()
-            if state is not None:
-                tensors = state.group(name)
-                store.write(ids, remade(store.template, [tensors[field][None] for field in store.template._fields]))
+            state = self._memory.settle(accepted)
+        self.node.load_state(job, None if state is None else state.tensors)
         return job, state
 
     def train(
@@ -203,7 +195,8 @@ class Trainer:
                 return kept
             if site.dead_units is not None and self.private:
                 raise ConfigError(
-                    "dead_units looks at samples, which a delta or epsilon forbids; leave it out of site.toml"
+                    "dead_units reads samples without noise, but an agreed delta or epsilon requires "
+                    "noise. Leave dead_units out of site.toml"
                 )
             down = self.forms.read_down(download)
             norms, before = norms_of(job, down), [] if state is None else state.reply.get("norms", [])
@@ -238,12 +231,12 @@ class Trainer:
         """
         site, work = self.site, torch.zeros(1, 3, dtype=torch.long)
         try:
-            output = run_clients(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
+            output = self.node.train(job, down, t)
             work = output.work
             self._check_result(job, output, t)
             check_units(site.dead_units, job, down, t, self.ids, len(site.samples.vocabulary))
             if stays_neutral:
-                raise Refused(f"round {t}: the uploads have changed between neutral and not as often as is agreed on")
+                raise Refused(f"round {t}: more uploads have changed between neutral and not neutral than agreed")
         except Exception as error:
             if self.noise is None and site.secure is None:
                 raise
@@ -266,9 +259,9 @@ class Trainer:
         if self.site.secure is None or self.noise is not None:
             return
         if not bool(usable(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
-            raise Refused(f"round {t}: a row of this site's state is longer than engine.norm_bound")
+            raise Refused(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
         if not bool(usable(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
-            raise Refused(f"round {t}: the upload has a weight below zero")
+            raise Refused(f"round {t}: a weight of the upload is negative")
 
     @cached_property
     def _blank(self) -> Job:
@@ -293,6 +286,8 @@ class Trainer:
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
         """Compute the scores of round ``t``, or return {} for a round below 0. A failure becomes a note.
 
+        A disk that cannot store the newest model is no such failure: the site does not answer then.
+
         Args:
             job: run from `attach_local_data`.
             models: messages from the server.
@@ -302,15 +297,21 @@ class Trainer:
         return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
 
     def attempt(self, what: str, score: Callable[[], T]) -> T | None:
-        """Return the result of a scoring function, or None if the function fails. A failure becomes a note."""
+        """Return the result of a scoring function, or None if the function fails. A failure becomes a note.
+
+        Raises:
+            PublicReason: the disk is full or cannot be written.
+        """
         try:
             return score()
+        except PublicReason:  # sums without this site's scores would look whole
+            raise
         except Exception as error:  # under a delta, the failure may reveal samples
             what = f"{what} cannot be scored"
             sentence = (
                 f"{what}: {error}"
                 if isinstance(error, QUOTES_NO_VALUE)
-                else f"{what}; the reason is in the site's own log"
+                else f"{what}. The site's own log states the reason"
             )
             self.log_privately(f"{what}: {sentence_of(error)}")
             if not self.private and self.site.secure is None:
@@ -319,25 +320,16 @@ class Trainer:
 
     def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:
         """Store the newest model, and return the scores of every model on the site's parts."""
-        ids = self.ids
-        everyone, shared = self.received(models, common=common)
         has_samples = bool(part_sizes(self.fed, self.site.client)[0])
-        personal = None if everyone is None or not has_samples else personal_models(job, everyone, t, ids)[0]
-        row, kind = (shared, "global") if personal is None else (personal, "personal")
-        if row is not None:
-            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
+        received = self.node.read_models(job, models, t, common=common, trained=has_samples)
+        if received.row is not None:
+            header = job.oracle.layout.header()
+            with publish_reasons():
+                self._memory.keep_model(received.row.cpu(), header, t, received.kind)
         if not has_samples or self.scoring == "off":
             return {}
-        scores: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
-        return scores | (hybrid_scores(scores, job.setting.evaluate.select_on) if self.scoring == "masked" else {})
-
-    def received(self, models: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
-        """Return the download as if every client had received it, and the global model ``[d]``.
-
-        Each is None if the messages do not contain it.
-        """
-        down, shared = self.forms.read_models([*models], global_there=common)
-        return None if down is None else for_everyone(down, self.job.n), shared
+        scores = self.node.score(job, received, t)
+        return self.node.score_hybrid(job, scores) if self.scoring == "masked" else scores
 
     @property
     def sends_groups(self) -> bool:
@@ -356,7 +348,7 @@ class Trainer:
         sys.stderr.write(
             f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
         )
-        return f"site {self.site.site} could not answer; the reason is in its own log"
+        return f"site {self.site.site} could not answer. Its own log states the reason"
 
 
 def _digest(download: bytes, weights: Sequence[float]) -> str:

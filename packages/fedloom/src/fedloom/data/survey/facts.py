@@ -24,13 +24,14 @@ MISSING_TOKENS = frozenset(
     {"n/a", "n.a.", "k.a.", "none", "null", "nil", "-", "--", "---", ".", "..", "unknown", "unk", "missing"}
     | {"nk", "n.k.", "nd", "n.d.", "not known", "not available", "not done", "not reported", "na_na", "unbekannt"}
     | {"inconnu", "desconocido", "sconosciuto", "onbekend", "неизвестно", "不明"}
-    | {"#n/a", "#value!", "#div/0!", "#null!", "inf", "-inf"}
+    | {"#n/a", "#value!", "#div/0!", "#null!", "#ref!", "#num!", "#name?", "inf", "-inf"}
 )
 """Common markers of missing cells, in lower case, in addition to a source's own markers."""
 LEVELS_TOO = frozenset({"none", "nil", "null"})
 """Members of `MISSING_TOKENS` that are also levels in many tables. Only 'fedloom init' reports them."""
 MAX_ODD_SHARE = 0.2
-"""Largest share of non-numeric cells in a column of numbers, if these cells have few different values."""
+"""Largest share of non-numeric cells in a column of numbers, if these cells have few different values. Chosen: four of
+five cells are numbers, and at most `MOST_ODD` words stand beside them."""
 MOST_ODD = 4
 """Largest number of different non-numeric cells in a column of numbers. A column with more contains levels or texts."""
 CLEAR_ZERO_SHARE = 0.05
