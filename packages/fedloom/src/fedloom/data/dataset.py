@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedloom.data.subjects.design import Design
     from fedloom.data.tables import Fitted
 
-Task = Literal["classification", "binary", "regression", "survival", "count"]
+Task = Literal["classification", "binary", "multilabel", "regression", "survival", "count"]
 CLASS_TASKS = ("classification", "binary")
 """Tasks whose targets are classes."""
 MISSING_LEVEL = ""
@@ -69,10 +69,10 @@ class Dataset:
         name: name of the source.
         x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float. Or tokens [N, length], int32
             or int64, numbers in `vocabulary`, with 0 for padding at the end of a sequence.
-        y: class numbers [N] int64. Float targets [N, k] of a regression, counts [N, 1], or times from 0 on and events 0
+        y: class numbers [N] int64. Float targets [N, k] of a regression, 0 or 1 [N, k] for every label, counts [N, 1], or times from 0 on and events 0
             or 1 [N, 2] of a survival task, for tokens also one label per position [N, length], with -1 for no label.
-        task: ``"classification"``, ``"binary"``, ``"regression"``, ``"survival"`` or ``"count"``.
-        classes: names of the classes. Empty if targets are numbers.
+        task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
+        classes: names of the classes or labels. Empty if targets are numbers.
         mean: mean per channel [C] or over everything [1]. It is subtracted after bytes are divided by 255. None: 0.
         std: same shape as `mean`. It divides after the subtraction. None: 1.
         test: positions [k] of the source's official test set in `x`. None without such a test set.
@@ -165,7 +165,8 @@ class Dataset:
 
     def __repr__(self) -> str:
         size = "x".join(map(str, self.shape)) or "1"
-        kinds = f" of {len(self.classes)} classes" if self.classes else ""
+        what = "classes" if self.classed else "labels"
+        kinds = f" of {len(self.classes)} {what}" if self.classes else ""
         more = [f"{len(self.test)} of them the official test set"] if self.test is not None else []
         more += [f"{len(self.user_names)} users"] if self.user_names else []
         return (
@@ -179,10 +180,10 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs that a model of this task needs: one per class, k for a regression, otherwise 1."""
+        """Number of outputs that a model of this task needs: one per class or label, k for a regression, otherwise 1."""
         if self.task == "classification":
             return len(self.classes)
-        return self.y.shape[1] if self.task == "regression" else 1
+        return self.y.shape[1] if self.task in ("multilabel", "regression") else 1
 
     @property
     def classed(self) -> bool:
@@ -295,6 +296,11 @@ class Dataset:
             yield "NaN or Inf in the targets; remove or repair those samples"
         else:
             yield from _wrong_numbers(self.task, self.y)
+            if self.task == "multilabel" and not 1 < len(self.classes) == self.y.shape[1]:
+                yield (
+                    f"a multilabel task has a name for each of its labels, at least two: got {self.y.shape[1]} labels and "
+                    f"{len(self.classes)} names"
+                )
 
     def _wrong_scale(self) -> Iterator[str]:
         for what, values in (("mean", self.mean), ("std", self.std)):
@@ -320,7 +326,7 @@ def refuse(where: str, problems: Sequence[str]) -> None:
 
 
 def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
-    """Yield the errors in times and events, or in counts."""
+    """Yield the errors in times and events, in labels, or in counts."""
     if task == "survival" and y.shape[1] != 2:
         yield f"targets of a survival task are a time and an event in every row, got {y.shape[1]} columns"
     elif task == "survival":
@@ -329,6 +335,13 @@ def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
             yield f"{int(early.sum())} times are below 0 (first: sample {int(early.int().argmax())}); repair them"
         if bool(odd.any()):
             yield f"events must be 1, or 0 where the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
+    elif task == "multilabel":
+        odd = ((y != 0) & (y != 1)).any(1)
+        if bool(odd.any()):
+            yield (
+                f"every label must be 1 or 0, present or not; {int(odd.sum())} samples have others (first: sample "
+                f"{int(odd.int().argmax())}, {y[int(odd.int().argmax())].tolist()}); repair them, or leave them out"
+            )
     elif task == "count":
         odd = ((y < 0) | (y != y.floor())).any(1)
         if y.shape[1] != 1 or bool(odd.any()):

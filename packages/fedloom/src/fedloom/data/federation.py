@@ -288,7 +288,7 @@ class Federation:
     def class_counts(self, part: str = "train") -> Tensor:
         """Return the number of samples, or labeled positions, of each class at each client: ``[n, C]`` int64."""
         classes = len(self.data.classes)
-        if not classes:
+        if not self.data.classed:
             return torch.zeros(self.n, 0, dtype=torch.int64)
         owner, y = self.owner(part), self.targets(self.parts[part].index)
         if self.data.each:
@@ -305,7 +305,7 @@ class Federation:
         C]). NaN for a client without samples in the part.
         """
         out: dict[str, Any] = {"part": part, "sizes": self.sizes(part).tolist()}
-        if not self.data.classes:
+        if not self.data.classed:
             return out
         counts = self.class_counts(part).double()
         p, q = counts / counts.sum(1, keepdim=True), counts.sum(0) / counts.sum()

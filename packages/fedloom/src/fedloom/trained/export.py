@@ -228,7 +228,7 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     except ImportError as error:
         raise ConfigError(f"export to ONNX needs {error.name}: pip install 'fedloom[export]'") from None
     facts = model.recipe.facts
-    output = "probabilities" if facts.classed else "values"
+    output = "probabilities" if facts.classes else "values"
     with _quietly():
         program: Any = torch.onnx.export(
             raw,

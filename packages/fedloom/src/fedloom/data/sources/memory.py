@@ -127,9 +127,16 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         some = range(min(len(obj), REREAD_SAMPLES))
         for _ in steady((obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name):
             pass
+    if is_frame(target) and task == "multilabel" and hasattr(obj, "iloc") and len(target) == len(obj):
+        refuse_order(obj, target, name)
+        if both := [column for column in map(str, target.columns) if column in map(str, obj.columns)]:
+            raise ConfigError(f"{name}: the features and the labels both have a column {both[0]!r}; rename one")
+        obj = obj.assign(**{str(column): np.asarray(target[column]) for column in target.columns})
+        target = [*map(str, target.columns)]
     if np.ndim(target) == 2 and np.shape(target)[1] == 1:
         target = target.iloc[:, 0] if hasattr(target, "iloc") else np.asarray(target)[:, 0]
-    if hasattr(obj, "iloc") and np.ndim(target) == 1:
+    labels = isinstance(target, list | tuple) and task == "multilabel" and all(isinstance(n, str) for n in target)
+    if hasattr(obj, "iloc") and np.ndim(target) == 1 and not labels:
         if len(target) != len(obj):
             raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
         refuse_order(obj, target, name)
@@ -138,14 +145,15 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         if label in obj.columns and not np.array_equal(obj[label].astype(object), np.asarray(target, object)):
             raise ConfigError(f"{name}: a column of the table is named {label!r} too, and differs; rename one")
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
-    if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
+    if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int))):
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
         raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {shown:.60}")
     names = frame_names(obj)
     target = next((n for n in TARGET_NAMES if n in names), names[-1]) if target is None else target
-    target = str(target)
+    target = tuple(target) if labels else str(target)
     options["categorical"] = tuple(
-        {*options.get("categorical", ()), *coded_columns(obj)} - {target, options.get("client_column")}
+        {*options.get("categorical", ()), *coded_columns(obj)}
+        - {*(target if labels else (target,)), options.get("client_column")}
     )
     table_options = {"target": target, "task": task or "auto", **options}
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
