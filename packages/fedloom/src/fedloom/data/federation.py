@@ -286,11 +286,16 @@ class Federation:
         return (counts @ rare) / counts.sum(1).clamp(min=1)
 
     def class_counts(self, part: str = "train") -> Tensor:
-        """Return the number of samples, or labeled positions, of each class at each client: ``[n, C]`` int64."""
+        """Return the number of samples, or labeled positions, of each class at each client: ``[n, C]`` int64.
+
+        Of several labels per sample, it counts the samples with each label.
+        """
         classes = len(self.data.classes)
-        if not self.data.classed:
+        if not classes:
             return torch.zeros(self.n, 0, dtype=torch.int64)
         owner, y = self.owner(part), self.targets(self.parts[part].index)
+        if not self.data.classed:
+            return y.new_zeros(self.n, classes).index_add(0, owner, y).long()
         if self.data.each:
             owner = owner.repeat_interleave(self.data.y.shape[1])[y >= 0]
             y = y[y >= 0]
@@ -305,7 +310,7 @@ class Federation:
         C]). NaN for a client without samples in the part.
         """
         out: dict[str, Any] = {"part": part, "sizes": self.sizes(part).tolist()}
-        if not self.data.classed:
+        if not self.data.classes:
             return out
         counts = self.class_counts(part).double()
         p, q = counts / counts.sum(1, keepdim=True), counts.sum(0) / counts.sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,11 @@ class InputSpec(Value):
         return {"classification": len(self.classes)}.get(
             self.task, self.targets if self.task in ("multilabel", "regression") else 1
         )
+
+    @property
+    def positions(self) -> int:
+        """Number of labels of a sample that has one for each token, time step or pixel."""
+        return self.shape[0] if self.vocabulary or len(self.shape) < 3 else math.prod(self.shape[1:])
 
     @property
     def classed(self) -> bool:

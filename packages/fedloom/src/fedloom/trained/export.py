@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -330,6 +329,5 @@ def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshol
         graph.node.append(node("GreaterOrEqual", ["probability of the second", "threshold"], ["is the second"]))
         graph.node.append(node("Cast", ["is the second"], ["best"], to=onnx.TensorProto.INT64))
     graph.node.append(node("Gather", ["classes", "best"], ["class"]))
-    length = facts.shape[:1] if facts.vocabulary or len(facts.shape) < 3 else (math.prod(facts.shape[1:]),)
-    places = ["batch", *(length if facts.each else ())]
+    places = ["batch", *([facts.positions] if facts.each else [])]
     graph.output.append(onnx.helper.make_tensor_value_info("class", onnx.TensorProto.STRING, places))
