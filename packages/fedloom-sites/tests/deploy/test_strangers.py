@@ -148,9 +148,9 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place.mkdir()
     (place / "nets_of_a_stranger.py").write_text(NETS)
     monkeypatch.chdir(place)
-    path = list(sys.path)
+    path, finders = list(sys.path), list(sys.meta_path)
     yield place
-    sys.path[:] = path
+    sys.path[:], sys.meta_path[:] = path, finders
     sys.modules.pop("nets_of_a_stranger", None)
 
 

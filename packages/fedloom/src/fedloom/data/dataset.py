@@ -19,6 +19,7 @@ from fedloom.hints import nearest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from fedloom.data.sources.rereading import Rereading
     from fedloom.data.subjects.design import Design
     from fedloom.data.tables import Fitted
 
@@ -69,8 +70,9 @@ class Dataset:
         name: name of the source.
         x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float. Or tokens [N, length], int32
             or int64, numbers in `vocabulary`, with 0 for padding at the end of a sequence.
-        y: class numbers [N] int64. Float targets [N, k] of a regression, 0 or 1 [N, k] for every label, counts [N, 1], or times from 0 on and events 0
-            or 1 [N, 2] of a survival task, for tokens also one label per position [N, length], with -1 for no label.
+        y: class numbers [N] int64, for tokens also one label per position [N, length], with -1 for no label. Float
+            targets [N, k] of a regression, 0 or 1 [N, k] for every label, counts [N, 1], or times from 0 on and events
+            0 or 1 [N, 2] of a survival task.
         task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
         classes: names of the classes or labels. Empty if targets are numbers.
         mean: mean per channel [C] or over everything [1]. It is subtracted after bytes are divided by 255. None: 0.
@@ -96,6 +98,9 @@ class Dataset:
         design: rows that belong together, their order, and the rows of the test part. None: every row is independent.
         original_dtype: numpy's name of the type of the features before they became `x`, such as ``"int64"``, or
             ``"uint8"`` if `x` contains bytes divided by 255. Empty: the type did not change.
+
+        rereading: rereading of samples that change at random, for every step of a training. `x` contains one draw of
+            each, for all other purposes. None: samples never change.
 
     Raises:
         DataError: lengths disagree, labels are outside 0..C-1, values are not finite, or types are wrong.
@@ -124,6 +129,7 @@ class Dataset:
     conversion: Mapping[str, Any] = field(default_factory=dict[str, Any])
     original_dtype: str = ""
     design: Design | None = None
+    rereading: Rereading | None = None
 
     def __post_init__(self) -> None:
         n = len(self.x)
@@ -180,7 +186,7 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs that a model of this task needs: one per class or label, k for a regression, otherwise 1."""
+        """Number of outputs of a model: one per class or label, k for a regression, otherwise 1."""
         if self.task == "classification":
             return len(self.classes)
         return self.y.shape[1] if self.task in ("multilabel", "regression") else 1
@@ -241,8 +247,26 @@ class Dataset:
             facts["vocabulary"], facts["tokens"] = len(self.vocabulary), int((self.x != 0).sum())
         return facts
 
+    def refuse_random(self, what: str) -> None:
+        """Raise if samples are read again for every step, which would undo a change of the stored samples.
+
+        Raises:
+            DataError: they are.
+        """
+        if self.rereading is not None:
+            raise DataError(
+                f"{self.name}: its samples change at random whenever they are read, so {what} cannot use them; leave "
+                "random transforms out of the data set, or, to keep one draw of each sample on purpose, give [d[i] for "
+                "i in range(len(d))] of the data set d"
+            )
+
     def extended(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:
-        """Return the data set with copies of the samples at `index` ``[k]``, with features ``x`` and targets ``y``."""
+        """Return the data set with copies of the samples at `index` ``[k]``, with features ``x`` and targets ``y``.
+
+        Raises:
+            DataError: samples are read again for every step.
+        """
+        self.refuse_random("a backdoor")
 
         def more(values: Tensor | None) -> Tensor | None:
             return None if values is None else torch.cat([values, values[index.to(values.device)]])
@@ -298,7 +322,7 @@ class Dataset:
             yield from _wrong_numbers(self.task, self.y)
             if self.task == "multilabel" and not 1 < len(self.classes) == self.y.shape[1]:
                 yield (
-                    f"a multilabel task has a name for each of its labels, at least two: got {self.y.shape[1]} labels and "
+                    f"a multilabel task has at least two labels, with a name each: got {self.y.shape[1]} labels, "
                     f"{len(self.classes)} names"
                 )
 

@@ -148,8 +148,9 @@ class InputSpec(Value):
             data: data set from any source. Labels may contain only some of the known classes.
 
         Raises:
-            DataError: classes, columns, shape, or range of values differ.
+            DataError: classes, columns, shape, or range of values differ, or samples change at random.
         """
+        data.refuse_random("a trained model")
         return Dataset(
             data.name,
             self.raw(data),

@@ -151,8 +151,8 @@ def label_metrics(
         names: names of the labels, for metrics by label.
     """
     guess = (z > 0).double()
-    counts = [owner_total(values, owner, n) for values in (y, guess, y * guess)]
-    figures = label_counts(*counts, names)
+    true, guessed, hits = (owner_total(values, owner, n) for values in (y, guess, y * guess))
+    figures = label_counts(true, guessed, hits, names)
     if any(name.endswith(("_auroc", "_auprc")) for name in wanted):
         each = [torch.stack(ranking(scores, label, owner, n)) for scores, label in zip(z.T, y.T, strict=True)]
         for name, values in zip(("auroc", "auprc"), torch.stack(each, -1), strict=True):

@@ -44,7 +44,9 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
     target = wide(y)
     if isinstance(base, MultiLabel):
         guess = base.predict(z).double()
-        return torch.cat([count, base.loss(z, target).sum()[None], target.sum(0), guess.sum(0), (target * guess).sum(0)])
+        return torch.cat(
+            [count, base.loss(z, target).sum()[None], target.sum(0), guess.sum(0), (target * guess).sum(0)]
+        )
     if isinstance(base, Regression):
         error = z - target
         sums = [error.abs().mean(1).sum()[None], target.sum(0), target.square().sum(0), error.square().sum(0)]
@@ -65,8 +67,8 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
     if isinstance(base, Classification | Binary):
         figures = _class_sums(task, size, rest[0])
     elif isinstance(base, MultiLabel):
-        loss, *counts = rest[0].split([1, *[base.outputs] * 3])
-        figures = {"loss": loss / size, **label_counts(*counts, labels(base.labels))}
+        loss, true, guessed, hits = rest[0].split([1, *[base.outputs] * 3])
+        figures = {"loss": loss / size, **label_counts(true, guessed, hits, labels(base.labels))}
     elif isinstance(base, Regression):
         mae, linear, square, error = rest[0].split([1, *[base.outputs] * 3])
         spread, mse = square - linear.square() / size, error.mean() / size

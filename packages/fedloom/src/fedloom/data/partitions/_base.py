@@ -352,6 +352,8 @@ class Partition(Value):
                 f"{self.kind}: test_from = 'clients' works with natural and by-column only; use 'ratio'"
             )
         changes = any(change is not None for change in (draw.noise, draw.relabel, draw.views))
+        if draw.noise is not None or draw.views is not None:
+            data.refuse_random(f"{self.kind}, which changes the samples of clients,")
         if self.test_from != "own" and changes:
             raise Refused(
                 f"{self.kind}: changes a client's samples, official test samples would not fit; use test_from = 'own'"

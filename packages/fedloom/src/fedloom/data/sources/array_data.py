@@ -328,8 +328,8 @@ def _targets(
     if task == "multilabel":
         if y.ndim != 2 or y.dtype.kind not in "uifb":
             raise DataError(
-                f"{place}: y of a multilabel task must be 0 or 1 for every sample and label, [N, labels], got {y.dtype} "
-                f"{y.shape}; sklearn.preprocessing.MultiLabelBinarizer makes it from lists of labels"
+                f"{place}: y of a multilabel task must be 0 or 1 for every label, [N, labels], got {y.dtype} {y.shape}; "
+                "sklearn.preprocessing.MultiLabelBinarizer makes it from lists of labels"
             )
         return torch.from_numpy(y.astype(np.float64)), task, classes or tuple(map(str, range(y.shape[1])))
     if y.dtype.kind == "U" and task != "regression":

@@ -14,7 +14,7 @@ from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sides import TARGET_NAMES, common_classes, join_roles, refuse_order, refuse_unlike, side_of
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import make_dataset, noted
-from fedloom.data.sources.rereading import REREAD_SAMPLES, steady
+from fedloom.data.sources.rereading import REREAD_SAMPLES, Rereading, steady
 from fedloom.data.sources.table.cells import Problems
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
 from fedloom.data.sources.table.reading import TableSource, read_table
@@ -40,7 +40,8 @@ def as_dataset(
         obj: a `Dataset` (returned unchanged). Features ``[N, ...]`` as an array or tensor. The tuple ``(x, y)``. A
             dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that contain
             one of these. A torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such
-            dictionaries, and that are equal in every reading. A Hugging Face `Dataset` or `DatasetDict`. A pandas
+            dictionaries. Samples of a torch `Dataset` that its transforms change at random are read again for every
+            step of a training. A Hugging Face `Dataset` or `DatasetDict`. A pandas
             `DataFrame`, alone or with its targets. A table of pyarrow, or a table that Arrow can read (polars).
         target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]`` for features without targets. The name of
             the target's column is also accepted. None: ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, or
@@ -113,6 +114,7 @@ def as_dataset(
     options.setdefault("classes", common_classes(parts))
     options["original_dtype"] = parts[0].dtype
     data = make_dataset(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
+    data = Rereading.attach(data, [(len(part.x), part.reader) for part in parts])
     return noted(
         replace(
             data,

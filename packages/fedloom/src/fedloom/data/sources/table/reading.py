@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from torch import Tensor
 
 from fedloom.data.dataset import CLASS_TASKS, MISSING_LEVEL, MOST_CLASSES, TOO_MANY, Dataset, refuse
