@@ -78,6 +78,9 @@ RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
 }  # fmt: skip
 """Old names of values, by the place and the present name of their key."""
 
+EARLIER_DEFAULTS: Mapping[str, Mapping[str, object]] = {"fedacs": {"copies": "off"}}
+"""Former defaults of methods' options whose default has changed. A recorded document without the option used them."""
+
 
 def _new_names() -> dict[str, tuple[str, ...]]:
     pairs = [pair for table in (*RENAMED_KEYS.values(), *RENAMED_VALUES.values()) for pair in table.items()]

@@ -832,7 +832,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "quantile": (ANY, OURS),
         "among": ("cohort", OPTION),
         "lam": (None, OPTION),
-        "copies": (None, OPTION),
+        "copies": (0.999, OURS),
     },
     "pfedme": {
         "lam": (15.0, "Dinh et al. 2020, experiments: 15 for MNIST"),

@@ -36,7 +36,7 @@ def mixture(w: Tensor, quantile: float) -> Tensor:
 def test_attention_is_over_the_clients_that_are_named(
     among: Literal["cohort", "seen", "all"], whose: tuple[int, ...], quantile: float
 ) -> None:
-    p, method = Problem.random(3), FedACS(among=among, quantile=quantile)
+    p, method = Problem.random(3), FedACS(among=among, quantile=quantile, copies="off")
     state = federate(method, p, 3, cohorts=COHORTS)[-1]
     cohort, everyone = (0, 3), state.kept
     kept = type(everyone)(everyone.w if method.mixes_all else everyone.w[[*cohort]])

@@ -173,7 +173,7 @@ def test_fedavg_with_attention_is_fedacs(fed: Federation) -> None:
     options: dict[str, Any] = {"engine": {"dtype": "float64"}}
     acs = run(fed, FedACS(quantile=0.4), **options).job.kept.read(torch.arange(6)).w
     mixed = (
-        run(fed, FedAvg(), personalized_aggregation=Attention(quantile=0.4), **options)
+        run(fed, FedAvg(), personalized_aggregation=Attention(quantile=0.4, copies=0.999), **options)
         .job.models.read(torch.arange(6))
         .w
     )
@@ -269,13 +269,20 @@ def collaborators(fed: Federation, method: Any, **choices: Any) -> list[int]:
 def test_sybils_turn_collaboration_off_and_a_cap_keeps_it(fed: Federation, method: str) -> None:
     """Three of six clients send one direction: 12 of the 36 cosines are then 1, so that the quantile is 1."""
 
-    def attacked(**options: Any) -> list[int]:
+    def attacked(copies: float | None) -> list[int]:
         if method == "preset":
-            return collaborators(fed, FedACS(quantile=0.7, **options))
-        return collaborators(fed, FedAvg(), personalized_aggregation=Attention(quantile=0.7, **options))
+            return collaborators(fed, FedACS(quantile=0.7, copies=copies or "off"))
+        return collaborators(fed, FedAvg(), personalized_aggregation=Attention(quantile=0.7, copies=copies))
 
-    assert sum(attacked()) == 0
-    assert sum(attacked(copies=0.999)) > 0
+    assert sum(attacked(None)) == 0
+    assert sum(attacked(0.999)) > 0
+    assert FedACS().copies == 0.999
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.31, 0.5, 0.88, 1.0])
+@pytest.mark.parametrize("n", [1, 2, 6, 9])
+def test_a_cap_changes_nothing_if_no_model_is_a_copy(n: int, quantile: float) -> None:
+    assert torch.equal(attention(models(n), quantile, copies=0.999), attention(models(n), quantile))
 
 
 def test_a_forged_direction_buys_a_mixture_and_a_rule_within_it_does_not_sell(fed: Federation) -> None:

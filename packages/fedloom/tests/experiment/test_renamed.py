@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 
 import fedloom as fl
+from fedloom.algorithms import ALGORITHMS
 from fedloom.data.partitions import PARTITIONS
 from fedloom.engine.checks.moved import (
     restore_document,
@@ -20,7 +21,7 @@ from fedloom.engine.checks.moved import (
 )
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError
-from fedloom.hints import RENAMED_KEYS, RENAMED_VALUES
+from fedloom.hints import EARLIER_DEFAULTS, RENAMED_KEYS, RENAMED_VALUES
 from fedloom.lab.experiment import Plan, open_run, parse, read
 from fedloom.lab.experiment.overrides import apply_overrides
 from fedloom.lab.experiment.schema import SETTING_TABLES
@@ -209,3 +210,18 @@ def test_an_old_option_of_the_command_line_names_the_new_option(old: str, new: s
 def test_no_default_of_the_schema_has_an_old_key() -> None:
     schema = json.loads(call("schema"))
     assert not {"weights", "weigher", "mixer", "channel", "settings"} & schema["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [(n, k, v) for n, o in EARLIER_DEFAULTS.items() for k, v in o.items()]
+)
+def test_a_recorded_method_keeps_the_default_of_its_day(name: str, key: str, value: object) -> None:
+    """A recorded document states the former default; its digest stays; a new file has the present default."""
+    default = ALGORITHMS[name].model_fields[key].default
+    old, stated = ({**SMALL, "method": [{"algorithm": name, **options}]} for options in ({}, {key: default}))
+    assert default != value
+    assert update_document(old)["method"] == [{"algorithm": name, key: value}]
+    assert update_document(stated)["method"] == stated["method"]
+    assert restore_document(update_document(old))["method"] == old["method"]
+    assert restore_document(stated)["method"] == stated["method"]
+    assert getattr(ALGORITHMS[name](), key) == default

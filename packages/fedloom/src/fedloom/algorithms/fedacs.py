@@ -19,14 +19,17 @@ Deviations: S, its quantile and Eq. 4 are computed over the cohort. Algorithm 1 
 start from one model, so clients that never took part have cosine 1 with each other. alpha_k is 1, which turns Eq. 3
 into Eq. 4: R and lambda then have no effect. With ``lam`` the factor is lambda beta_k, as in Theorem 2.1. The
 comparison with delta is >= and includes the client itself: with a strict comparison the set is empty if models
-coincide. A client whose weights do not have a positive sum receives its own model. The server receives individual
-models, so it supports no secure aggregation.
+coincide. A client whose weights do not have a positive sum receives its own model. Models whose cosine is at least
+``copies`` count as one model, so that attackers who send equal models do not take the quantile; ``copies = "off"`` is
+the paper. The server receives individual models, so it supports no secure aggregation.
 
 Use it if clients form groups that are not known. A larger ``quantile`` means a higher threshold and LESS collaboration:
 1 is Local.
 """
 
 from __future__ import annotations
+
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -47,12 +50,14 @@ class FedACS(Mixed):
     lam: float | None = Field(
         None, gt=0, description="lambda: alpha_k = lambda beta_k (Eq. 3, Theorem 2.1); None: alpha_k = 1 (Eq. 4)"
     )
-    copies: float | None = Field(
-        None, gt=0, le=1, description="cosine from which on models are copies, all of which count as one; None: no cap"
+    copies: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = Field(
+        0.999,
+        description="cosine from which models count as one, so that equal attackers weigh as one; 'off': the paper",
     )
 
     def mixer(self, round: int) -> Attention:
-        return Attention(quantile=self.quantile, among=self.among, lam=self.lam, copies=self.copies)
+        copies = None if self.copies == "off" else self.copies
+        return Attention(quantile=self.quantile, among=self.among, lam=self.lam, copies=copies)
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         w = descend(down.u, work)  # Eq. 5: steps on F_i only, from u_i

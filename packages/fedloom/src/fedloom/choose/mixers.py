@@ -23,6 +23,8 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Combines a client's own model ``[d]`` and the models of its mixture ``[k, d]``, with weights ``[k, 1]`` and ids, into
 one model ``[d]``."""
 Similarity = Literal["model", "change"]
+WEIGHT_ERROR = 1e-6
+"""Largest rounding error of a sum of weights. Sums of weights between whole numbers differ by at least 1/n^2."""
 
 
 class Mixer(Value, ABC):
@@ -240,35 +242,30 @@ def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor
     """Return row-stochastic weights ``[m, m]`` of models ``w [m, d]``: cosines from the ``quantile`` of all m^2 on.
 
     With ``copies``, a model counts 1/c in the quantile and in mixtures. c is the number of models, itself included,
-    whose
-    cosine with it is at least that: k copies of a model count as much as one.
+    whose cosine with it is at least ``copies``: k copies of a model count as much as one. If there are no copies, the
+    weights are the weights without ``copies``.
     """
     direction = directions(w)
     s = direction @ direction.T
     s = ((s + s.T) / 2).fill_diagonal_(1.0)  # s_ij; symmetric to the last bit, as delta is often one of its entries
     rounding = 16 * torch.finfo(s.dtype).eps
-    counts = None if copies is None else 1 / (s >= copies - rounding).sum(1).to(s)
-    delta = _quantile(s, quantile) if counts is None else _weighted_quantile(s, quantile, counts)
-    delta = delta - rounding  # equal cosines pass together: clients never seen have equal rows
+    counts = None if copies is None else 1 / (s >= copies - rounding).sum(1).double()
+    delta = _quantile(s, quantile, counts) - rounding  # equal cosines pass together: clients never seen have equal rows
     s = torch.where((s >= delta).fill_diagonal_(True), s, 0.0)
-    s = s if counts is None else s * counts
+    s = s if counts is None else s * counts.to(s)
     total = s.sum(1, keepdim=True)
     return torch.where(total > 1e-12, s / total, torch.eye(len(w), dtype=w.dtype, device=w.device))
 
 
-def _quantile(s: Tensor, quantile: float) -> Tensor:
-    ordered = s.flatten().sort().values
-    place = quantile * (len(ordered) - 1)
-    return torch.lerp(ordered[math.floor(place)], ordered[math.ceil(place)], place % 1)
-
-
-def _weighted_quantile(s: Tensor, quantile: float, counts: Tensor) -> Tensor:
-    """Return the smallest entry up to which the entries have the share ``quantile`` of all weight."""
+def _quantile(s: Tensor, quantile: float, counts: Tensor | None) -> Tensor:
+    """Return the interpolated quantile of all entries, where entry (i, j) counts ``counts[i] * counts[j]``."""
     ordered, order = s.flatten().sort()
-    reached = (counts[:, None] * counts).flatten()[order].double().cumsum(0)
-    place = int((reached < (quantile - 1e-9) * reached[-1]).sum())
-    threshold: Tensor = ordered[min(place, len(ordered) - 1)]
-    return threshold
+    weights = torch.ones_like(ordered) if counts is None else (counts[:, None] * counts).flatten()[order]
+    reached = weights.double().cumsum(0)
+    place = quantile * max(float(reached[-1]) - 1, 0.0)
+    lower, upper = ((reached < index + 1 - WEIGHT_ERROR).sum() for index in (math.floor(place), math.ceil(place)))
+    last = len(ordered) - 1
+    return torch.lerp(ordered[lower.clamp(max=last)], ordered[upper.clamp(max=last)], place % 1)
 
 
 MIXERS: dict[str, type[Mixer]] = {

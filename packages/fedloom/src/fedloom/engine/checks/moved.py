@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.hints import RENAMED_KEYS, RENAMED_VALUES, unknown
+from fedloom.hints import EARLIER_DEFAULTS, RENAMED_KEYS, RENAMED_VALUES, unknown
 
 _MOVED_KEYS = {
     "confusion": "confusion", "tsne": "tsne", "groups": "groups", "group_least": "groups", "predictions": "predictions",
@@ -113,7 +113,10 @@ def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str,
         name = names.get(key, key)
         value = _translate_value(value, place, name, back=back)
         translated[first_names.get(name, name) if back else name] = value
-    return translated
+    earlier = EARLIER_DEFAULTS.get(str(table.get("algorithm")), {}) if place == "method" else {}
+    if back:
+        return {key: value for key, value in translated.items() if key not in earlier or earlier[key] != value}
+    return {**translated, **{key: value for key, value in earlier.items() if key not in translated}}
 
 
 def _translate_value(value: Any, place: str, name: str, *, back: bool) -> Any:
