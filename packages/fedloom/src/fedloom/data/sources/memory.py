@@ -137,7 +137,8 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         target = [*map(str, target.columns)]
     if np.ndim(target) == 2 and np.shape(target)[1] == 1:
         target = target.iloc[:, 0] if hasattr(target, "iloc") else np.asarray(target)[:, 0]
-    labels = isinstance(target, list | tuple) and task == "multilabel" and all(isinstance(n, str) for n in target)
+    labels = isinstance(target, list | tuple) and bool(target) and all(isinstance(n, str) for n in target)
+    labels = labels and (task == "multilabel" or {*target} <= {*frame_names(obj)})
     if hasattr(obj, "iloc") and np.ndim(target) == 1 and not labels:
         if len(target) != len(obj):
             raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
