@@ -19,7 +19,6 @@ from fedloom.hints import nearest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from fedloom.data.sources.rereading import Rereading
     from fedloom.data.subjects.design import Design
     from fedloom.data.tables import Fitted
 
@@ -59,6 +58,14 @@ class Prepare(Protocol):
         Returns:
             features [N, q] float32, finite.
         """
+        ...
+
+
+class Rereads(Protocol):
+    """Samples that are read again, because they change at random (`fedloom.data.sources.rereading.Rereading`)."""
+
+    def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new ones, drawn from ``rng``."""
         ...
 
 
@@ -129,7 +136,7 @@ class Dataset:
     conversion: Mapping[str, Any] = field(default_factory=dict[str, Any])
     original_dtype: str = ""
     design: Design | None = None
-    rereading: Rereading | None = None
+    rereading: Rereads | None = None
 
     def __post_init__(self) -> None:
         n = len(self.x)

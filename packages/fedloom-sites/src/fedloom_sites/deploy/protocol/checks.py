@@ -43,7 +43,7 @@ from fedloom_sites.deploy.protocol.envelope import (
 from fedloom_sites.deploy.protocol.forms import Forms, Upload, score_names
 from fedloom_sites.deploy.protocol.identity import is_signed
 from fedloom_sites.deploy.protocol.lengths import lengths, out_of_range
-from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, plain
+from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, LateReply, Rejected, plain
 from fedloom_sites.deploy.settings import Server, bound_of
 
 MAX_WORK_COUNT = 10**15
@@ -255,7 +255,10 @@ class Checks:
         assert self._sizes is not None
         head, declared = draft.head, int(self._sizes[draft.head["client"], 0])
         if head["samples"] != declared:
-            raise Rejected(9, f"{head['samples']} training samples, {declared} were declared at the start of the run")
+            raise Rejected(
+                9,
+                f"{head['samples']} training samples, {declared} were declared at the start of the run; {GROWTH_HINT}",
+            )
         work = head.get("work", [0, 0, 0])
         if len(work) != 3 or not all(type(k) is int and 0 <= k <= MAX_WORK_COUNT for k in work):
             raise Rejected(9, f"work must be three counts, got {str(work)[:60]}")

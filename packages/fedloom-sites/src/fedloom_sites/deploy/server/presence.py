@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from fedloom_sites.deploy.protocol.rejected import Rejected
+from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, Rejected
 from fedloom_sites.deploy.settings import Member
 
 SLOW_RATIO = 3.0
@@ -81,7 +81,8 @@ class NodePresence:
             raise Rejected(12, f"node {other} is client {client} already")
         earlier, counts = self.sizes[client], torch.tensor(sizes)
         if self._fixed and bool(earlier.any()) and not torch.equal(earlier, counts):
-            raise Rejected(9, f"{sizes} training, validation and test samples, {earlier.tolist()} when the run began")
+            what = f"{sizes} training, validation and test samples, {earlier.tolist()} when the run began"
+            raise Rejected(9, f"{what}; {GROWTH_HINT}")
         self.nodes[client], self._who[node] = node, client
         self.sizes[client] = counts
 
