@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+BASE_IMAGE := python:3.11-slim-bookworm
 INPUTS := $(wildcard packages/*/pyproject.toml) requirements-dev.txt constraints.txt
 
 .PHONY: help demo test test-full test-deploy test-faults check check-fast docs mutants lock sbom image clean
@@ -46,8 +47,14 @@ sbom: $(VENV)/.dev-ready ## what a machine of a deployment installs, with licens
 	$(BIN)/cyclonedx-py requirements requirements-deploy.txt --output-reproducible -o build/sbom.json
 	$(BIN)/python scripts/sbom.py build/sbom.json
 
-image: ## the container image of a deployment's machines: needs docker
-	docker build --tag fedloom:$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' packages/fedloom/src/fedloom/version.py) .
+image: base-image.txt ## the container image of a deployment's machines: needs docker
+	docker build --build-arg BASE="$$(cat base-image.txt)" --tag fedloom:$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' packages/fedloom/src/fedloom/version.py) .
+
+# The digest of the base image, from the registry. Later builds use the recorded one; remove the file to take a newer one.
+base-image.txt:
+	docker pull --quiet $(BASE_IMAGE)
+	digest=$$(docker image inspect --format '{{index .RepoDigests 0}}' $(BASE_IMAGE) | grep -oE 'sha256:[0-9a-f]{64}$$') \
+	  && echo "$(BASE_IMAGE)@$$digest" > $@
 
 clean: ## remove the virtual environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,6 +20,8 @@ from fedloom.version import __version__
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fedloom", "fedloom-sites")
 """The packages of this repository that a machine of a deployment installs."""
+BASE_FILE = ROOT / "base-image.txt"
+"""The base image of the container with its digest, once `make image` has resolved it."""
 
 
 def complete(bill: dict[str, Any]) -> list[str]:
@@ -52,6 +54,22 @@ def stated_license(name: str, version: str) -> str:
     return str(facts.get("License-Expression") or ", ".join(classified) or first_line[:80])
 
 
+def base_image(text: str) -> dict[str, Any]:
+    """The component of a base image, ``NAME:TAG@sha256:DIGEST``."""
+    image, _, digest = text.strip().partition("@")
+    name, _, tag = image.partition(":")
+    reference = f"pkg:oci/{name}@{digest.replace(':', '%3A')}?tag={tag}"
+    hashes = [{"alg": "SHA-256", "content": digest.removeprefix("sha256:")}]
+    return {
+        "type": "container",
+        "name": name,
+        "version": tag,
+        "purl": reference,
+        "bom-ref": reference,
+        "hashes": hashes,
+    }
+
+
 def _own(name: str) -> dict[str, Any]:
     project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
     reference = f"pkg:pypi/{name}@{__version__}"
@@ -67,6 +85,10 @@ def main() -> int:
     path = Path(sys.argv[1])
     bill = json.loads(path.read_text())
     lacking = complete(bill)
+    if BASE_FILE.exists():
+        bill["components"].append(base_image(BASE_FILE.read_text()))
+    else:
+        sys.stdout.write(f"the base image has no digest yet: make image writes {BASE_FILE.name}\n")
     path.write_text(json.dumps(bill, indent=2, sort_keys=True) + "\n")
     for name in lacking:
         sys.stdout.write(f"no license is known of {name}\n")

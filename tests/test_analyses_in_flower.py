@@ -63,21 +63,21 @@ def test_an_app_finds_table_one_and_resumes(tmp_path: Any) -> None:
 
 
 def test_a_node_with_too_few_samples_ends_the_analysis() -> None:
-    with pytest.raises(DataError, match="1 of 3 nodes have no answer to step 1"):
+    with pytest.raises(DataError, match="1 of 3 nodes did not answer step 1"):
         ff.analyze(
             app([{"kind": "ridge", "rules": {"min_subjects": 3}}], rows=2).grid,
             {"kind": "ridge", "rules": {"min_subjects": 3}},
             AGREED,
         )
     with pytest.raises(Refused, match="no column has 3 subjects"):
-        ff.analyze(app(rows=2).grid, {"kind": "glm", "rules": {"min_subjects": 3, "min_clients": 1}}, AGREED)
+        ff.analyze(app(rows=2).grid, {"kind": "glm", "rules": {"min_subjects": 3}}, AGREED)
 
 
 def test_a_node_answers_what_its_own_people_have_agreed_on() -> None:
     for analyses, sentence in ((None, "answers no analyses"), ((), "answers no analysis 'glm'")):
         with pytest.raises(DataError, match=sentence):
             ff.analyze(app(analyses).grid, GLM_CHOICE, AGREED)
-    with pytest.raises(ConfigError, match="has none; give each range"):
+    with pytest.raises(ConfigError, match="has no range. Give each range"):
         ff.analyze(app().grid, GLM_CHOICE, AGREED.with_(column=(AGREED.column[0].with_(range=None),)))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn import metrics as sk
 from torch import Tensor
 
 import fedloom as fl
@@ -489,7 +490,9 @@ def test_a_part_with_rows_that_nobody_prepared_is_refused() -> None:
     assert torch.isnan(some.data.x[bare]).all()
     parts = {**some.parts, "test": type(some.parts["test"])(torch.tensor([bare]), torch.tensor([0, 1, 1]))}
     for change in ({"parts": parts}, {"test": torch.tensor([bare])}):
-        with pytest.raises(DataError, match=rf"has 1 samples whose columns were scaled for no client .*sample {bare}"):
+        with pytest.raises(
+            DataError, match=rf"the columns of 1 samples .* are not scaled for any client .*sample {bare}"
+        ):
             dataclasses.replace(some, **change)
 
 
@@ -514,11 +517,13 @@ class TooFewClients(LaterAtSites):
 
 
 def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
-    with pytest.raises(Refused, match="two versions of one sample; give every sample to one client, and to one part"):
+    with pytest.raises(Refused, match="two versions of it; give every sample to one client, and to one part"):
         Shared()(table())
-    with pytest.raises(CodeError, match=r"partition Leaks failed in draw.*300 test samples are dealt to the same"):
+    with pytest.raises(
+        CodeError, match="partition Leaks failed in draw.*300 test samples are also training samples of the same"
+    ):
         Leaks()(table())
-    with pytest.raises(CodeError, match="test has 1 clients, dealt has 4"):
+    with pytest.raises(CodeError, match="test has 1 clients, but dealt has 4"):
         TooFewClients()(table())
     with pytest.raises(PartitionError, match="gives the test parts itself, so folds = 3 cannot"):
         LaterAtSites(folds=3)(table())
@@ -567,3 +572,62 @@ def test_no_sample_of_a_part_is_unprepared_whatever_the_data(kind: str, data: st
     partition, refusal = PARTITIONS[kind](**OPTIONS.get(kind, {})), REFUSALS[data].get(kind)
     with nullcontext() if refusal is None else pytest.raises(ConfigError, match=refusal):
         check_partition(partition, data=KINDS_OF_DATA[data]())
+
+
+class LateRows(Sized):
+    """A temporal split with one test part for all: the last third of the rows, which no client has."""
+
+    kind: ClassVar[str] = "late-rows"
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        late = pool.index >= 2 * len(pool.data) // 3
+        owner = np.arange(int((~late).sum())) % self.clients
+        return Draw(group_by_owner(pool.index[~late], owner, self.clients), common=pool.index[late])
+
+
+def _probabilities(scores: Any, classes: int) -> Any:
+    if classes > 2:
+        return scores.double().softmax(1).numpy()
+    chance = scores.double().sigmoid()
+    return torch.cat([1 - chance, chance], 1).numpy()
+
+
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("task", ["binary", "classification", "regression"])
+def test_a_common_test_part_is_scored_as_scikit_learn_scores_its_rows(task: str, scale: bool) -> None:
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"age": rng.normal(0, 1, 240), "crp": rng.gamma(2, 1, 240)})
+    risk = table.age + 0.4 * table.crp + rng.normal(0, 0.7, 240)
+    codes = np.digitize(risk, [0.8] if task == "binary" else [0.3, 1.4])
+    table["outcome"] = risk if task == "regression" else codes
+    data = fl.Dataset.create(table, target="outcome", task=task, scale=scale)
+    fed = LateRows(clients=3, test=0.0, validation=0.1)(data, seed=0)
+    result = fl.simulate("fedavg", fed, "softmax", rounds=4, local={"lr": 0.1})
+    assert fed.test is not None
+    rows = fed.test.numpy()
+    assert sorted(rows) == [*range(160, 240)]
+    raw, x = table[["age", "crp"]].to_numpy()[rows], fed.data.x[fed.test]
+    if scale:  # by the medians over the clients of their training parts' means and deviations
+        trained = [table[["age", "crp"]].to_numpy()[fed.indices("train", k).numpy()] for k in range(3)]
+        centre, unit = (np.median([f(part, 0) for part in trained], 0) for f in (np.mean, np.std))
+        raw = (raw - centre) / unit
+    np.testing.assert_allclose(x.numpy(), raw, atol=1e-5)
+    with torch.no_grad():
+        scores = result.models["global"](x)
+    truth, shown = table.outcome.to_numpy()[rows], result.to_pandas()
+    shown = shown[(shown["round"] == 4) & (shown.part == "common")].set_index("metric").value
+    if task == "regression":
+        guess = scores.squeeze(1).numpy()
+        wanted = {"mae": sk.mean_absolute_error(truth, guess), "rmse": sk.root_mean_squared_error(truth, guess),
+                  "r2": sk.r2_score(truth, guess)}  # fmt: skip
+    else:
+        chances = _probabilities(scores, len(data.classes))
+        guess = chances.argmax(1)
+        wanted = {"accuracy": sk.accuracy_score(truth, guess), "loss": sk.log_loss(truth, chances.astype(np.float64))}
+        if task == "binary":
+            wanted |= {"auroc": sk.roc_auc_score(truth, chances[:, 1]), "f1": sk.f1_score(truth, guess),
+                       "auprc": sk.average_precision_score(truth, chances[:, 1])}  # fmt: skip
+        else:
+            wanted |= {"macro_f1": sk.f1_score(truth, guess, average="macro")}
+    for name, value in wanted.items():
+        assert shown[name] == pytest.approx(value, abs=1e-5), name

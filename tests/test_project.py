@@ -434,7 +434,7 @@ def test_import_and_help_load_no_torch() -> None:
 def test_without_flwr_its_users_package_says_what_to_install() -> None:
     hidden = "import sys; sys.modules['flwr'] = None; import fedloom; fedloom.simulate"
     text = run(f"{hidden}\ntry: import fedloom_sites.flower\nexcept ImportError as error: print(error)")
-    assert text == "fedloom_sites.flower needs flwr; install it with: pip install fedloom-sites"
+    assert text == "fedloom_sites.flower needs flwr. Install it with: pip install fedloom-sites"
 
 
 def takes_less(limit: float, before: str, code: str) -> bool:
@@ -715,7 +715,7 @@ from fedloom.lab.cli import app
 app(standalone_mode=False)
 """
     printed = run(code)
-    assert "no report.html is written" in printed
+    assert "no report.html is written, because" in printed
     assert "fedloom[charts]" in printed
     assert (tmp_path / "run" / "metrics.parquet").exists()
     assert not (tmp_path / "run" / "report.html").exists()
@@ -845,3 +845,5 @@ def test_a_bill_of_materials_has_fedloom_itself_and_licenses() -> None:
     assert {"torch", "flwr", "cryptography", "pycryptodome", "numpy"} <= {*known}
     assert len(known) + len(lacking) == len(listed) + len(sbom.PACKAGES)
     assert sbom.stated_license("torch", "0.0.1") == ""
+    base = sbom.base_image("python:3.11@sha256:12ab\n")
+    assert (base["name"], base["version"], base["hashes"][0]["content"]) == ("python", "3.11", "12ab")

@@ -226,7 +226,7 @@ def test_every_method_trains_scores_and_predicts_alike(run: Path) -> None:
         "predict", run / "run", run / "rossi.csv", "--method", "ditto", "--seed", "0", "--out", run / "p.csv"
     )
     assert "114 events" in call("cox", run / "rossi.toml")
-    with pytest.raises(ConfigError, match="a survival has no probabilities"):
+    with pytest.raises(ConfigError, match="a survival has no class probabilities. Use"):
         model.predict_proba(table)
 
 
@@ -299,9 +299,9 @@ def test_times_and_horizons_are_checked() -> None:
     table.loc[3, "week"] = -1
     with pytest.raises(DataError, match=r"column 'week': times must be at least 0, got -1 \(1 such"):
         fl.Dataset.create(table, "week", event="arrest")
-    with pytest.raises(ValueError, match="one column is predicted, got week, arrest"):
+    with pytest.raises(ValueError, match="a model predicts one column, got week, arrest"):
         Csv(path="rossi.csv", target=["week", "arrest"])
-    with pytest.raises(ConfigError, match=r"task\.horizon is of survival tasks only"):
+    with pytest.raises(ConfigError, match="task.horizon works only for survival tasks"):
         task_of(fl.load("digits"), Objective(horizon=3.0))
     with pytest.raises(DataError, match="counts must be one whole number"):
         fl.Dataset.create(np.zeros((3, 2)), np.array([0.5, 1, 2]), task="count")
@@ -376,11 +376,11 @@ def test_what_cannot_be_summed_is_a_sentence(run: Path) -> None:
     for bad, sentence in (
         (terms._replace(high=terms.high - 1), "site 0: column 0 has 1?[0-9] values outside the agreed"),
         (terms._replace(least=40), "no bin has 40 events"),
-        (terms._replace(step=2.0**-62), "take a larger one"),
+        (terms._replace(step=2.0**-62), "Use a larger step"),
     ):
         with pytest.raises(DataError, match=sentence):
             fit_secure_cox(sites, bad)
-    with pytest.raises(ConfigError, match="must rise"):
+    with pytest.raises(ConfigError, match="must increase"):
         fit_secure_cox(sites, terms._replace(ends=terms.ends[::-1]))
     with pytest.raises(ConfigError, match="at most 10000 bins"):
         agreement_on(sites, 1e-9, 1, "efron")

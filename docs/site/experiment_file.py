@@ -48,7 +48,7 @@ source = "digits"
 algorithm = "fedavg"
 ```
 
-`fedloom schema > fedloom.schema.json` writes a JSON schema, with which editors complete and check the file.
+`fedloom schema > fedloom.schema.json` writes a JSON schema. Editors use the schema to complete and check the file.
 The pages of this reference are generated from the code that reads the file.
 
 ## Tables

@@ -258,13 +258,13 @@ def test_the_answers_of_the_gallery_follow_from_their_differences() -> None:
     parts = (ROOT / "docs" / "gallery.md").read_text().split("\n## ")[1:]
     for entry, part in zip(entries.values(), parts, strict=True):
         answer, fixed = part.split("\n\n")[1:3]
-        assert f"against `{entry['against']}`" in fixed.lower()
-        assert f"least difference of interest is {entry['least']}" in fixed
-        assert "is 1 points" not in fixed
-        clauses = dict(clause.strip("*. ").split(": ", 1) for clause in answer.split("; ") if ": `" in clause)
+        assert f"Baseline: `{entry['against']}`." in fixed
+        assert f"Margin: {entry['least']} " in fixed
+        assert " 1 points" not in fixed
+        clauses = dict(clause.strip("*. ").split(": ", 1) for clause in answer.split(". ") if ": `" in clause)
         groups = {group for group in PairVerdict for c in clauses if same(c, entry.get(group, group))}
         assert len(groups) == len(clauses), answer
-        assert ("better" in groups) != same(answer.split("; ")[0].strip("*."), entry["none"])
+        assert ("better" in groups) != same(answer.split(". ")[0].strip("*."), entry["none"])
         for group in groups:
             (text,) = [text for clause, text in clauses.items() if same(clause, entry.get(group, group))]
             differences = re.findall(r"\(([+-]?[\d.]+) ± ([\d.]+)\)", text)

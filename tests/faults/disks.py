@@ -25,7 +25,7 @@ class Faulty:
     """
 
     def __init__(self, folder: Path, at: int = 0, kind: str = "") -> None:
-        self.folder, self.at, self.kind, self.count = folder, at, kind, 0
+        self.folder, self.at, self.kind, self.count, self.is_dead = folder, at, kind, 0, False
         self._last: tuple[str, Path] | None = None
         self._handles = dict[int, int]()
         self._durable = dict[int, bytes]()
@@ -43,11 +43,14 @@ class Faulty:
     def __call__(self, op: str, path: Path) -> None:
         if not self.concerns(path):
             return
+        if self.is_dead:  # a process that is gone cleans nothing up
+            raise PowerCut
         self._settle()
         self.count += 1
         if self.at and self.count >= self.at:
             first = self.count == self.at
             if self.kind in ("kill", "power") and first:
+                self.is_dead = True
                 raise PowerCut
             if self.kind == "EIO" and first:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
@@ -76,9 +79,11 @@ class Faulty:
     def _listing(self, folder: Path) -> dict[str, int]:
         return {p.name: self._hold(p) for p in folder.iterdir() if p.is_file() and not p.is_symlink()}
 
-    def lose_power(self) -> None:
-        """Leave what was fsynced: contents by file, names by folder."""
-        if not self.folder.exists():
+    def start_again(self) -> None:
+        """Start a process that is gone. After a power cut, only what was fsynced is there: contents by file, names by
+        folder."""
+        is_cut, self.is_dead = self.is_dead and self.kind == "power", False
+        if not is_cut or not self.folder.exists():
             return
         for folder in [self.folder, *(p for p in self.folder.rglob("*") if p.is_dir())]:
             durable = self._names.get(folder, {})
@@ -107,6 +112,5 @@ def failing(folder: Path, at: int = 0, kind: str = "") -> Iterator[Faulty]:
         yield faulty
     finally:
         disk.hook = None
-        if kind == "power" and at and faulty.count >= at:
-            faulty.lose_power()
+        faulty.start_again()
         faulty.close()

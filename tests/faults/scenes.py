@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
-from flwr.app import Message
+from flwr.app import Error, Message
 
 from fedloom.errors import Stop
 from fedloom.lab.experiment import Plan, parse
+from fedloom.storage import disk
 from fedloom_sites.deploy.server import bounded, presence, transport
 from fedloom_sites.deploy.site.client import Client
 from fedloom_studies.reproduce import reproduce
 from fedloom_studies.reproduce.recipe import make_recipe
 from tests.deploy.grid import Clock, Delay, FakeGrid
 from tests.deploy.scene import FIRST, Scene, scene
-from tests.faults.disks import PowerCut
+from tests.deploy.sessions import secured
+from tests.faults.disks import Faulty, PowerCut
 from tests.tune.searches import contents as contents_of_search
 from tests.tune.searches import tuning
 
@@ -75,12 +78,14 @@ class Command(NamedTuple):
     Attributes:
         folder: whose disk fails.
         act: what the command does. It raises a `FedloomError`, or returns a sentence, if it cannot finish.
-        found: what it has left, for comparison.
+        found: what it has left, for comparison, by name.
+        excused: what may be missing or old, since the command's own log says that it is.
     """
 
     folder: Path
     act: Callable[[], str | None]
-    found: Callable[[], Any]
+    found: Callable[[], dict[str, Any]]
+    excused: Callable[[], set[str]] = set
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -137,26 +142,38 @@ def serve_with(here: Scene, clients: dict[int, Callable[[Message], Message]], de
     return None if stop is Stop.DONE else str(here.summary().get("detail") or stop)
 
 
-def found_at(here: Scene, faulty: int | None = None) -> dict[str, Any]:
-    """The model, the sites' own models, and the scores.
-
-    A site whose disk fails at the end sends no scores and keeps no newer model of its own. The server's log names it.
-    """
+def found_at(here: Scene) -> dict[str, Any]:
+    """The model, the sites' own models, and the scores, of each site and of all."""
     found: dict[str, Any] = {"model": (here.server.results / "global.safetensors").read_bytes()}
     for site in here.sites:
         path = site.folder / "model.safetensors"
-        is_told = site.client == faulty and (
-            here.audit("rejected", client=faulty) or here.audit("missed", client=faulty)
-        )
-        if path.exists() and not is_told:
-            found[f"own model of {site.site}"] = path.read_bytes()
-    if faulty is None:
-        found["scores"] = pq.read_table(here.server.results / "metrics.parquet").to_pylist()
+        found |= {f"own model of {site.site}": path.read_bytes()} if path.exists() else {}
+    for row in pq.read_table(here.server.results / "metrics.parquet").to_pylist():
+        whose = "all" if row["client"] is None or row["client"] < 0 else here.sites[row["client"]].site
+        found.setdefault(f"scores of {whose}", []).append(row)
     return found
 
 
-def server_command(folder: Path) -> Command:
-    here = scene(folder, "ditto", **SITES)
+def unscored(here: Scene) -> set[str]:
+    """What is missing of sites whose last scores did not arrive, as the server's log says.
+
+    The newest model of such a site is missing as well if its disk was still full.
+    """
+    last: dict[str, Any] = {"round": SITES["rounds"]}
+    refused = {line["client"] for line in here.audit("rejected", kind="score", **last)}
+    named = refused | {line["client"] for line in here.audit("missed", **last)}
+    missing = named - {line["client"] for line in here.audit("accepted", kind="score", **last)}
+    names = {f"scores of {here.sites[c].site}" for c in missing} | ({"scores of all"} if missing else set())
+    return names | {f"own model of {here.sites[c].site}" for c in missing & refused}
+
+
+def make_scene(folder: Path, masked: bool) -> Scene:
+    """Three sites, which the quorum needs all."""
+    return secured(folder, "ditto", **SITES) if masked else scene(folder, "ditto", **SITES)
+
+
+def server_command(folder: Path, *, masked: bool = False) -> Command:
+    here = make_scene(folder, masked)
     side = here.folder / "server"
     here = here._replace(
         server=here.server.with_(checkpoints=side / "checkpoints", audit=side / "audit.jsonl", results=side / "results")
@@ -165,12 +182,13 @@ def server_command(folder: Path) -> Command:
     def act() -> str | None:
         return serve_with(here, {FIRST + c.site.client: c.answer for c in here.clients()})
 
-    return Command(side, act, lambda: found_at(here))
+    return Command(side, act, lambda: found_at(here), lambda: set() if masked else unscored(here))
 
 
-def site_command(folder: Path) -> Command:
+def site_command(folder: Path, *, masked: bool = False) -> Command:
     """The disk of one site fails. A site whose process ends is started again, and its answer is lost."""
-    here = scene(folder, "ditto", **SITES)
+    here = make_scene(folder, masked)
+    first = here.sites[0]
 
     def act() -> str | None:
         clients = {c.site.client: c for c in here.clients()}
@@ -179,13 +197,15 @@ def site_command(folder: Path) -> Command:
             try:
                 return clients[0].answer(message)
             except PowerCut:
-                clients[0] = Client(here.sites[0])
-                raise
+                assert isinstance(disk.hook, Faulty)
+                disk.hook.start_again()
+                clients[0] = Client(first)
+                return Message(Error(0, "the process is gone"), reply_to=message)
 
         nodes = {FIRST + c: client.answer for c, client in clients.items()} | {FIRST: answer}
         return serve_with(here, nodes)
 
-    return Command(here.sites[0].state, act, lambda: found_at(here, faulty=0))
+    return Command(first.state, act, lambda: found_at(here), lambda: set() if masked else unscored(here))
 
 
 COMMANDS: dict[str, Callable[[Path], Command]] = {
@@ -194,5 +214,7 @@ COMMANDS: dict[str, Callable[[Path], Command]] = {
     "reproduce": reproduce_command,
     "server": server_command,
     "site": site_command,
+    "server, secure sums": partial(server_command, masked=True),
+    "site, secure sums": partial(site_command, masked=True),
 }
 """Every command, in a folder of its own."""

@@ -83,7 +83,7 @@ def test_every_fault_at_every_operation(name: str) -> None:
     assert not wrong
     left = sum(row["places"] - row["tried"] for row in rows.values())
     if left:
-        pytest.skip(f"{left} of {len(tries)} places are left; run the same command again")
+        pytest.skip(f"{left} of {len(tries)} places are left. Run the same command again")
 
 
 def test_the_table_of_security_is_that_of_the_record() -> None:

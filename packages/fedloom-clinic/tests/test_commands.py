@@ -57,7 +57,7 @@ def test_the_commands_take_a_penalty_and_test_rows(tmp_path: Path) -> None:
     assert "ridge of strength 0.1; standard errors" in said
     assert "Firth's penalty" in call("glm", tmp_path / "g.toml", "--penalty", "firth")
     assert "largest held-out likelihood" in call("glm", tmp_path / "g.toml", "--penalty", "ridge")
-    assert "'fold' and some must not" in call("cox", tmp_path / "t.toml", "--test", "fold=tets", code=2)
+    assert "other rows" in call("cox", tmp_path / "t.toml", "--test", "fold=tets", code=2)
     assert "COLUMN=VALUE" in call("cox", tmp_path / "t.toml", "--test", "fold", code=2)
     assert "has no strength" in call("glm", tmp_path / "g.toml", "--strength", "1", code=2)
     assert "without --bins" in call("cox", tmp_path / "t.toml", "--bins", "5", "--penalty", "firth", code=2)

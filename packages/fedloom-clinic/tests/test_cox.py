@@ -94,7 +94,7 @@ def test_what_cannot_be_fitted_is_a_sentence() -> None:
         x=(site.time[:, None] < np.median(site.time)).astype(float), event=(site.time < np.median(site.time)) * 1.0
     )
     for bad, sentence in (
-        (site._replace(time=-site.time), "times are below 0"),
+        (site._replace(time=-site.time), "times are negative"),
         (site._replace(event=site.event + 1), "events must be 0 or 1"),
         (site._replace(event=site.event * 0), "no row has an event"),
         (site._replace(x=constant), "the same in every row"),

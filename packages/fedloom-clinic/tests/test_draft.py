@@ -89,15 +89,15 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
     said = init(path, "--client-column", "hospital", "--target", "died")
     for sentence in (
         "target: 'died', binary",
-        "column 'died': 1 rows have no target; they are left out",
+        "column 'died': 1 rows have no target and are left out",
         "site: 'hospital', 4 sites of 9 to 77 rows",
         "sites of fewer than 20 rows: '7' (9)",
         "column 'id': names rows; left out",
         "column 'name': names of people, which identify patients; left out",
         "column 'copy': the same as 'age'; left out",
-        "column 'code': gives the target away by itself (AUROC 1.000 alone)",
+        "column 'code': alone predicts the target almost perfectly (AUROC 1.000 alone)",
         "column 'smoker': text of 3 levels, a feature for each",
-        "column 'smoker' has levels that are alike: 'Yes' (60) = 'yes' (60)",
+        "column 'smoker' has levels that are written differently but seem the same: 'Yes' (60) = 'yes' (60)",
         "column 'smoker': 60 of 240 cells are missing (25%)",
         "column 'visit': dates",
         "column 'const': the same in every row, 'x'; left out",
@@ -139,7 +139,7 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
             for k, (a, y) in enumerate(zip(AGE, ILL, strict=True), 1)]  # fmt: skip
     said = init(path := write(tmp_path / "t.csv", [["age", "cost", "part", "z", "y"], *rows]))
     assert "decimal" not in drafted(path)["data"]
-    assert "column 'cost': numbers with signs among the digits, as '1,007'; plain numbers would be a feature" in said
+    assert "column 'cost': numbers with signs among the digits, as '1,007'. Plain numbers would be a feature" in said
     assert "column 'part': numbers with signs among the digits, as '1%'" in said
     assert "column 'z': the same in every row, '1.5'" in said
     units = [(f"{a:.1f} mg/dl", f"{b:.2f}", f"<{k}" if k % 9 else k, f"{k % 3} mg", f"{k}{'ABCDEF'[k % 6]}", y)
@@ -164,16 +164,20 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("empty.csv", b"", "empty; a table needs a header row"),
+        ("empty.csv", b"", "empty. A table needs a header row"),
         ("header.csv", b"a,b\n", "no rows below the header"),
-        ("one.csv", b"a,b\n1,2\n", "1 row; a federation needs at least 10"),
+        ("one.csv", b"a,b\n1,2\n", "1 row. A federation needs at least 10"),
         ("latin.csv", "größe,y\n1,2\n".encode("latin-1"), "not text in UTF-8 (byte 0xF6 at offset 2, line 1)"),
         ("wide.csv", "größe,y\n1,2\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8 wide.csv"),
         ("twice.csv", b"a,a,y\n" + b"1,2,0\n" * 20, "more than one column is called 'a'"),
         ("ragged.csv", b"a,b,y\n" + b"1,2,0\n" * 20 + b"1,2\n1,2,3,4\n", "row 22 has 2 cells, expected 3 (2 such)"),
         ("single.csv", b"y\n" + b"1\n0\n" * 20, "no column is left as a feature"),
-        ("same.csv", b"a,y\n" + b"1,2\n" * 20, "no column looks like the target; name one by --target; columns: a, y"),
-        ("a.xls", b"PK\x03\x04", "a.xls: is a spreadsheet of an older format; save it as .xlsx"),
+        (
+            "same.csv",
+            b"a,y\n" + b"1,2\n" * 20,
+            "no column looks like the target. Name one with --target; columns: a, y",
+        ),
+        ("a.xls", b"PK\x03\x04", "a.xls: is a spreadsheet of an older format. Save it as .xlsx"),
     ],
 )
 def test_where_no_draft_is_possible_a_sentence_says_why(
@@ -204,11 +208,11 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [["a", "y"], *zip(np.round(AGE, 2), ILL, strict=True)])
     path.with_suffix(".toml").write_text("mine")
     init_again: Callable[..., Any] = lambda *more: RUNNER.invoke(app, ["init", str(path), *more])  # noqa: E731
-    assert "is there already; give --force" in init_again().output
+    assert "already exists. Give --force" in init_again().output
     assert path.with_suffix(".toml").read_text() == "mine"
     assert init_again("--out", str(tmp_path / "deep" / "other.toml")).exit_code == 0
     assert init_again("--force").exit_code == 0
-    assert "is a folder; give --out the path of the experiment file" in init_again("--out", str(tmp_path)).output
+    assert "is a folder. Give --out the path of the experiment file" in init_again("--out", str(tmp_path)).output
     assert parse(drafted(path)).head.name == "t"
 
 
@@ -235,7 +239,7 @@ def test_a_level_that_may_mean_missing_is_named(tmp_path: Path) -> None:
         *([a, ("yes", "no", "None")[k % 3], y] for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))),
     ]
     said = init(write(tmp_path / "marks.csv", rows))
-    assert "column 'smoker': 'None' may mean missing; name such cells in missing, with impute = true" in said
+    assert "column 'smoker': 'None' may mean missing. Name such cells in missing, with impute = true" in said
 
 
 def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:
@@ -278,8 +282,8 @@ def test_what_a_statistician_would_see_is_said(tmp_path: Path) -> None:
         "far from the rest",
         "column 'glucose': medians differ 17",
         "column 'creatinine': medians differ 8",
-        "column 'troponin_hs': has values at 'Amsel' only, so it names that site; left out",
-        "column 'hours_to_death': gives the target away by itself (AUROC 1.000 alone)",
+        "column 'troponin_hs': has values only at 'Amsel', so it identifies that site; left out",
+        "column 'hours_to_death': alone predicts the target almost perfectly (AUROC 1.000 alone)",
     ):
         assert sentence in said, sentence
     assert "column 'age': medians" not in said
@@ -319,7 +323,7 @@ def test_a_number_that_only_looks_like_a_marker_stays(tmp_path: Path) -> None:
     assert "column 'base': " not in said
     assert "column 'score': " not in said
     assert "column 'far': 999 in " in said
-    assert "column 'days_to_visit': is known only later, by its name" in said
+    assert "column 'days_to_visit': is known only later, judging by its name" in said
     assert drafted(path)["data"]["missing"] == ["999"]
 
 
@@ -333,7 +337,7 @@ def test_gaps_that_differ_by_site_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [["lab", "scan", "site", "ill"], *body])
     said = init(path)
     assert "column 'lab': missing in 0% of the rows at 'a', in 60% at 'b'" in said
-    assert "column 'scan': is not there at 'c'" in said
+    assert "column 'scan': is missing at 'c'" in said
 
 
 def outcomes(path: Path, event: str, time: str = "week", first: int = 0) -> Path:
@@ -357,7 +361,7 @@ def test_a_time_beside_an_event_is_drafted_as_survival(tmp_path: Path) -> None:
 
 def test_a_doubtful_event_and_a_late_entry_are_named(tmp_path: Path) -> None:
     for name, recode, words in (
-        ("cens", int, f"--target week --event cens where 1 is an event ({ILL.sum()} of {N} rows), not where 1 is"),
+        ("cens", int, f"--target week --event cens if 1 is an event ({ILL.sum()} of {N} rows), but not if 1 means"),
         ("status", lambda ill: int(ill) + 1, "coded 1 and 2: write 1 for an event and 0 for none"),
     ):
         path = outcomes(tmp_path / f"{name}.csv", name)
@@ -368,7 +372,7 @@ def test_a_doubtful_event_and_a_late_entry_are_named(tmp_path: Path) -> None:
         path.write_text("\n".join([f"{head},entry", *map(",".join, rows)]) + "\n")
         assert words in init(path)
     said = init_again(tmp_path / "cens.csv", "--target", "week", "--event", "cens")
-    assert "'entry' looks like a late entry: rows count as at risk from time 0 on" in said
+    assert "'entry' looks like a late entry, but rows count as at risk from time 0 on" in said
 
 
 def test_a_class_beside_a_time_is_asked_about(tmp_path: Path) -> None:
@@ -430,7 +434,9 @@ def test_another_unit_at_a_site_is_proposed_in_a_comment(tmp_path: Path) -> None
         by_site = [factors.get(name, {}).get(site, 1.0) for site in read.user_names]
         expected = plain.x[:, k].numpy() * np.array(by_site)[plain.users.numpy()]
         np.testing.assert_array_equal(read.x[:, k].numpy(), expected)
-    with pytest.raises(fl.errors.ConfigError, match="factors of 'glucose' are by client; client_column names"):
+    with pytest.raises(
+        fl.errors.ConfigError, match="factors of 'glucose' differ by client, but client_column is not set. Set it to"
+    ):
         fl.load(path, **{k: v for k, v in data_at().items() if k != "client_column"})
     plan = Plan(parse({**drafted(path), "rounds": 1, "seeds": [0]}), tmp_path / "run")
     plan.run(page=False)

@@ -44,7 +44,7 @@ def test_an_identifier_that_repeats_is_noted_until_it_is_the_subject(case: str) 
     frame = pd.DataFrame({name: cells, **table()})
     text = isinstance(cells, list)
     leaky = fl.Dataset.create(frame, "died", categorical=[name] if text else [])
-    (note,) = [note for note in leaky.notes if "different in 240 rows" in note]
+    (note,) = [note for note in leaky.notes if "different values in 240 rows" in note]
     assert "name it in subject" in note
     sound = fl.Dataset.create(frame, "died", subject=name)
     assert sound.notes == ()
@@ -84,7 +84,7 @@ def test_augmented_copies_of_images_are_noted_unless_they_are_of_one_subject(cas
     both = (both * 255).round().to(torch.uint8) if bytes_ else both
     y = np.concatenate([labels, labels])
     noted = fl.Dataset.create((both, y)).notes
-    assert any("images have a neighbour that is far closer" in note for note in noted)
+    assert any("images have a neighbor that is far closer" in note for note in noted)
     known = fl.Dataset.create((both, y), subject=np.tile(np.arange(150), 2))
     assert not any("far closer" in note for note in known.notes)
     parts = fl.partitions.iid(clients=3)(known, 0).parts
@@ -99,7 +99,7 @@ def test_a_folder_of_pictures_with_copies_is_noted(tmp_path: Path) -> None:
         pixels = (image[0] * 255).round().byte().numpy()
         Image.fromarray(pixels).save(folder / f"{k}.png")
         Image.fromarray(np.fliplr(pixels)).save(folder / f"{k}-mirrored.png")
-    assert any("120 images have a neighbour" in note for note in fl.load(tmp_path).notes)
+    assert any("120 images have a neighbor" in note for note in fl.load(tmp_path).notes)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -180,7 +180,7 @@ def test_init_names_the_patient_or_the_site_and_never_both(tmp_path: Path) -> No
         ],
     )
     assert chosen.exit_code != 0
-    assert "name two columns" in chosen.output
+    assert "site. Name two columns" in chosen.output
     frame.assign(stay_id=stay).to_csv(tmp_path / "u.csv", index=False)
     assert Survey(tmp_path / "u.csv").subjects(["died"])[0] == ["subject_id"]
     for name in ("subject", "patient", "user"):  # a column of few is a site by its rows, and no subject

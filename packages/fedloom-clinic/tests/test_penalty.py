@@ -185,7 +185,7 @@ def test_what_is_no_penalty_is_a_sentence() -> None:
         ({"penalty": "firth", "strength": 0.1}, "has no strength"),
         ({"penalty": "ridge", "strength": 0}, "above 0"),
         ({"penalty": "ridge", "strength": float("nan")}, "above 0"),
-        ({"penalty": "ridge", "strength": "much"}, "a number above 0, or 'cv'"),
+        ({"penalty": "ridge", "strength": "much"}, "a number greater than 0, or 'cv'"),
     ):
         for fit in (lambda **w: fit_cox(SITES, **w), lambda **w: fit_glm(glm_sites(EVENT), "logistic", **w)):
             with pytest.raises(ConfigError, match=sentence):

@@ -59,7 +59,7 @@ def test_a_table_without_one_outcome_is_never_drafted(name: str, folder: Path) -
     [
         ("age,bmi,smoker", lambda k: (20 + k % 50, k % 17 + 0.5, k % 2), "is predicted? It may be 'smoker'"),
         ("age,time,status,stage", lambda k: (20 + k % 50, 1 + k % 90, k % 3, k % 4), "coded 0, 1, 2: write 1 for the"),
-        ("age,time,cens", lambda k: (20 + k % 50, 1 + k % 90, (k // 3) % 2), "not where 1 is censored"),
+        ("age,time,cens", lambda k: (20 + k % 50, 1 + k % 90, (k // 3) % 2), "not if 1 means censored"),
         ("start,stop,event,age", lambda k: (k % 9, 10 + k % 90, (k // 7) % 2, k % 60), "looks like a late entry"),
         ("age,target,label", lambda k: (20 + k % 50, k % 2, (k // 2) % 2), "'label', 'target'"),
         ("x,y,zinc,lead", lambda k: (k % 40, k % 31, k % 23 + 0.5, k % 19), "which column is predicted"),
@@ -201,3 +201,33 @@ def test_words_of_people_name_no_subject_beside_others(name: str, tmp_path: Path
         "subject"
         in tomllib.loads(synthetic(tmp_path / "u.csv", "patientId:k age:n target:b").text(tmp_path / "u.toml"))["data"]
     )
+
+
+DOUBTFUL: dict[str, tuple[Callable[[int], str], str]] = {
+    "a class that means missing": (lambda k: "9" if k % 20 == 0 else str(k % 3 % 2), "does the class '9' mean missing"),
+    "a row of totals": (lambda k: "24" if k == 59 else str(k % 3 % 2), "the class '24' has one row"),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_a_doubtful_class_of_the_target_is_asked_about(name: str, tmp_path: Path) -> None:
+    cell, words = DOUBTFUL[name]
+    lines = [f"{20 + k % 50},{k * 37 % 101 / 7:.2f},{cell(k)}" for k in range(60)]
+    (tmp_path / "rows.csv").write_text("\n".join(["age,crp,died", *lines, ""]))
+    assert any(words in question for question in Draft(Survey(tmp_path / "rows.csv"), None, "died").questions)
+
+
+def test_a_time_that_holds_dates_is_asked_about(tmp_path: Path) -> None:
+    lines = [f"{20 + k % 50},{1_700_000_000 + 86400 * (k * 7 % 60)},{k % 2}" for k in range(60)]
+    (tmp_path / "rows.csv").write_text("\n".join(["age,time,event", *lines, ""]))
+    questions = Draft(Survey(tmp_path / "rows.csv"), None, "time", "event").questions
+    assert any("may hold dates as seconds since 1970" in question for question in questions)
+
+
+def test_errors_of_a_spreadsheet_are_missing_cells(tmp_path: Path) -> None:
+    errors = ("#N/A", "#DIV/0!", "#REF!", "#VALUE!", "#NUM!", "#NAME?", "#NULL!")
+    lines = [f"{20 + k % 50},{errors[k // 5 % 7] if k % 5 == 0 else k / 7},{k % 3 % 2}" for k in range(60)]
+    (tmp_path / "rows.csv").write_text("\n".join(["age,crp,died", *lines, ""]))
+    draft = Draft(Survey(tmp_path / "rows.csv"), "", "died")
+    assert not draft.questions
+    assert "which count as missing" in "\n".join(draft.report)

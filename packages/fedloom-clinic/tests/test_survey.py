@@ -263,10 +263,10 @@ LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], s
     "numbered": (lambda f: f.assign(seq=COUNT).sort_index(axis=1), {"target": "ill"}, "column 'seq' counts from 0"),
     "id": (change(patient_id=RNG.permutation(10**6)[:N]), {"target": "ill"},
         "column 'patient_id' differs in every row"),
-    "visits": (visits, {}, "column 'patient_id': 60 different in 240 rows"),
+    "visits": (visits, {}, "column 'patient_id': 60 different values in 240 rows"),
     "visits by text": (
         lambda f: f.assign(subject=[f"s{k % 60}" for k in range(N)]),
-        {"target": "ill", "categorical": ["subject"]}, "column 'subject': 60 different in 240 rows",
+        {"target": "ill", "categorical": ["subject"]}, "column 'subject': 60 different values in 240 rows",
     ),
     "copy of the class": (
         lambda f: f.assign(code=f["ill"] * 3 + 1), {"target": "ill"}, "column 'code' gives 'ill' away",
@@ -302,16 +302,16 @@ LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], s
         lambda f: f.assign(days=TIMES, dead=f["ill"]), {"target": "days", "event": "ill"},
         "column 'dead' gives 'ill' away",
     ),
-    "rows twice": (lambda f: pd.concat([f, f.sample(40, random_state=0)]), {}, "40 of 280 rows are copies"),
-    "all rows twice": (lambda f: pd.concat([f, f]), {}, "240 of 480 rows are copies"),
-    "augmented": (noisy_copies, {}, "have a neighbour that is far closer"),
+    "rows twice": (lambda f: pd.concat([f, f.sample(40, random_state=0)]), {}, "40 of 280 rows are exact copies"),
+    "all rows twice": (lambda f: pd.concat([f, f]), {}, "240 of 480 rows are exact copies"),
+    "augmented": (noisy_copies, {}, "have a neighbor that is far closer"),
     "site is the class": (
         lambda f: f.assign(hospital=np.where(f["ill"] == 1, "a", "b")), {"target": "ill", "client_column": "hospital"},
-        "whose row it is gives 'ill' away",
+        "the client alone predicts 'ill' almost perfectly",
     ),
     "sites by class": (
         lambda f: f.assign(hospital=[f"h{2 * (k % 4) + y}" for k, y in enumerate(f["ill"])]),
-        {"target": "ill", "client_column": "hospital"}, "whose row it is gives 'ill' away",
+        {"target": "ill", "client_column": "hospital"}, "the client alone predicts 'ill' almost perfectly",
     ),
     "shuffled index": (
         lambda f: f.assign(id=RNG.permutation(N))[["id", *f.columns]], {}, "column 'id' numbers the rows",
@@ -364,22 +364,22 @@ OTHER_LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, A
         "column 'crp' is missing at 'c' exactly where 'ill' is '0'",
     ),
     "families": (
-        lambda f: f.assign(family=COUNT % 90), {"target": "ill"}, "column 'family': 90 different in 240 rows",
+        lambda f: f.assign(family=COUNT % 90), {"target": "ill"}, "column 'family': 90 different values in 240 rows",
     ),
     "rounded copies": (
         lambda f: pd.concat([noisy_copies(f).head(N // 2), noisy_copies(f).head(N // 2).round(5)]), {},
-        "have a neighbour that is far closer",
+        "have a neighbor that is far closer",
     ),
     "9 as a class": (lambda f: f.assign(ill=f["ill"].where(COUNT % 9 > 0, 9)), {}, "the label 'ill': 9 in 27 rows may"),
     "the other class": (lambda f: f.assign(ill=f["ill"].map({0: "no", 1: "Yes"})), {}, "figures of one class"),
     "coded 1 and 2": (lambda f: f.assign(ill=f["ill"] + 1), {}, "figures of one class"),
     "long numbers": (
         lambda f: f.assign(card=2**53 + RNG.permutation(10**6)[:N])[["card", *f.columns]], {},
-        "column 'card' has numbers beyond 9,007,199,254,740,992",
+        "column 'card' contains numbers beyond 9,007,199,254,740,992",
     ),
     "days": (
         lambda f: f.assign(seen=[int(f"2024{1 + k % 12:02d}{1 + k % 28:02d}") for k in COUNT])[["seen", *f.columns]],
-        {}, "column 'seen' holds dates as numbers",
+        {}, "column 'seen' contains dates as numbers",
     ),
 }  # fmt: skip
 

@@ -98,7 +98,7 @@ class Row:
             if table in tables:
                 reasons |= {"Flower": f"{table} {virtual}", "deploy": f"{table} {virtual}"}
         if "attack" in tables:
-            reasons |= dict.fromkeys(("Flower", "deploy"), "an attack is for simulation")
+            reasons |= dict.fromkeys(("Flower", "deploy"), "attacks exist only in simulations")
         if "task" in tables:
             reasons["Flower"] = "the loss and the metrics are those of the nodes"
         if str(self.choices.get("client_weights", "")).startswith("clusters"):

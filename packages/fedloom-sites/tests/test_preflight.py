@@ -282,6 +282,10 @@ AT_REAL_CLIENTS: dict[str, tuple[str, Row]] = {
     "an attack": ("deploy-attack", Row("", "", choices={"attack": {"kind": "sign-flip", "fraction": 0.2}})),
     "devices": ("deploy-devices", Row("", "", choices=EQUAL)),
     "a deadline": ("deploy-schedule", Row("", "", choices={"schedule": {"kind": "deadline", "seconds": 9.0}})),
+    "early stopping": (
+        "deploy-early-stop",
+        Row("", "", choices={"early_stop": {"patience": 2}, "evaluate": {"parts": ["validation", "test"]}}),
+    ),
     "some clients scored": ("deploy-scored-clients", Row("", "", choices={"evaluate": {"clients": 2}})),
     "pooled data": ("deploy-pooled-data", Row("", "", method="centralized")),
     "shares by clusters": ("deploy-weights", Row("", "", choices={"client_weights": "clusters"})),
@@ -291,8 +295,6 @@ AT_REAL_CLIENTS: dict[str, tuple[str, Row]] = {
     ),
 }
 """Settings of a simulation that real clients cannot have, and the rule that refuses them."""
-NO_WAY_TO_FLOWER = {"an attack", "some clients scored", "devices", "a deadline"}
-"""Settings for which a strategy has no argument."""
 
 
 @pytest.mark.parametrize("name", AT_REAL_CLIENTS)
@@ -304,7 +306,7 @@ def test_a_setting_for_simulation_has_one_rule_and_a_fix_at_real_clients(name: s
             fl.Setting.create(simulation(**row.options), model_of(row), **{"rounds": 3, **row.choices}),
             federation(row.data),
         )
-    entrances: tuple[Entrance, ...] = ("deploy",) if name in NO_WAY_TO_FLOWER else ("deploy", "Flower")
+    entrances: tuple[Entrance, ...] = ("deploy", "Flower")
     for entrance in entrances:
         with pytest.raises(ConfigError) as caught:
             ENTER[entrance](row, tmp_path)

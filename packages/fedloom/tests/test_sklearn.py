@@ -135,9 +135,9 @@ def test_what_cannot_be_learned_is_a_sentence() -> None:
     with pytest.raises(DataError, match="groups has 3 entries for 180 rows"):
         made.fit(X, Y, groups=["a", "b", "c"])
     for gap in (None, float("nan")):
-        with pytest.raises(DataError, match=r"groups: row 2 has none \(178 such rows\); give one for each"):
+        with pytest.raises(DataError, match=r"groups: row 2 has none \(178 such rows\). Give one for each"):
             made.fit(X, Y, groups=np.array([1.0, 2.0, *[gap] * 178], dtype=object))
-    with pytest.raises(DataError, match="one class only, 'ill'"):
+    with pytest.raises(DataError, match="one class, 'ill'"):
         made.fit(X, ["ill"] * 180)
     with pytest.raises(ConfigError, match="did you mean 'fedavg'"):
         fl.sklearn.FederatedClassifier("fedavgg").fit(X, Y)

@@ -331,10 +331,10 @@ def test_an_own_metric_has_its_name_and_direction() -> None:
 
 WRONG: list[tuple[Task, dict[str, object], str]] = [
     (TASKS[0], {"metrics": ("acuracy",)}, "did you mean 'accuracy'"),
-    (TASKS[2], {"metrics": ("brier",)}, "'brier' is not defined for a regression; allowed: loss, mae, rmse, r2"),
+    (TASKS[2], {"metrics": ("brier",)}, "'brier' is not defined for a regression. Allowed: loss, mae, rmse, r2"),
     (TASKS[1], {"metrics": ("auroc_ovr",)}, "not defined for a binary"),
     (TASKS[1], {"metrics": (top_gap, top_gap)}, "two metrics are called 'top_gap'"),
-    (TASKS[1], {"metrics": (lambda output, y: 0.0,)}, "has no name: write it as a function"),
+    (TASKS[1], {"metrics": (lambda output, y: 0.0,)}, "has no name. Define it as a function"),
     (TASKS[0], {"class_weights": (1.0, 2.0)}, r"has 2 numbers for 4 classes \(a, b, c, d\)"),
     (TASKS[0], {"class_weights": {"e": 1.0}}, "unknown class 'e'; allowed: a, b, c, d"),
     (TASKS[2], {"class_weights": "balanced"}, "needs classes"),
@@ -345,7 +345,7 @@ WRONG: list[tuple[Task, dict[str, object], str]] = [
     (TASKS[0], {"loss": 3}, "an import path, package.module:name, or a function, got 3"),
     (TASKS[0], {"loss": "torch.nn.functional:cross_entrpy"}, "did you mean 'cross_entropy'"),
     (TASKS[0], {"loss": "torch.nn:NLLLoss2d2"}, "has no 'NLLLoss2d2'"),
-    (TASKS[0], {"loss": torch.nn.Linear}, "cannot be made without arguments"),
+    (TASKS[0], {"loss": torch.nn.Linear}, "cannot be created without arguments"),
 ]
 
 

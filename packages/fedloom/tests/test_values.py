@@ -156,7 +156,9 @@ def test_a_value_cannot_be_changed_and_no_copy_of_it_is_unchecked() -> None:
     sizes = Sizes(count=2)
     name, other = partial(setattr, sizes, "count", 3), partial(setattr, sizes, "no", 3)
     for change in (name, other, partial(delattr, sizes, "count")):
-        with pytest.raises(ConfigError, match="Sizes.* cannot be changed: values are frozen; make another with with_"):
+        with pytest.raises(
+            ConfigError, match="Sizes.* cannot be changed: values are frozen. Make a changed copy with with_"
+        ):
             change()
     assert sizes.model_copy() == sizes == Sizes(count=2)
     assert sizes.model_copy(update={"rate": 0.5}) == Sizes(count=2, rate=0.5) == sizes.with_(rate=0.5)

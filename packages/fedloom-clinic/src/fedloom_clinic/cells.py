@@ -56,7 +56,7 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
     place = schema.place(group)
     coded = [column.name for column in schema.columns if column.levels]
     if place is None or not schema.columns[place].levels:
-        raise unknown("group", group, (CLIENT_GROUP, *coded, *schema.levels))
+        raise unknown("group", group, (CLIENT_GROUP, *coded, *schema.levels), rule="groups-column")
     return (*map(str, schema.columns[place].names), MISSING_LEVEL)
 
 
@@ -143,8 +143,8 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
             inside, place = torch.zeros_like(inside), place + 1
     if not place:
         raise Refused(
-            f"no bin has {rules.min_subjects} rows at {rules.min_clients + rules.missing} clients in every group; "
-            "agree on wider bins, on fewer groups, or on a smaller least count"
+            f"no bin has {rules.min_subjects} rows at {rules.min_clients + rules.missing} clients in "
+            "every group. Agree on wider bins, fewer groups, or a smaller minimum count"
         )
     return torch.tensor(of).clamp(max=place - 1)
 

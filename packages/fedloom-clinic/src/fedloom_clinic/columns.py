@@ -45,10 +45,21 @@ def require_columns(schema: Schema, what: str) -> None:
     Raises:
         ConfigError: the data are not rows of a table, or no column remains.
     """
-    if not schema.is_table:
-        raise Refused(f"{what} is of the columns of a table, and {schema.name} is none; leave it out")
     if not names_of(schema):
-        raise ConfigError(f"{what}: {schema.name} has no column left beside the target")
+        raise ConfigError(
+            f"{what}: {schema.name} has no column left beside the target",
+            rule="analysis-no-column",
+            fix="keep a column: name fewer in {data.drop}",
+        )
+
+
+def missing_target_range(name: str) -> ConfigError:
+    """Return the error of an analysis whose sites have not agreed on the range of the target."""
+    return ConfigError(
+        f"sites of the analysis {name} agree on the range of the target, and the agreement has none",
+        rule="analysis-target-range",
+        fix="give target_range = [LOWEST, HIGHEST] in the agreement",
+    )
 
 
 def names_of(schema: Schema) -> list[str]:
@@ -91,8 +102,8 @@ def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     kept: Mask = support >= needed
     if not kept.any():
         raise Refused(
-            f"no column has {terms.rules.min_subjects} subjects off its commonest value at {needed} clients; agree on "
-            "a smaller least count"
+            f"every column has fewer than {terms.rules.min_subjects} subjects with a rare value at "
+            f"{needed} clients. Agree on a smaller minimum count"
         )
     return kept
 

@@ -48,27 +48,28 @@ class Conformal(Analysis):
     """Thresholds for sets that contain the true class with a chosen probability, and their coverage."""
 
     kind: ClassVar[str] = "conformal"
+    tasks: ClassVar = ("binary", "classification")
     questions: ClassVar = {"scores": {}, "coverage": {"thresholds": 1}}
     uses_models: ClassVar[bool] = True
 
-    alpha: float = Field(0.1, gt=0, lt=1, description="share of rows whose set may miss their class")
-    model_kind: Literal["global", "personal"] = Field("global", description="the model whose probabilities are taken")
-    by_client: bool = Field(False, description="a threshold for every client; clients then show their own histograms")
-    calibration_fraction: float = Field(0.5, gt=0, lt=1, description="part of the test rows that calibrates")
-    bins: int = Field(1000, ge=10, le=100_000, description="equal bins of scores from 0 to 1")
-    draw: int = Field(0, ge=0, description="number of the draw of calibration rows")
+    alpha: float = Field(0.1, gt=0, lt=1, description="fraction of rows whose set may miss their class")
+    model_kind: Literal["global", "personal"] = Field("global", description="model whose probabilities are used")
+    by_client: bool = Field(False, description="one threshold per client. Clients then show their own histograms")
+    calibration_fraction: float = Field(0.5, gt=0, lt=1, description="fraction of the test rows for calibration")
+    bins: int = Field(1000, ge=10, le=100_000, description="number of equal bins of scores from 0 to 1")
+    draw: int = Field(0, ge=0, description="seed of the draw of calibration rows")
 
     @property
     def shows_rows(self) -> bool:
         return self.by_client
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task not in ("binary", "classification"):
-            raise Refused(f"conformal sets are of classes, and {schema.name} is a {schema.task}; leave it out")
+        super().check(schema, setting)
         if setting is not None and setting.evaluate.select_on == "test":
             raise Refused(
-                "conformal thresholds are of rows that chose no round, and this run selects on test; set "
-                "evaluate.select_on = 'validation'"
+                "conformal thresholds are of rows that chose no round, and this run selects on test",
+                rule="analysis-selects-on-test",
+                fix="set {evaluate.select_on = 'validation'}",
             )
 
     def start(self, terms: AnalysisTerms) -> Calibrated:
@@ -110,7 +111,7 @@ class Conformal(Analysis):
             return state._replace(covered=total.view(3, -1))
         counts = total.view(state.owners, -1)
         if not counts.any():
-            raise DataError("no client has test rows that calibrate; give the partition a test part")
+            raise DataError("no client has test rows for calibration. Give the partition a test part")
         rows = counts.sum(1)
         limits = [self._threshold(row) for row in counts]
         return state._replace(thresholds=torch.tensor(limits, dtype=torch.float64), rows=rows)
@@ -141,7 +142,7 @@ class Conformal(Analysis):
         if not len(client):
             return torch.zeros(0, classes, dtype=torch.float64)
         if self.model_kind not in client.models:
-            raise Refused(f"the run has no {self.model_kind} model; take model_kind = {next(iter(client.models))!r}")
+            raise Refused(f"the run has no {self.model_kind} model. Use model_kind = {next(iter(client.models))!r}")
         outputs = client.models[self.model_kind](client.inputs).double().cpu()
         if classes == 2 and outputs.shape[1] == 1:
             return torch.cat([torch.sigmoid(-outputs), torch.sigmoid(outputs)], 1)

@@ -63,6 +63,8 @@ class Cox(ScriptedAnalysis):
     """
 
     kind: ClassVar[str] = "cox"
+    tasks: ClassVar = ("survival",)
+    needs_table: ClassVar[bool] = True
     questions: ClassVar = {
         "step": {"beta": 1, "ends": 1},
         "means": {},
@@ -75,21 +77,23 @@ class Cox(ScriptedAnalysis):
 
     width: float | None = Field(None, gt=0, description="width of time bins, in the unit of the times")
     until: float | None = Field(
-        None, gt=0, description="end of the last bin; a later event counts as censored there; None: the largest time"
+        None, gt=0, description="end of the last bin. Later events count as censored there (None: the largest time)"
     )
-    stratify: bool = Field(False, description="a baseline hazard for every client, in place of bins; times are exact")
+    stratify: bool = Field(False, description="use a baseline hazard per client instead of bins, with exact times")
     min_events: int = Field(
-        5, ge=1, description="events of a client in a bin, or of all it has, below which it sends none"
+        5,
+        ge=1,
+        description="smallest number of events of a client, in a bin and in total. A client with fewer sends none",
     )
     ties: Literal["efron", "breslow"] = Field("efron", description="treatment of tied events in one bin or at one time")
 
     penalty: Literal["none", "ridge"] = Field(
-        "none", description="ridge: shrink coefficients, also if rows are separated"
+        "none", description="ridge: shrink coefficients, which also works for separated rows"
     )
     strength: float | None = Field(
         None,
         gt=0,
-        description="strength of the ridge, per row and for columns of unit deviation, as lifelines' penalizer",
+        description="strength of the ridge, per row and for columns of unit deviation, like lifelines' penalizer",
     )
 
     @model_validator(mode="after")
@@ -97,11 +101,13 @@ class Cox(ScriptedAnalysis):
         if (self.penalty == "ridge") != (self.strength is not None):
             raise ValueError("penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1")
         if self.stratify and (self.width is not None or self.until is not None):
-            raise ValueError("stratify needs no time bins; leave width and until out")
+            raise ValueError("stratify needs no time bins. Leave width and until out")
         if self.width is None and self.until is not None:
-            raise ValueError("until is the end of the last bin; give width as well")
+            raise ValueError("until is the end of the last bin. Give width as well")
         if self.width is not None and self.until is not None and self.until / self.width > MAX_BINS:
-            raise ValueError(f"at most {MAX_BINS} bins, got {self.until / self.width:.0f}: give a larger width")
+            raise ValueError(
+                f"at most {MAX_BINS} bins are allowed, got {self.until / self.width:.0f}. Give a larger width"
+            )
         return self
 
     @property
@@ -109,15 +115,16 @@ class Cox(ScriptedAnalysis):
         return self.width is None and not self.stratify
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task != "survival":
-            raise Refused(
-                f"a Cox regression is of times to an event, and {schema.name} is a {schema.task}; leave it out"
-            )
+        super().check(schema, setting)
         require_columns(schema, "a Cox regression")
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         if self.shows_rows or (not self.stratify and self.until is None):
-            raise ConfigError("sites of the analysis cox agree on time bins: give width and until, or stratify = true")
+            raise ConfigError(
+                "sites of the analysis cox agree on time bins, and it has none",
+                rule="analysis-time-bins",
+                fix="give the analysis width and until, or stratify = true",
+            )
         super().check_sites(schema, masked=masked)
 
     @property
@@ -127,11 +134,9 @@ class Cox(ScriptedAnalysis):
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         columns = len(ranges_of(terms, flagged=not self.shows_rows)[0])
         if question.name in self.retried and len(question.values["beta"]) != columns:
-            raise Refused(f"a step of this fit has {columns} coefficients, got {len(question.values['beta'])}")
+            raise Refused(f"a step of this fit needs {columns} coefficients, got {len(question.values['beta'])}")
         if question.name == "step" and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
-            raise Refused(
-                "the time bins of a question are those that the sites have agreed on and merged, and no others"
-            )
+            raise Refused("the time bins of a question must be the bins that the sites have agreed on and merged")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         design = design_of(client, terms, flagged=not self.shows_rows)
@@ -243,15 +248,15 @@ class Cox(ScriptedAnalysis):
         means = total.numpy()
         rows = means[0]
         if not rows:
-            raise DataError("no row is complete and within the agreed ranges; drop columns, or agree on wider ranges")
+            raise DataError("no row is complete and within the agreed ranges. Drop columns, or agree on wider ranges")
         centre = means[1:] / rows
         squares, (events,) = np.split(ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy(), [-1])
         spread = np.sqrt(squares / rows)
         if not events:
-            raise DataError("no row has an event; nothing can be fitted")
+            raise DataError("no row contains an event, so nothing can be fitted")
         if not (spread > MIN_COLUMN_SPREAD).all():
             raise DataError(
-                f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} is the same in every row; leave it out"
+                f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} has the same value in every row. Leave it out"
             )
         times = np.unique(np.concatenate([some.numpy() for some in terms.published]))
         public = {"centre": centre, "spread": spread, "times": times}

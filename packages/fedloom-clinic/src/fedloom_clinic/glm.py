@@ -16,13 +16,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total, Transcript
-from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import count_subjects, merges
 from fedloom_clinic.columns import (
     columns_of,
     design_of,
     flag_columns,
     left_out_columns,
+    missing_target_range,
     outweighs,
     ranges_of,
     require_columns,
@@ -53,6 +54,8 @@ class Glm(ScriptedAnalysis):
     """
 
     kind: ClassVar[str] = "glm"
+    tasks: ClassVar = tuple(FAMILY_OF_TASK)
+    needs_table: ClassVar[bool] = True
     questions: ClassVar = {
         "means": {},
         "spreads": {"centre": 1},
@@ -61,15 +64,15 @@ class Glm(ScriptedAnalysis):
 
     retried: ClassVar = ("step",)
 
-    by_client: bool = Field(
-        False, description="an intercept for every client; clients then show sums of their own rows"
-    )
+    by_client: bool = Field(False, description="use one intercept per client. Clients then show sums of their own rows")
 
     penalty: Literal["none", "ridge"] = Field(
         "none", description="ridge: shrink coefficients, also if rows are separated"
     )
     strength: float | None = Field(
-        None, gt=0, description="of the ridge, per row and for columns of unit deviation; intercepts are free"
+        None,
+        gt=0,
+        description="strength of the ridge, per row and for columns of unit deviation. Intercepts are not shrunk",
     )
 
     @model_validator(mode="after")
@@ -83,29 +86,28 @@ class Glm(ScriptedAnalysis):
         return self.by_client
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task not in FAMILY_OF_TASK or len(schema.target_ranges) != 1:
-            cure = {
-                "survival": "a Cox regression is for times to an event",
-                "classification": "declare two classes as binary, with task = 'binary' where the data are read",
-            }.get(schema.task, "take one target")
+        super().check(schema, setting)
+        if len(schema.target_ranges) != 1:
             raise Refused(
-                f"a regression is of one number or of two classes, and {schema.name} is a {schema.task}; {cure}"
+                f"the analysis glm fits one target, and {schema.name} has {len(schema.target_ranges)}",
+                rule="analysis-one-target",
+                fix="name one column in {data.target}, or leave the analysis out",
             )
         require_columns(schema, "a regression")
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if schema.task != "binary" and schema.target_ranges[0] is None:
-            raise ConfigError("sites of the analysis glm agree on target_range = [LOWEST, HIGHEST] in the agreement")
+            raise missing_target_range("glm")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         numbers = len(ranges_of(terms)[0]) + 1
         wanted = {"beta": self._intercepts(terms) + numbers - 1, "centre": numbers, "spread": numbers}
         for name, value in question.values.items():
             if len(value) != wanted[name]:
-                raise Refused(f"{name} of a question has {wanted[name]} numbers, got {len(value)}")
+                raise Refused(f"{name} of a question must have {wanted[name]} numbers, got {len(value)}")
         if "spread" in question.values and not bool((question.values["spread"] > 0).all()):
-            raise Refused("spreads of a question are above 0")
+            raise Refused("the spreads of a question must be greater than 0")
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         if not merges(terms.rules):
@@ -119,8 +121,9 @@ class Glm(ScriptedAnalysis):
             support = torch.stack([flags[:2] for flags in terms.published]).sum(0)
             if float(support.min()) - terms.rules.missing < terms.rules.min_clients:
                 raise Refused(
-                    f"too few clients have {terms.rules.min_subjects} subjects of each outcome: {int(support.min())}, "
-                    f"and {terms.rules.min_clients + terms.rules.missing} must; agree on a smaller least count"
+                    f"too few clients have {terms.rules.min_subjects} subjects of each outcome: "
+                    f"{int(support.min())}, but {terms.rules.min_clients + terms.rules.missing} are "
+                    "needed. Agree on a smaller minimum count"
                 )
         return super().start(terms)
 
@@ -211,18 +214,18 @@ class Glm(ScriptedAnalysis):
         total, info = ask(Question("means"))
         count = int(total[0])
         if not count:
-            raise DataError("no row is complete and within the agreed ranges; drop columns, or agree on wider ranges")
+            raise DataError("no row is complete and within the agreed ranges. Drop columns, or agree on wider ranges")
         centre = total.numpy()[1:] / count
         squares = ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy()
         spread = np.sqrt(squares / count)
         for name, varies in zip(names, spread > MIN_COLUMN_SPREAD, strict=False):
             if not varies:
-                raise DataError(f"{name} is the same in every row; leave it out")
+                raise DataError(f"{name} has the same value in every row. Leave it out")
         low, high = ranges_of(terms)
         bottom, top = self._target_range(terms)
         half, mid = np.append((high - low) / 2, (top - bottom) / 2), np.append((high + low) / 2, (top + bottom) / 2)
         if not spread[-1] > MIN_COLUMN_SPREAD:
-            raise DataError(f"the target is {mid[-1] + half[-1] * centre[-1]:g} in every row; nothing can be fitted")
+            raise DataError(f"the target is {mid[-1] + half[-1] * centre[-1]:g} in every row, so nothing can be fitted")
         public = {"centre": torch.from_numpy(centre), "spread": torch.from_numpy(spread)}
         labels = [f"intercept {k}" for k in range(first)] if self.by_client else ["intercept"]
         size, of_targets = first + len(names), 0.0
@@ -248,7 +251,7 @@ class Glm(ScriptedAnalysis):
             exact = at(beta) if self.strength is not None else here
             spent = size if self.strength is None else float(np.trace(inverse @ exact.information))
             if count <= spent:
-                raise DataError(f"{count} rows for {size} coefficients leave no residual; leave columns out")
+                raise DataError(f"{count} rows for {size} coefficients leave no residual. Leave columns out")
             scale = (of_targets - 2 * exact.value) / (count - spent)
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
         back = np.eye(size)  # coefficients as they are measured are linear in these

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.errors import ConfigError, DataError
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
     MergedCells,
@@ -64,13 +64,14 @@ class KaplanMeier(Analysis):
     """Survival curves by group, the log-rank test and restricted means, on agreed time bins."""
 
     kind: ClassVar[str] = "kaplan-meier"
+    tasks: ClassVar = ("survival",)
     questions: ClassVar = {"counts": {}}
 
     width: float = Field(gt=0, description="width of time bins, in the unit of the times")
     until: float | None = Field(
-        None, gt=0, description="end of the last bin, where later times are censored; None: the largest time"
+        None, gt=0, description="end of the last bin. Later times are censored there (None: the largest time)"
     )
-    group: str | None = Field(None, description="a column with levels, or 'client'; None: one curve")
+    group: str | None = Field(None, description="a column with levels, or 'client' (None: one curve)")
     level: float = Field(0.95, gt=0, lt=1, description="coverage of the intervals")
 
     @property
@@ -82,16 +83,17 @@ class KaplanMeier(Analysis):
         return () if self.group in (None, CLIENT_GROUP) else (str(self.group),)
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task != "survival":
-            raise Refused(
-                f"survival curves are of times to an event, and {schema.name} is a {schema.task}; leave it out"
-            )
+        super().check(schema, setting)
         groups_of(schema, self.group, 1)
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if self.until is None and schema.target_ranges[0] is None:
-            raise ConfigError("sites of the analysis kaplan-meier agree on the last time: give until = ...")
+            raise ConfigError(
+                "sites of the analysis kaplan-meier agree on the last time, and it has none",
+                rule="analysis-last-time",
+                fix="give the analysis until, as until = 60",
+            )
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         groups = len(groups_of(terms.schema, self.group, len(terms.sizes)))
@@ -126,7 +128,7 @@ class KaplanMeier(Analysis):
 
     def step(self, state: Counted, total: Tensor, info: Info) -> Counted:
         if not total.any():
-            raise DataError("no row has a time; nothing can be drawn")
+            raise DataError("no row contains a time, so no curve can be computed")
         return state._replace(total=total.view(len(state.groups.names), 2, -1))
 
     def result(self, state: Counted) -> pa.Table:

@@ -35,7 +35,11 @@ class LeftOut(Analysis):
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
         if fed.n < FEWEST_CLIENTS:
-            raise Refused(f"left-out trains with {FEWEST_CLIENTS} clients or more, and there are {fed.n}; leave it out")
+            raise Refused(
+                f"left-out trains with {FEWEST_CLIENTS} clients or more, and there are {fed.n}",
+                rule="left-out-too-few-clients",
+                fix="leave it out",
+            )
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
         scored = setting.evaluate.with_(every=setting.rounds, parts=("test",), select_on="test")

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.errors import DataError, Refused
+from fedloom_clinic.columns import missing_target_range
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from fedloom.engine import Setting
 
 SMALLEST_SPREAD = 1e-9
 """Deviation of an input, relative to the largest agreed input, below which the input is the same in every row."""
@@ -57,6 +57,7 @@ class RidgeRegression(ScriptedAnalysis):
     """Ridge regression over the training rows of all clients, by sums. Classes are fitted as one-hot targets."""
 
     kind: ClassVar[str] = "ridge"
+    tasks: ClassVar = ("regression", "binary", "classification")
     questions: ClassVar = {"means": {}, "spreads": {"centre": 1}, "gram": {"centre": 1, "spread": 1}}
 
     strength: float = Field(
@@ -67,20 +68,16 @@ class RidgeRegression(ScriptedAnalysis):
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if schema.task == "regression" and None in schema.target_ranges:
-            raise ConfigError("sites of the analysis ridge agree on target_range = [LOWEST, HIGHEST] in the agreement")
+            raise missing_target_range("ridge")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         numbers = len(input_names(terms.schema)) + self._outputs(terms.schema)
         for name, value in question.values.items():
             if len(value) != numbers or (name == "spread" and not bool((value > 0).all())):
-                raise Refused(f"{name} of a question has {numbers} numbers, and spreads are above 0")
+                raise Refused(f"{name} of a question must have {numbers} numbers, and spreads must be greater than 0")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(self._samples(client, terms.schema).rows)
-
-    def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if schema.task not in ("regression", "binary", "classification"):
-            raise Refused(f"a ridge regression is of numbers or classes, and {schema.name} is a {schema.task}")
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, p, c = float(terms.most_rows), len(input_names(terms.schema)), self._outputs(terms.schema)
@@ -117,7 +114,7 @@ class RidgeRegression(ScriptedAnalysis):
         total, _ = ask(Question("means"))
         rows = int(total[0])
         if not rows:
-            raise DataError("no training row is complete; impute missing cells, or give training rows")
+            raise DataError("no training row is complete. Impute missing cells, or give training rows")
         centre = total[1:] / rows
         spread = (ask(Question("spreads", {"centre": centre}))[0] / rows).sqrt()
         still = spread[:p] <= SMALLEST_SPREAD * self.max_input

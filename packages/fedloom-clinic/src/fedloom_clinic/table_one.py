@@ -22,7 +22,7 @@ from scipy import stats
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
-from fedloom.errors import DataError, Refused
+from fedloom.errors import DataError
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
     MISSING_LEVEL,
@@ -96,10 +96,11 @@ class TableOne(ScriptedAnalysis):
     """Table 1 of all clients by sums, by a group or by client, with tests of homogeneity over groups and clients."""
 
     kind: ClassVar[str] = "table-1"
+    needs_table: ClassVar[bool] = True
     questions: ClassVar = {"counts": {}, "spreads": {"centres": 2, "shares": 2}}
 
-    group: str | None = Field(None, description="a column with levels, or 'client'; None: one column of figures")
-    bins: int = Field(50, ge=2, le=1000, description="equal bins of the agreed range of a number")
+    group: str | None = Field(None, description="a column with levels, or 'client' (None: one column of figures)")
+    bins: int = Field(50, ge=2, le=1000, description="number of equal bins of the agreed range of a number")
 
     @property
     def shows_rows(self) -> bool:
@@ -110,8 +111,7 @@ class TableOne(ScriptedAnalysis):
         return () if self.group in (None, CLIENT_GROUP) else (str(self.group),)
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        if not schema.is_table:
-            raise Refused(f"Table 1 is of the columns of a table, and {schema.name} is none; leave it out")
+        super().check(schema, setting)
         groups_of(schema, self.group, 1)
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
@@ -174,7 +174,7 @@ class TableOne(ScriptedAnalysis):
         count = len(groups.names)
         total, _ = ask(Question("counts"))
         if not total[:count].any():
-            raise DataError("no client has a row that may be counted; agree on a smaller least count")
+            raise DataError("no client has enough rows to be counted. Agree on a smaller minimum count")
         blocks = [
             dict(zip(columns, row.split([c.size for c in columns]), strict=True))
             for row in total[count:].view(count, -1)
@@ -434,13 +434,16 @@ def _note_clients(rows: list[dict[str, object]]) -> None:
         gap = (float(str(row["mean"])) - centre) / deviation if deviation > 0 else 0.0
         if abs(gap) <= NOTED_DISTANCE:
             continue
-        note = f"stands apart: its mean is {gap:+.1f} deviations of the others' rows from theirs"
+        note = (
+            f"is unusual: its mean differs from the mean of the others by {gap:+.1f} standard deviations of their rows"
+        )
         here, elsewhere = float(str(row["median"])), float(np.median([float(str(o["median"])) for o in rest]))
         ratio = max(here / elsewhere, elsewhere / here) if here * elsewhere > 0 else 0.0
         for factor, units in UNIT_FACTORS.items():
             if abs(ratio / factor - 1) <= UNIT_TOLERANCE:
                 note += (
-                    f"; the ratio of medians, {ratio:.3g}, is near that of {units} ({factor:g}): is the unit another?"
+                    f". The ratio of medians, {ratio:.3g}, is close to the ratio of {units} "
+                    f"({factor:g}). Is the unit different?"
                 )
                 break
         row["note"] = note

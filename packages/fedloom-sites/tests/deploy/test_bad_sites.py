@@ -159,12 +159,12 @@ BAD: dict[str, tuple[str, Edit, str]] = {
     "random bytes in the place of sealed shares": (
         "shares",
         sealed_anew(lambda body: os.urandom(len(body))),
-        "do not decrypt, which it has signed",
+        "do not decrypt",
     ),
     "a sealed share with one wrong bit": (
         "shares",
         sealed_anew(lambda body: body[:50] + bytes([body[50] ^ 1]) + body[51:]),
-        "do not decrypt, which it has signed",
+        "do not decrypt",
     ),
     "an accusation of a share that decrypts": (
         "masked",
@@ -172,7 +172,7 @@ BAD: dict[str, tuple[str, Edit, str]] = {
             ACCUSATION_PREFIX
             + secure.join_parts({3: shares.accuse(session_of(here, client), client, 3, signing_key_of(client))})
         ),
-        "it claims that the share of site-3 does not decrypt; it does",
+        "it claims that the share of site-3 does not decrypt. It does",
     ),
 }
 

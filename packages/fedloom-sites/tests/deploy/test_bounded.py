@@ -110,7 +110,7 @@ def test_parts_that_are_claimed_many_times_are_counted_as_often(arrays: int, tim
     finally:
         tracemalloc.stop()
     assert found.has_error()
-    assert "a reply of more than" in found.error.reason
+    assert "the reply has more than" in found.error.reason
     assert f"at most {20 * MB} are allowed" in found.error.reason
     assert found.metadata.reply_to_message_id == "asked"
     assert peak < 30 * MB

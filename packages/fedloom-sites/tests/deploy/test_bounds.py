@@ -498,7 +498,7 @@ def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path,
     server = read_server(written / "server" / "server.toml")
     assert server.examples_limit == planned.most_samples < 10_000
     head = {"sizes": [server.examples_limit + 1, 0, 0], "figures": "", **compared(server.samples)}
-    with pytest.raises(Rejected, match="numbers of samples must be three from 0 to"):
+    with pytest.raises(Rejected, match="numbers of samples must be three numbers from 0 to"):
         Checks(server, {}).check_data(head)
     Checks(server, {}).check_data(head | {"sizes": [server.examples_limit, 0, 0]})
     greeting, other = (Checks(server, {}).longest(kind) for kind in ("hello", "score"))

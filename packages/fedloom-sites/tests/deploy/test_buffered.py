@@ -252,10 +252,10 @@ def test_what_makes_no_sense_at_sites_is_refused(tmp_path: Path, clock: Clock) -
     few = scene(tmp_path / "few", "fedavg", **SMALL, **buffered(9))
     with pytest.raises(ConfigError, match="schedule.buffer must be at most the 4 clients"):
         few.serve()
-    with pytest.raises(Refused, match="needs one download for all its sites"):
+    with pytest.raises(Refused, match="needs the same download for all its sites"):
         check_maskable(few.experiment.methods[0].setting)
     late = scene(tmp_path / "late", "fedavg", **SMALL, schedule={"kind": "deadline", "seconds": 3.0})
-    with pytest.raises(Refused, match="'deadline' is of virtual time, .*; leave schedule= out"):
+    with pytest.raises(Refused, match="'deadline' needs simulated time, .*. Leave schedule= out"):
         late.serve()
     device = scene(tmp_path / "device", "fedavg", **SMALL, devices={"kind": "equal"}, **buffered(2))
     with pytest.raises(Refused, match="real sites take their own"):
@@ -267,6 +267,6 @@ def test_a_buffer_that_too_few_sites_can_fill_is_a_stop_that_resumes(tmp_path: P
     full = grid(here, clock, seconds({}))
     two = FakeGrid({n: f for n, f in full.nodes.items() if n < FIRST + 2}, None, clock, seconds({}))
     assert here.serve(two, **WAIT, quorum=2) is Stop.TOO_FEW
-    assert "2 of 3 uploads have arrived and no other site is free" in here.summary()["runs"][0]["reason"]
+    assert "2 of 3 uploads have arrived, and no other site is free. The" in here.summary()["runs"][0]["reason"]
     assert here.serve(full, **WAIT) is Stop.DONE
     assert here.summary()["runs"][0]["rounds"] == 3

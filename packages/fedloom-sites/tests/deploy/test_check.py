@@ -140,10 +140,10 @@ def test_authority_that_is_missing_damaged_or_out_of_date(site):
     site.ca.write_text("hello")
     assert "not a certificate in PEM form" in refused(site)[0]
     site.ca.write_bytes(keys.authority("try", 10, datetime.now(UTC) - timedelta(days=20)).pem())
-    assert "authority's certificate ended on" in refused(site)[0]
+    assert "certificate of the certificate authority ended on" in refused(site)[0]
     site.ca.write_bytes(keys.authority("try", 10, datetime.now(UTC) + timedelta(days=20)).pem())
     (sentence,) = refused(site)
-    assert f"only, here it is {datetime.now(UTC):%Y-%m-%d}" in sentence  # both with their dates
+    assert f"only, the time here is {datetime.now(UTC):%Y-%m-%d}" in sentence  # both with their dates
     assert "set the clock" in sentence
     site.ca.write_bytes(keys.authority("try", 10).pem())
     assert any("ends soon" in f.sentence for f in check_site(site, offline=True) if f.level == "note")
@@ -155,7 +155,7 @@ def test_port_in_use(site):
     with serving(site) as (port, _):
         (sentence,) = refused(changed(site, port=port))
     assert f"port {port}" in sentence
-    assert "may be running already" in sentence
+    assert "may already be running)" in sentence
 
 
 # --------------------------------------------------------------------------------------- with a server
@@ -218,8 +218,8 @@ def test_clock(site, wrong, sentence):
 @pytest.mark.parametrize(
     ("status", "level", "sentence"),
     [
-        (412, "refused", "does not let the key of site-1 in: it was never registered there, or it was revoked"),
-        (400, "ok", "the server lets site-1 in, unless a node with its key is there already"),
+        (412, "refused", "rejects the key of site-1: it was never registered there, or it was revoked"),
+        (400, "ok", "the server accepts site-1, unless a node with the same key is already"),
         (501, None, " in"),
     ],
 )
@@ -240,7 +240,7 @@ def test_server_of_another_authority(site):
 @pytest.mark.parametrize(
     ("host", "days", "fault", "cure"),
     [
-        ("127.0.0.1", -3, "has expired", "have the coordinator run 'fedloom deploy renew'"),
+        ("127.0.0.1", -3, "has expired", "ask the coordinator to run 'fedloom deploy renew'"),
         ("127.0.0.1", 3, "is not yet valid", "set the clock"),
         ("127.0.0.2", 0, "is not valid for '127.0.0.1'", "correct server in site.toml"),
         ("fl.example.org", 0, "is not valid for 'localhost'", "with --host of this name"),
@@ -278,7 +278,7 @@ def test_exit_code_of_the_command(ready, site):
     )
     bad = CliRunner().invoke(app, ["deploy", "check", str(folder), "--offline"])
     assert bad.exit_code == 1
-    assert "1 of the findings must be mended" in bad.output
+    assert "1 of the findings must be repaired" in bad.output
     none = CliRunner().invoke(app, ["deploy", "check", str(ready), "--offline"])
     assert none.exit_code == 2
     assert "cannot read the site file" in none.output
@@ -329,7 +329,7 @@ def test_a_table_with_other_columns_levels_or_labels_both_sides_named(clinic, tm
     [
         (("yes", "no"), "note", "the label 'disease' is 'no' in every row"),
         ((",f,", ",m,"), "note", "column 'sex': the same in every row"),
-        (("48.5", "1e30"), "note", "row 10, column 'age': 1e+30 lies absurdly far from the others"),
+        (("48.5", "1e30"), "note", "row 10, column 'age': 1e+30 is extremely far from the others"),
         (("48.5", "1e308"), "refused", "row 10, column 'age': expected a number of at most 3.4e+38, got '1e308'"),
     ],
 )
@@ -364,11 +364,13 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
     [sentence], train = notes("samples", 1)
     assert f"the other sites of every sum need {math.ceil(train / 4)} training samples together" in sentence
     [sentence] = notes("any", 1, {"max_share": 1.0})[0]
-    assert "by max_share = 1 one site may be 100% of a sum" in sentence
+    assert "max_share = 1 lets one site be 100% of a sum" in sentence
     assert "agree on 0.8 or less" in sentence
     assert notes("uniform", 1, client_weights="uniform")[0] == []
     given = [9.0, 0.5, 0.5, 0.5, 0.5]
-    assert "this site has 82% of all weight, at most 80% may be" in notes("given", 0, client_weights=given)[0][0]
+    assert (
+        "this site has 82% of all weight, but at most 80% is allowed" in notes("given", 0, client_weights=given)[0][0]
+    )
     assert notes("small", 1, client_weights=given)[0] == []
     more = notes("more", 0, {"max_share": 0.85}, client_weights=given)[0]
     assert [("max_share = 0.85" in one, "this site has 82%" in one) for one in more] == [(True, False), (False, True)]

@@ -93,7 +93,7 @@ def test_counters_open_for_all_sites_of_a_sum_alone() -> None:
 def test_the_shares_of_counters_do_not_open_the_vectors() -> None:
     """The two sums of a session have seeds of their own, each committed to."""
     one = sent()
-    with pytest.raises(Broken, match="gives what it is committed to"):
+    with pytest.raises(Broken, match="fits the committed value"):
         shares.restored(one.session, SITES, SITES, one.told)
     assert shares.restored(one.session, SITES, SITES, one.told, of_counters=True)[1] == set()
 
@@ -103,7 +103,7 @@ def test_one_bit_more_is_not_what_a_site_signed() -> None:
     for place in (0, SIGNATURE_BYTES - 1, SIGNATURE_BYTES, COUNTERS_BYTES - 1):
         changed = bytearray(message)
         changed[place] ^= 1
-        with pytest.raises(WireError, match="the signature is not of these counters"):
+        with pytest.raises(WireError, match="the signature does not fit these counters"):
             read_counters(bytes(changed), BOUND, PUBLIC[2])
     for text in (b"", message[:-1], message + b"0"):
         with pytest.raises(WireError, match=f"have {COUNTERS_BYTES} bytes, got {len(text)}"):
@@ -122,7 +122,7 @@ def test_what_a_site_sends_is_uniform_whatever_its_counters_are() -> None:
 
 @pytest.mark.parametrize(("answered", "threshold"), [(0, 3), (2, 3), (3, 4)])
 def test_fewer_answers_than_the_threshold_are_not_enough(answered: int, threshold: int) -> None:
-    with pytest.raises(Broken, match=f"{answered} sites have answered .* must be of {threshold}"):
+    with pytest.raises(Broken, match=f"only {answered} sites answered .* needs {threshold}"):
         check_enough(AnswerCounts(answered, 9), threshold)
     check_enough(AnswerCounts(threshold, 0), threshold)
 

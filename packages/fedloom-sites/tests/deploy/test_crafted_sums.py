@@ -25,7 +25,7 @@ from fedloom_sites.deploy.secure.vectors import UploadVector
 from tests.deploy.sessions import secured
 from tests.deploy.test_dishonest import Rogue
 
-pytestmark = pytest.mark.attack("a dishonest server")
+pytestmark = pytest.mark.attack("also for scores. A dishonest server")
 
 SITES, UNITS = 5, 500
 FULL_BATCH = {"local": {"lr": 0.05, "epochs": 1, "batch_size": 1000}}

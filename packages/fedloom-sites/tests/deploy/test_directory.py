@@ -75,7 +75,7 @@ def test_the_experiment_is_one_method_and_one_seed(experiment, written):
     assert len(one.methods) == len(one.head.seeds) == 1
     assert one.methods[0].setting.rounds == 3
     several = experiment("fedavg", "flame", seeds=[4, 5])
-    with pytest.raises(ConfigError, match="fedavg, flame; choose with --method"):
+    with pytest.raises(ConfigError, match="fedavg, flame. Choose with --method"):
         plan(several)
     chosen = tomllib.loads(plan(several, method="flame", rounds=7).experiment)
     assert (chosen["seeds"], chosen["method"][0]["label"], chosen["method"][0]["rounds"]) == ([4], "flame", 7)
@@ -86,10 +86,10 @@ def test_the_experiment_is_one_method_and_one_seed(experiment, written):
     [
         ({}, {"sites": 4}, "gives 3 clients, but 4 sites"),
         ({"method": [{"algorithm": "centralized"}]}, {}, "pools the data of all clients"),
-        ({"evaluate": {"clients": 3}}, {}, "evaluate.clients is for simulation"),
-        ({"attack": {"kind": "sign-flip", "fraction": 0.3}}, {}, "an attack is for simulation"),
+        ({"evaluate": {"clients": 3}}, {}, "evaluate.clients works only in simulations, because"),
+        ({"attack": {"kind": "sign-flip", "fraction": 0.3}}, {}, "attacks exist only in simulations"),
         ({}, {"method": "fedavgg"}, "did you mean 'fedavg'"),
-        ({}, {"own_data": True}, "say it with --sites"),
+        ({}, {"own_data": True}, "data, fedloom cannot know their number. Give --sites"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused(experiment, given, options, sentence):
@@ -106,11 +106,11 @@ def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        ("a,A,b", "--names: A and a share a folder on a disk that ignores case; change one"),
-        ("a,b,a", "--names: a is there twice; change one"),
-        ("a,b,\u00e9", "a name is letters, digits, '.', '_' or '-' within, got '\u00e9'"),
+        ("a,A,b", "--names: A and a share a folder on a disk that ignores case. Change one"),
+        ("a,b,a", "--names: a is there twice. Change one"),
+        ("a,b,\u00e9", "a name consists of letters and digits, with '.', '_' or '-' only inside, got 'é'"),
         ("a,b,e\u0301", "a name is letters"),
-        ("a,,b", "a name is letters, digits, '.', '_' or '-' within, got ''"),
+        ("a,,b", "a name consists of letters and digits, with '.', '_' or '-' only inside, got ''"),
     ],
 )
 def test_every_site_has_a_folder_of_its_own_on_every_disk(experiment, names, sentence):
@@ -210,11 +210,13 @@ def test_renew_makes_another_certificate_of_the_same_authority(ready):
     assert stat.S_IMODE((ready / "server" / "server.key").stat().st_mode) == 0o600
     said = CliRunner().invoke(app, ["deploy", "renew", str(ready), "--host", "fl.example.org"]).output
     for text in (said, (ready / "README.md").read_text().replace("\n  ", " ")):  # both hold the old certificate
-        assert re.search("reload the gate .*restart the superlink's unit|Restart `fedloom-superlink` and reload", text)
+        assert re.search(
+            "reload the reverse proxy .*restart the superlink's unit|restart `fedloom-superlink` and reload", text
+        )
     with pytest.raises(ConfigError, match=r"^fedloom deploy renew: days: .* got 0"):
         renew(ready, "fl.example.org", 0)
     (ready / "authority" / "ca.key").unlink()
-    with pytest.raises(ConfigError, match="has no authority"):
+    with pytest.raises(ConfigError, match="contains no certificate authority"):
         renew(ready, "fl.example.org", 100)
 
 
@@ -227,7 +229,7 @@ def test_renew_keeps_the_name_that_sites_reach_the_server_by(ready, public):
     names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert public.rpartition(":")[0].strip("[]") in {str(name.value) for name in names}
     file.unlink()
-    with pytest.raises(ConfigError, match=r"server\.toml is not there to name the server's host; say --host"):
+    with pytest.raises(ConfigError, match=r"server\.toml does not exist, so the server's host is unknown. Give --host"):
         renew(ready, None, 100)
 
 
@@ -240,7 +242,7 @@ def test_a_renewal_that_is_killed_is_mended_by_the_next_one(ready, crash_at):
         with pytest.raises(ConfigError, match=r"server\.key is not the key of server\.crt; 'fedloom deploy renew'"):
             check_certificate(server)
     said = call("deploy", "renew", ready)
-    assert "a renewal before was killed" in said
+    assert "an earlier renewal was interrupted. Its" in said
     check_certificate(server)
     assert not [path for path in (ready / "server").iterdir() if path.name.startswith(".")]
     assert "was killed" not in call("deploy", "renew", ready)
@@ -256,7 +258,7 @@ def test_a_damaged_authority_makes_no_certificate(ready):
                 renew(ready, "fl.example.org", 100)
         path.unlink()
         os.mkfifo(path)
-        with pytest.raises(ConfigError, match="has no authority"):
+        with pytest.raises(ConfigError, match="contains no certificate authority"):
             renew(ready, "fl.example.org", 100)
         path.unlink()
         path.write_bytes(content)
@@ -382,7 +384,7 @@ def test_a_folder_that_a_unit_or_the_gate_would_cut_is_refused(folder):
 
 def test_the_gate_lets_the_fleet_api_through_and_nothing_else(written):
     server = read_server(written / "server" / "server.toml")
-    text = gate(server, Location(host="fl.example.org", gate_port=444, home="/srv/fl"))
+    text = gate(server, Location(host="fl.example.org", proxy_port=444, home="/srv/fl"))
     assert re.findall(r"location (\S+)", text) == ["/v1/fleet/", "/"]
     assert "listen 444 ssl;" in text
     assert f"client_max_body_size    {server.body_limit};" in text
@@ -409,9 +411,9 @@ def test_the_command(experiment, tmp_path):
         return CliRunner().invoke(app, ["deploy", "init", str(file), "--out", str(out), *words])
 
     for words, sentence in (
-        (["--sites", "3"], "choose with --method"),
+        (["--sites", "3"], "Choose with --method"),
         (["--sites", "4", "--method", "flame"], "gives 3 clients, but 4 sites"),
-        (["--method", "flame", "--gate-port", "70000"], "gate_port"),
+        (["--method", "flame", "--proxy-port", "70000"], "proxy_port"),
         (["--method", "flame", "--host", "no host"], "host"),
     ):
         bad = init(*words)
@@ -478,3 +480,36 @@ def test_the_image_installs_what_is_locked():
     assert all((ROOT / path).exists() for path in copied)
     assert {f"!{path}" for path in copied} <= {*(ROOT / ".dockerignore").read_text().split()}
     assert "--require-hashes -r /build/requirements-deploy.txt" in text
+
+
+DIGEST = "sha256:" + "ab" * 32
+DOCKER = """#!/bin/sh
+echo "$@" >> calls
+case "$1" in image) echo "docker.io/library/python@$DIGEST" ;; esac
+"""
+
+
+@pytest.mark.parametrize("digest", [DIGEST, ""])
+def test_the_image_is_built_from_a_base_with_a_recorded_digest(digest: str, tmp_path: Path) -> None:
+    """A registry that gives none builds nothing; the recorded digest is used again without the registry."""
+    (tmp_path / "packages").symlink_to(ROOT / "packages")
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DIGEST": digest}
+    make = ["make", "-f", str(ROOT / "Makefile"), "image"]
+    statuses = [subprocess.run(make, cwd=tmp_path, env=environment, capture_output=True).returncode for _ in range(2)]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    builds = [line for line in calls if line.startswith("build")]
+    if not digest:
+        assert all(statuses)
+        assert not builds
+        return
+    base = (tmp_path / "base-image.txt").read_text().strip()
+    assert base.endswith(f"@{DIGEST}")
+    assert statuses == [0, 0]
+    assert sum(line.startswith("pull") for line in calls) == 1
+    assert all(f"--build-arg BASE={base} " in line for line in builds)
+    assert len(builds) == 2
+    text = (ROOT / "Dockerfile").read_text()
+    assert [line for line in text.splitlines() if line.startswith("FROM")] == ["FROM ${BASE}"]
+    assert "ARG BASE=" not in text

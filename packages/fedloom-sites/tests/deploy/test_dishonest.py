@@ -26,7 +26,7 @@ from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from tests.deploy.scene import Scene
 from tests.deploy.sessions import Steps, secured, terms_of
 
-pytestmark = pytest.mark.attack("a dishonest server")
+pytestmark = pytest.mark.attack("also for scores. A dishonest server")
 
 ALL = range(5)
 
@@ -162,7 +162,7 @@ def test_figures_that_one_site_has_alone(rogue: Rogue, target: int) -> None:
             for c in survivors:
                 session.open(c, survivors)
         assert not session.told
-    assert any("other figures than its samples define" in reason for reason in rogue.refused)
+    assert any("than its samples allow" in reason for reason in rogue.refused)
     short = rogue.terms(1, download, [model], **more | {"figures": true[:2]})
     session = rogue.begin(1)
     session.vector(target, short, download, model)
@@ -187,21 +187,21 @@ def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
 SCORES = terms_of(3).with_(round=2, trains=False, scored=2, download="", figures=("3", "3", "3"))
 STEP = SCORES.with_(scored=-1, question=AnalysisStep.of("regression", 0, b"0.5"))
 WRONG: dict[str, tuple[Terms, str]] = {
-    "a step of a regression that scores too": (STEP.with_(scored=2), "of an analysis must ask nothing else"),
-    "a step of a regression that trains too": (STEP.with_(trains=True), "of an analysis must ask nothing else"),
+    "a step of a regression that scores too": (STEP.with_(scored=2), "must not ask for anything else"),
+    "a step of a regression that trains too": (STEP.with_(trains=True), "must not ask for anything else"),
     "an analysis that is called uploads": (
         STEP.with_(question=AnalysisStep.of("uploads", 0, b"")), "an analysis cannot be called uploads"
     ),
     "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must be of the 3 sites of the agreement"),
     "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must be of the 3 sites of the agreement"),
-    "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once, in rising order"),
-    "sites in another order": (SCORES.with_(cohort=(1, 0, 2)), "each once, in rising order"),
-    "a site that is none": (SCORES.with_(cohort=(0, 1, 3)), "each once, in rising order"),
-    "sites without this one": (SCORES.with_(cohort=(1, 2), accepted=(0, 0)), "the terms are of other sites"),
-    "figures of fewer sites": (SCORES.with_(figures=("3", "3")), "must have the figures that every site can have"),
-    "figures of no site in a step": (STEP.with_(figures=()), "must have the figures that every site can have"),
+    "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once, in increasing order"),
+    "sites in another order": (SCORES.with_(cohort=(1, 0, 2)), "each once, in increasing order"),
+    "a site that is none": (SCORES.with_(cohort=(0, 1, 3)), "each once, in increasing order"),
+    "sites without this one": (SCORES.with_(cohort=(1, 2), accepted=(0, 0)), "the terms list other sites"),
+    "figures of fewer sites": (SCORES.with_(figures=("3", "3")), "must list the metrics that every site can compute"),
+    "figures of no site in a step": (STEP.with_(figures=()), "must list the metrics that every site can compute"),
     "figures where uploads alone are summed": (
-        terms_of(3).with_(figures=("3",) * 3), "must have the figures that every site can have"
+        terms_of(3).with_(figures=("3",) * 3), "must list the metrics that every site can compute"
     ),
 }  # fmt: skip
 
@@ -234,7 +234,7 @@ def test_the_same_model_again_without_a_site(rogue: Rogue, gone: list[int]) -> N
     assert sum_honestly(rogue, 2, download).told.keys() == {*ALL}
     assert not sum_honestly(rogue, 3, download, clients=rest).told
     assert len(rogue.refused) == len(rest)
-    assert all("differ; the two sums reveal their difference" in reason for reason in rogue.refused)
+    assert all("differ. The two sums reveal their difference" in reason for reason in rogue.refused)
     assert sum_honestly(rogue, 3, rogue.download(0.1), clients=rest).told  # of another model the cohort may be another
     model = rogue.model()
     assert sum_honestly(rogue, 1, None, model).told.keys() == {*ALL}
@@ -248,7 +248,7 @@ def test_a_site_is_evicted_after_the_sum_was_opened(rogue: Rogue) -> None:
     assert first.told.keys() == {*ALL}
     second = sum_honestly(rogue, 1, download, clients=[0, 1, 2, 3])
     assert not second.told
-    assert all("were summed already, of other sites" in reason for reason in rogue.refused)
+    assert all("were already summed with other sites. The" in reason for reason in rogue.refused)
 
 
 def test_another_model_in_a_round_that_was_summed(rogue: Rogue) -> None:
@@ -259,7 +259,7 @@ def test_another_model_in_a_round_that_was_summed(rogue: Rogue) -> None:
     assert sum_honestly(rogue, 1, None, model).told.keys() == {*ALL}
     assert not sum_honestly(rogue, 1, None, model, model).told
     assert len(rogue.refused) == 10
-    assert all("were summed already, on another model or from other states" in reason for reason in rogue.refused)
+    assert all("were already summed, on another model or from other states" in reason for reason in rogue.refused)
     assert sum_honestly(rogue, 1, rogue.download()).told.keys() == {*ALL}  # the same again is no news
 
 
@@ -274,7 +274,7 @@ def test_one_site_is_asked_from_another_state(rogue: Rogue, target: int) -> None
     assert not sum_honestly(rogue, 3, rogue.download(0.1), accepted=back).told
     ahead = tuple(int(c == target) for c in ALL)
     assert not sum_honestly(rogue, 2, download, accepted=ahead).told
-    assert all("summed already" in reason for reason in rogue.refused)
+    assert all("summed" in reason for reason in rogue.refused)
     session = rogue.begin(3)
     terms = rogue.terms(3, download, accepted=after)
     for c in ALL:
@@ -295,7 +295,7 @@ def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
         first.open(c)
     assert first.shown.keys() == {4}  # which has heard of no other session: one share is no secret
     assert not first.told
-    with pytest.raises(Broken, match="1 sites gave their shares, 3 are needed"):
+    with pytest.raises(Broken, match="1 sites sent their shares, but 3 are required"):
         first.counts(terms)
 
 
@@ -311,7 +311,7 @@ def test_scores_of_fewer_sites_after_damage_where_nothing_was_trained(rogue: Rog
         rogue.sites = rogue.here.clients()
         assert not sum_honestly(rogue, t, None, model, clients=rest).told
     assert len(rogue.refused) == 2 * len(rest)
-    assert all(f"round {t} is too long ago" in reason for reason in rogue.refused)
+    assert all(f"round {t} is too long ago: fedloom no longer knows" in reason for reason in rogue.refused)
 
 
 class Killed(BaseException):
@@ -507,8 +507,8 @@ def test_a_site_with_most_of_the_weight(tmp_path: Path, clients: tuple[int, ...]
         download = rogue.download()
         session = sum_honestly(rogue, 1, download, clients=clients)
         assert session.told.keys() == ({*clients} if opens else set())
-        assert all("client 0 has" in reason or "not come to this step" in reason for reason in rogue.refused)
-        assert opens or any("of the weight of the sum, at most 80% is agreed" in reason for reason in rogue.refused)
+        assert all("client 0 has" in reason or "not reached this step" in reason for reason in rogue.refused)
+        assert opens or any("of the weight of the sum, but at most 80% is agreed" in reason for reason in rogue.refused)
     rogue = Rogue(tables(tmp_path / "survivors", (60, 20, 20, 4, 4), agreed={"max_share": 0.6}, **weighed))
     download = rogue.download()
     session, terms = rogue.begin(1), rogue.terms(1, download)
@@ -542,7 +542,7 @@ def test_scores_of_a_part_that_is_mostly_one_sites(tmp_path: Path) -> None:
 def test_a_run_with_too_few_samples_at_its_sites_ends_with_a_sentence(tmp_path: Path) -> None:
     """The honest server asks for no sum that the sites would refuse."""
     for rows, sentence in (
-        ((40, 0, 0, 0, 40), "2 sites would be summed, the threshold is 3"),
+        ((40, 0, 0, 0, 40), "2 sites, but the threshold is 3"),
         ((40, 40, 40, 0, 0), ""),
     ):
         here = tables(tmp_path / str(rows[1]), rows)
@@ -554,7 +554,10 @@ def test_a_run_with_too_few_samples_at_its_sites_ends_with_a_sentence(tmp_path: 
         tmp_path / "most", (400, 20, 20, 20, 20), client_weights="samples", aggregation_weights={"kind": "samples"}
     )
     assert here.serve() is Stop.TOO_FEW
-    assert "of the weight of the sum, at most 80% is agreed (max_share in the table secure)" in here.summary()["detail"]
+    assert (
+        "of the weight of the sum, but at most 80% is agreed (max_share in the table secure)"
+        in here.summary()["detail"]
+    )
     assert not here.audit("rejected")
 
 
@@ -568,7 +571,7 @@ def test_a_cohort_that_is_drawn_and_refused_costs_its_round(tmp_path: Path) -> N
     )
     assert here.serve() is Stop.DONE
     given_up = {line["round"] for line in here.audit("given up")}
-    assert all("of the weight of the sum, at most 80%" in line["reason"] for line in here.audit("given up"))
+    assert all("of the weight of the sum, but at most 80%" in line["reason"] for line in here.audit("given up"))
     cohorts = {t: {line["client"] for line in here.audit("accepted", kind="masked", round=t)} for t in range(1, 9)}
     assert {t for t, cohort in cohorts.items() if not cohort} == given_up
     assert 0 < len(given_up) < rounds

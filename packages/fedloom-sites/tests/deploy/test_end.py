@@ -103,7 +103,10 @@ def test_a_round_that_is_over_is_refused(t: int, done: Scene) -> None:
     client = done.clients()[0]
     before = files(client.site.state)
     status, reason = ask(client, "train", download(client), round=t, accepted=t - 1, scored=-1)
-    assert (status, reason) == ("refused", f"round {t} is over: round {client._memory.accepted()[0]} was accepted here")
+    assert (status, reason) == (
+        "refused",
+        f"round {t} is over: this site has already accepted round {client._memory.accepted()[0]}",
+    )
     assert files(client.site.state) == before
 
 
@@ -235,7 +238,7 @@ def test_lines_that_a_crash_cut_short_count_and_the_chain_goes_on(tmp_path: Path
     book.release(3)
     assert Ledger(tmp_path, noise, None, "x", least=5).releases() == 5
     book.release(4)
-    with pytest.raises(Spent, match="release 7 would make"):
+    with pytest.raises(Spent, match="release 7 would raise"):
         book.release(5)
 
 
@@ -319,7 +322,7 @@ def test_a_site_may_refuse_a_model_that_is_far_from_the_last(factor: float, tmp_
         message = client.trainer.forms.write_down(crafted, server)
         forget_models(client)
         status, reason = ask(client, "train", message, round=3, accepted=2, scored=-1)
-        assert (status, "takes a change by 4 times" in reason) == ("refused", True)
+        assert (status, "accepts a change by a factor of 4" in reason) == ("refused", True)
     open_ = Client(here.sites[0].with_(model_change=None))
     assert ask(open_, "train", message, round=3, accepted=2, scored=-1)[0] == "ok"
 
@@ -369,7 +372,7 @@ def test_a_round_is_answered_on_few_models(kind: Kind, tmp_path: Path) -> None:
         for k in (3, 4):
             status, reason = asked(site, 1e-3 * k)
             assert status == "refused"
-            assert f"round 1: 3 models were answered to messages of the kind {kind}" in reason
+            assert f"round 1: the site has already answered 3 models in messages of the kind {kind}" in reason
         assert asked(site, 1e-3) == ("ok", "")
     if kind == "train":  # from another state, and models to be scored on the way, count as well
         assert asked(client, 0.0, round=2, accepted=0)[0] == "ok"
@@ -464,7 +467,7 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(Audit, "write", full)
-        assert ask(client, "hello") == ("refused", "no space left on the disk")
+        assert ask(client, "hello") == ("unable", "no space left on the disk")
 
     def forbidden(step: str, path: Path) -> None:
         if step == "create" and path.name in ("ledger.jsonl", SENT_FILE):
@@ -472,7 +475,7 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(disk, "hook", forbidden)
     status, reason = ask(here.clients()[1], "hello")
-    assert status == "refused"
+    assert status == "unable"
     assert f"{SENT_FILE} could not be written: Permission denied; " in reason
     book = Ledger(tmp_path, GaussianNoise(sigma=3.0, delta=1e-5), None, "a site")
     with pytest.raises(CheckpointError, match=r"ledger\.jsonl could not be written: Permission denied; "):
@@ -485,5 +488,5 @@ def test_a_round_that_cannot_be_accepted_yet_is_refused(kind: Kind, accepted: in
     client = done.clients()[0]
     before = files(client.site.state)
     status, reason = ask(client, kind, download(client), round=4, accepted=accepted)
-    assert (status, f"names round {accepted} as accepted, and wants round 4" in reason) == ("refused", True)
+    assert (status, f"names round {accepted} as accepted, but requests round 4" in reason) == ("refused", True)
     assert files(client.site.state) == before

@@ -215,7 +215,7 @@ def test_a_site_that_lost_its_disk_begins_anew(tmp_path: Path) -> None:  # 18
     for path in here.sites[LOST].state.glob("*/round-*"):
         path.unlink()
     assert here.serve() is Stop.DONE
-    assert any("begins anew" in r.get("reason", "") for r in here.audit("accepted", client=LOST))
+    assert any("starts again" in r.get("reason", "") for r in here.audit("accepted", client=LOST))
     assert bool(here.model().isfinite().all())
 
 
@@ -226,8 +226,10 @@ def test_a_run_weighed_by_samples_states_why_it_waits_for_all(tmp_path: Path) ->
     del two.nodes[FIRST + LOST]
     assert here.serve(two, quorum=2) is Stop.TOO_FEW
     detail = here.summary()["detail"]
-    assert "2 of 3 sites are there, missing: site-1" in detail
-    assert re.search("'samples'.* needs every site's number of samples when the run begins", detail)
+    assert "2 of 3 sites are connected, missing: site-1" in detail
+    assert re.search(
+        ". For 'samples'.*, the server needs every site's number of samples at the start of the run", detail
+    )
     assert here.serve() is Stop.DONE
 
 
@@ -250,7 +252,7 @@ def test_too_few_sites(tmp_path: Path, whole: Scene) -> None:  # 20
     two = here.grid()
     del two.nodes[FIRST + LOST]
     assert here.serve(two) is Stop.TOO_FEW
-    assert "2 of 3 sites are there, missing: site-1" in here.summary()["detail"]
+    assert "2 of 3 sites are connected, missing: site-1" in here.summary()["detail"]
     assert not [m for m in two.sent if m.metadata.message_type == "train"]
     lost = loses(client=LOST, rounds={3})
     assert here.serve(here.grid(lost)) is Stop.TOO_FEW
@@ -312,7 +314,7 @@ def test_checkpoints_that_cannot_be_used(tmp_path: Path) -> None:  # 24
     with pytest.raises(Killed):
         here.serve(here.grid(killing(3, "train")))
     other = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 5})
-    with pytest.raises(RunDirError, match="holds checkpoints of another run: its fingerprint is"):
+    with pytest.raises(RunDirError, match="contains checkpoints of another run: its fingerprint is"):
         other.serve()
     here = scene(tmp_path, "fedavg", **SMALL)
     for path in here.server.checkpoints.glob("checkpoint-*.json"):
@@ -488,7 +490,7 @@ def test_numbers_of_samples_do_not_change_in_a_run(tmp_path: Path) -> None:
 
     grid.nodes[FIRST + LOST] = grown
     assert here.serve(grid, quorum=2) is Stop.DONE
-    assert "when the run began" in here.audit("rejected", kind="hello")[0]["reason"]
+    assert "at the start of the run" in here.audit("rejected", kind="hello")[0]["reason"]
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -509,7 +511,7 @@ def test_samples_that_change_at_equal_size(fixed: bool, tmp_path: Path, monkeypa
     grid.nodes[FIRST + LOST] = anew
     said: list[str] = []
     assert serve(grid, here.server.with_(quorum=2), said.append) is Stop.DONE
-    sentence = "the samples of site-1 are not those that it began with"
+    sentence = "the samples of site-1 differ from those at the start"
     if fixed:
         assert {r["round"] for r in here.audit("rejected", kind="train", client=LOST)} == {3, 4}
         assert all(sentence in r["reason"] for r in here.audit("rejected", client=LOST))
@@ -566,7 +568,7 @@ def test_a_finished_run_asks_no_site(tmp_path: Path) -> None:
     before = {p: p.read_bytes() for p in (here.folder / "results").iterdir()}
     said: list[str] = []
     assert serve(here.grid(clients=[]), here.server.with_(patience=1e-3), said.append) is Stop.DONE
-    assert said == ["fedloom: all rounds are done; for more of them, deploy an experiment with more rounds"]
+    assert said == ["fedloom: all rounds are done. For more rounds, deploy an experiment with more rounds"]
     assert before == {p: p.read_bytes() for p in (here.folder / "results").iterdir()}
 
 

@@ -259,7 +259,7 @@ def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str
 def test_batch_statistics_of_a_site_are_named_where_a_simulation_has_others(tmp_path: Path) -> None:
     here, lines = deployed(tmp_path, method="fedavg", model={"kind": NORMALISED}), list[str]()
     assert serve(here.grid(), here.server, lines.append) is Stop.DONE
-    (note,) = [line for line in lines if "statistics do not travel" in line]
+    (note,) = [line for line in lines if "statistics are not sent. A" in line]
     assert "the client's own" in note
     assert "averaged" not in note
     site = here.sites[2]
@@ -267,7 +267,7 @@ def test_batch_statistics_of_a_site_are_named_where_a_simulation_has_others(tmp_
     assert "statistics of this site's own training part" in call("deploy", "evaluate", site.state, "--importance")
     (one,) = owned(site.state)
     (tmp_path / "all.csv").write_text("site,age,sex,x,y\n")
-    with pytest.raises(ConfigError, match="site-2 has no samples, and the model's normalisation layers need"):
+    with pytest.raises(ConfigError, match="site-2 has no samples, but the model's normalization layers need"):
         module_of(one)
 
 

@@ -105,7 +105,7 @@ def test_a_ledger_may_be_anything_and_releases_nothing_then(kind: str, tmp_path:
     put(tmp_path / "ledger.jsonl", kind)
     book = Ledger(tmp_path, GaussianNoise(sigma=3.0, delta=1e-5), None, "a site", least=1)
     for call in (book.releases, lambda: book.release(1)):
-        with pytest.raises(Spent, match="put back"):
+        with pytest.raises(Spent, match="unknown. Restore"):
             call()
 
 
@@ -176,4 +176,4 @@ def test_every_fact_of_the_log_may_be_another(copy: Path, record_property: Any) 
                     sentences.append(str(error))
     record_property("tries", tried)
     assert tried > len(sentences) > 10
-    assert all("log and checkpoints do not fit together" in sentence for sentence in sentences)
+    assert all("log and checkpoints contradict each other" in sentence for sentence in sentences)

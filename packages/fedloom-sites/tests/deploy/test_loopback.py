@@ -84,7 +84,7 @@ def test_a_site_with_another_experiment_file(ready):
 def test_another_version_of_fedloom(ready):
     file = ready / "server" / "server.toml"
     file.write_text(text_of(read_server(file).model_copy(update={"version": "9.9.9"})))
-    with pytest.raises(ConfigError, match=r"here, the experiment runs 9\.9\.9"):
+    with pytest.raises(ConfigError, match=r"here, but the experiment runs 9\.9\.9"):
         Loopback(ready, Processes())
 
 

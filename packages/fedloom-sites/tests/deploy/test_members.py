@@ -302,11 +302,11 @@ BENT = {
     "the initial model is another one": lambda c: (c / "weights.safetensors").write_bytes(b"other"),
     "the experiment file names other members": lambda c: edit(c, lambda p: p["members"][0].update(site="other")),
     "the agreement changes": lambda c: edit(c, lambda p: p["shared"].update(fixed_data=True)),
-    "it is no change of this site's agreement": lambda c: edit(c, lambda p: p.update(before="0" * 64)),
+    "it is not a change of this site's agreement": lambda c: edit(c, lambda p: p.update(before="0" * 64)),
     "it changes settings of the site's own (epsilon, server)": lambda c: edit(
         c, lambda p: p["shared"].update(epsilon=1e9, server="elsewhere:443")
     ),
-    "the members are not one more": lambda c: edit(c, lambda p: p["shared"].update(clients=9)),
+    "the change does not add exactly one member": lambda c: edit(c, lambda p: p["shared"].update(clients=9)),
 }
 
 
@@ -378,7 +378,7 @@ def test_a_new_member_is_refused_inside_a_secure_session(trained: tuple[Path, bo
     fault = lambda _n, message, reply: None if message.content["head"]["kind"] == "unmask" else reply  # noqa: E731
     lost.fault = fault
     assert serve(lost, read(folder), lambda _: None) is Stop.TOO_FEW
-    with pytest.raises(RunDirError, match="secure session is under way: the sum of round 2"):
+    with pytest.raises(RunDirError, match="secure session is in progress: the sum of round 2"):
         add(folder, "other", Location())
     site = folder / "sites" / "site-0"
     record = json.loads(next(site.glob("state/*/session/session.json")).read_bytes().rpartition(b"\n")[0])
@@ -398,15 +398,15 @@ def test_a_wrong_digest_approves_nothing(ready: Path) -> None:
 def test_the_same_name_or_a_shared_partition_is_refused(written: Path, ready: Path) -> None:
     with pytest.raises(ConfigError, match="has a site site-1"):
         add(ready, "site-1", Location())
-    with pytest.raises(ConfigError, match="has a site site-1, got SITE-1; choose a name that differs in more than"):
+    with pytest.raises(ConfigError, match="has a site site-1, got SITE-1. Choose a name that differs in more than"):
         add(ready, "SITE-1", Location())
-    with pytest.raises(ConfigError, match="would cut anew"):
+    with pytest.raises(ConfigError, match="would change the partition"):
         add(written, "new", Location())
 
 
 def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
     if trained[1]:
-        with pytest.raises(ConfigError, match="there are 2 sites, a run needs 3"):
+        with pytest.raises(ConfigError, match="2 sites are left, but a run needs 3"):
             remove(ready, "site-1")
         return
     assert [m.site for m in remove(ready, "site-1").sites] == ["site-0", "site-2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 from flwr.app import Error, Message
 
 from fedloom.errors import Stop
+from fedloom.storage import disk
 from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from tests.deploy.grid import Clock, Delay, FakeGrid
 from tests.deploy.scene import FIRST, Scene, scene
@@ -236,7 +238,7 @@ def test_slow_sites_do_not_set_the_pace(pattern: str, slow: int, tmp_path: Path,
     named = {line["site"] for what in ("mute", "slow") for line in here.audit(what)}
     assert named == {f"site-{k}" for k in range(slow)}
     for line in here.audit("mute", kind="train"):
-        assert "give a larger pace than 10 in server.toml" in line["reason"]
+        assert "raise pace above 10 in server.toml" in line["reason"]
     for k in range(slow, 5):
         assert len(here.audit("accepted", kind="train", client=k)) == ROUNDS
 
@@ -277,3 +279,31 @@ def test_a_site_that_is_in_time_again_counts_at_once(tmp_path: Path, clock: Cloc
     assert accepted >= {5, 6}
     assert not accepted & {1, 2, 7}
     assert clock.now <= 9 * 150 + SLACK
+
+
+def test_a_site_that_cannot_write_and_then_takes_its_time_sets_no_pace(tmp_path: Path, clock: Clock) -> None:
+    """It is asked again, and waited for as long as the others took, half a minute at least."""
+    here = scene(tmp_path, "fedavg", **{**FEW, "rounds": 6, "evaluate": {"every": 100}})
+    clients, asked = {FIRST + c.site.client: c for c in here.clients()}, list[int]()
+
+    def fails(_op: str, _path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def answer(message: Message) -> Message:
+        head = message.content[HEAD_RECORD]
+        if head["kind"] == "train":
+            asked.append(int(head["round"]))
+        disk.hook = fails if asked and asked.count(asked[-1]) == 1 and head["kind"] == "train" else None
+        try:
+            return clients[FIRST + MUTE].answer(message)
+        finally:
+            disk.hook = None
+
+    def delay(node: int, message: Message) -> float:
+        train = message.content[HEAD_RECORD]["kind"] == "train"
+        return 599.0 if train and node == FIRST + MUTE and asked.count(asked[-1]) > 1 else 0.0
+
+    nodes = {node: client.answer for node, client in clients.items()} | {FIRST + MUTE: answer}
+    assert here.serve(FakeGrid(nodes, None, clock, delay), **WAIT) is Stop.DONE
+    assert len(asked) > 6
+    assert clock.now <= 6 * 32 + SLACK

@@ -107,7 +107,7 @@ def test_sites_that_share_no_path(kind: str, how: str, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("write", "sentence"),
     [
-        (lambda home: (home / "cohort.csv").mkdir(), "no .csv file there"),
+        (lambda home: (home / "cohort.csv").mkdir(), "no .csv file. Give"),
         (lambda home: (home / "cohort.csv").write_text("a,y\n1,0\n2,1\n"), "no column 'b' (the agreement names it)"),
         (
             lambda home: (home / "cohort.csv").write_text("a,b,y\n1,2,0\n2,3,1\n4,5,2\n"),
@@ -194,7 +194,7 @@ def test_a_site_gives_bytes_or_their_255th_parts_to_an_experiment_of_bytes(
         write(home / "cohort.npz", x)
         code, said = check(home)
         assert code == 0, said
-    for x, cure in ((pixels * 1.0, "give bytes: x.astype('uint8')"), (pixels.astype(int), "give bytes")):
+    for x, cure in ((pixels * 1.0, "give bytes: x.astype('uint8')"), (pixels.astype(int), "as bytes")):
         write(home / "cohort.npz", x)
         code, said = check(home)
         assert code == 1
@@ -216,4 +216,6 @@ def test_a_site_gives_no_bytes_to_an_experiment_of_floats(tmp_path: Path, monkey
     np.savez(home / "cohort.npz", x=np.ones((40, 2), np.uint8), y=np.arange(40) % 2)
     code, said = check(home)
     assert code == 1
-    assert "samples are bytes (uint8), the model was trained on floats" in " ".join(said.split())
+    assert "samples are bytes (uint8), but the model was trained on floats without scaling. Convert" in " ".join(
+        said.split()
+    )

@@ -116,7 +116,7 @@ def test_an_entry_that_was_torn_counts(tmp_path: Path) -> None:
     book.release(1)
     with (tmp_path / "ledger.jsonl").open("ab") as file:
         file.write(b'{"time": "2026')
-    with pytest.raises(Refused, match="release 3 would make"):
+    with pytest.raises(Refused, match="release 3 would raise"):
         book.release(2)
 
 
@@ -226,7 +226,7 @@ def test_scores_leave_a_site_that_promises_nothing(tmp_path: Path) -> None:
 
 def test_a_question_is_refused_whatever_the_server_asks(tmp_path: Path) -> None:
     """A server that asks what the agreed sampler never would."""
-    for how, word in ((LOCAL, "answers no question"), (CENTRAL, "answers no question")):
+    for how, word in ((LOCAL, "answers no analyses, because"), (CENTRAL, "answers no analyses, because")):
         here = scene(tmp_path / word / str(how is LOCAL), "fedavg", **SMALL, **how)
         site = Client(here.sites[0])
         head = {
@@ -312,7 +312,7 @@ def test_errors_tell_the_server_no_value_of_a_sample(
     here = here._replace(sites=[broken, *here.sites[1:]])
     assert here.serve() is Stop.TOO_FEW
     [reason] = {r["reason"] for r in here.audit("rejected")}
-    assert reason == "the site refuses: site site-0 could not answer; the reason is in its own log"
+    assert reason == "the site refuses: site site-0 could not answer. Its own log states the reason"
     assert secret not in here.server.audit.read_text() + json.dumps(here.summary())
     lines = [line for line in capfd.readouterr().err.splitlines() if secret in line]
     assert lines
@@ -382,7 +382,7 @@ def test_a_sites_limit_is_one_of_its_data_over_experiments(tmp_path: Path) -> No
     later.release(1, samples="another")
     for t in (2, 3):
         later.release(t)
-    with pytest.raises(Refused, match="with 1 other experiments on these data, this release would make epsilon"):
+    with pytest.raises(Refused, match="with 1 other experiments on these data, this release would raise epsilon"):
         later.release(4)
     assert len(lines(tmp_path / "second")) == 3
     book("third", tmp_path / "data-lung").release(1)
@@ -396,5 +396,7 @@ def test_a_sites_limit_is_one_of_its_data_over_experiments(tmp_path: Path) -> No
     assert after is not None
     assert after.keys() == before.keys()
     (memory / "epsilon.json").write_text("damaged")
-    with pytest.raises(Refused, match="is damaged, so what other experiments on these data have spent cannot be known"):
+    with pytest.raises(
+        Refused, match="is damaged, so the budget that other experiments on these data have spent is unknown. Restore"
+    ):
         book("second").release(2)

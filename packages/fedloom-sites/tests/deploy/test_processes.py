@@ -171,5 +171,7 @@ def test_a_port_that_was_taken_meanwhile_is_named_with_the_cure(tmp_path):
         process = Process("superlink", [sys.executable, "-c", bind], {}, tmp_path / "log")
         while process.alive():
             time.sleep(0.02)
-    with pytest.raises(ProcessError, match=r"superlink ended .*\nanother program took its port .* command again$"):
+    with pytest.raises(
+        ProcessError, match=r"superlink ended .*\nanother program took the chosen port .* command again$"
+    ):
         process.check()

@@ -44,7 +44,7 @@ from tests.deploy.scene import Scene, document, signing_key_of
 from tests.deploy.sessions import secured
 from tests.deploy.test_dishonest import Rogue
 
-pytestmark = pytest.mark.attack("a dishonest server")
+pytestmark = pytest.mark.attack("also for scores. A dishonest server")
 
 SITES = 3
 THREE: dict[str, Any] = {
@@ -456,7 +456,7 @@ def test_an_error_that_was_not_made_without_samples_does_not_leave(
     monkeypatch.setattr(Terms, "weighed", fails)
     session, download = rogue.begin(1, range(SITES)), rogue.download()
     session.vector(0, rogue.terms(1, download, cohort=range(SITES)), download)
-    assert rogue.refused == ["site site-0 could not answer; the reason is in its own log"]
+    assert rogue.refused == ["site site-0 could not answer. Its own log states the reason"]
     assert "patient 7 is 93 years old" in capsys.readouterr().err
 
 
@@ -478,10 +478,10 @@ def test_models_under_masks_are_counted(tmp_path: Path) -> None:
     for scored, kind in ((False, "masked"), (True, "tally")):
         answers = [asked(1, change, scored) for change in (0.0, 0.1, 0.2, 0.1, 0.3, 0.2)]
         assert [bool(one) for one in answers] == [False] * 4 + [True, False]
-        assert f"round 1: 3 models were answered to messages of the kind {kind}" in answers[4]
+        assert f"round 1: the site has already answered 3 models in messages of the kind {kind}" in answers[4]
     later = [asked(t, change) for t in (2, 3) for change in (0.0, 0.1, 0.2)]
     assert [bool(one) for one in later] == [False] * 5 + [True]
-    assert "8 models were answered to messages of the kind masked in this experiment" in later[-1]
+    assert "8 models in messages of the kind masked in this experiment" in later[-1]
 
 
 def neutral(here: Scene, changes: list[Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -576,7 +576,7 @@ def test_sites_open_no_sum_of_neutral_uploads_whatever_the_server_says(
     for c in everyone:
         session.open(c)
     assert not session.told
-    assert any("2 sites have answered from their samples" in reason for reason in rogue.refused)
+    assert any("2 sites answered from their samples" in reason for reason in rogue.refused)
     honest = {c: vector[-COUNTERS_BYTES:] for c, vector in session.vectors.items()}
     signed = secure.join_parts({c: vector[:64] for c, vector in session.vectors.items()})
     for made in (honest | {2: honest[0]}, honest | {3: bytes(COUNTERS_BYTES)}, {c: honest[c] for c in (0, 1, 2)}):

@@ -229,7 +229,9 @@ def test_refused_and_repeated_messages_raise_alarms_that_grow_rarer(tmp_path: Pa
         rogue().exchange(0, "keys", round=1, session=b"1" * 16)
     status = site_status(site)
     assert (status["refused"], status["repeated"]) == (12, MAX_REPEATS)
-    assert status["alarms"][-1]["reason"].startswith(f"ALARM: the server has sent one message {MAX_REPEATS + 1} times")
+    assert status["alarms"][-1]["reason"].startswith(
+        f"ALARM: the server has sent the same message {MAX_REPEATS + 1} times"
+    )
     verify_log(log)
 
 
@@ -264,7 +266,7 @@ def test_the_status_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     result = CliRunner().invoke(app, ["deploy", "status", str(folder)])
     assert result.exit_code == 0, result.output
     assert "refused: 3" in result.stdout
-    assert "ALARM: 3 messages of the server were refused" in result.stdout
+    assert "ALARM: this site rejected 3 messages of the server" in result.stdout
     assert json.loads(CliRunner().invoke(app, ["deploy", "status", str(folder), "--json"]).stdout)["refused"] == 3
     shutil.rmtree(site.folder)
     assert "no alarm" in CliRunner().invoke(app, ["deploy", "status", str(folder)]).stdout

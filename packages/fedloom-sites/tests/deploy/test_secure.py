@@ -79,7 +79,7 @@ def test_every_drop_out_up_to_the_threshold() -> None:
 
 def test_too_few_answers_give_nothing() -> None:
     vectors = np.ones((5, 3), dtype=np.uint64)
-    with pytest.raises(Refused, match="2 sites gave their shares, 3 are needed"):
+    with pytest.raises(Refused, match="2 sites sent their shares, but 3 are required"):
         play(5, 3, range(5), range(5), [0, 1], vectors)
 
 

@@ -79,7 +79,7 @@ def test_who_answers_reads_a_site_file_as_who_checks_it(change, tmp_path):
 def test_a_path_with_the_character_nul_is_refused(name, tmp_path):
     path = tmp_path / "site.toml"
     path.write_text(text_of(site(tmp_path, **{name: "a\0b"})))
-    with pytest.raises(ConfigError, match=f"{name} = .* holds the character NUL"):
+    with pytest.raises(ConfigError, match=f"{name} = .* contains the character NUL"):
         read_site(path)
 
 
@@ -147,7 +147,7 @@ def test_a_key_or_number_twice_is_refused(tmp_path):
 def test_keys_of_another_version_are_refused_with_both_versions(tmp_path):
     path = tmp_path / "site.toml"
     for release, ending in (
-        ("0.0.9", f"; the file is of fedloom 0.0.9, here it is {__version__}: install that"),
+        ("0.0.9", f". The file was written by fedloom 0.0.9, but this is {__version__}. Install that"),
         (__version__, ""),
     ):
         path.write_text(text_of(site(tmp_path)).replace('version = "1.0"', f'version = "{release}"\ncolumns = 3'))

@@ -50,7 +50,7 @@ def test_a_run_without_its_quorum_says_one_sentence(three):
     with pytest.raises(ProcessError) as error:
         three.run(said.append)
     assert str(error.value).startswith("stops: too few")
-    assert "2 of 3 sites are there, missing: site-2" in str(error.value)
+    assert "2 of 3 sites are connected, missing: site-2" in str(error.value)
     assert "\n" not in str(error.value)
     assert three.status() == "finished:failed"
     for log in three.work.rglob("*.log"):

@@ -155,7 +155,7 @@ def test_a_pipe_in_the_place_of_a_model_is_not_waited_for(kept):
     (one,) = owned(kept[0])
     one.model.path.unlink()
     os.mkfifo(one.model.path)
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         owned(kept[0])
     with pytest.raises(LayoutError):
         module_of(one)

@@ -173,7 +173,7 @@ def test_interrupted_by_a_signal_nothing_is_left(experiment, tmp_path):
                 break
         rest = launcher.stdout.read()
         assert launcher.wait(60) == 130, rest
-    assert "every process has ended" in rest
+    assert "interrupted. Every process has ended. Run" in rest
     listing = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True, check=True).stdout
     left = [line for line in listing.splitlines() if str(folder) in line and not line.startswith("Z")]
     assert left == []

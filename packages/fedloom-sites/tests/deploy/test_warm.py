@@ -277,7 +277,7 @@ def test_what_changed_on_the_disk_is_read_anew(tmp_path, owner):
     pids = processes(file)
     data.write_text("a,b,y\n" + "".join(reversed(rows)))
     refused = head(hand_over(file, content, owner.pid))
-    assert "not those that it began with" in refused["reason"]
+    assert "differ from those at the start" in refused["reason"]
     data.write_text("a,b,y\n" + "".join(rows))
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     assert processes(file) == pids

@@ -242,7 +242,7 @@ def test_a_node_that_lost_its_state_says_so_and_begins_anew(capsys: pytest.Captu
 
     app.grid.fault = fault
     strategy, _ = run(app, rounds=5)
-    assert "the state of round 2 is not at this node any more" in capsys.readouterr().err
+    assert "the state of round 2 is no longer on this node, so" in capsys.readouterr().err
     assert strategy.state is not None
     assert int(strategy.state.totals[-1]) <= 1
     assert set(strategy.client_metrics[5]) == {0, 1, 2}
@@ -329,7 +329,7 @@ def test_only_nodes_that_keep_something_miss_a_state_that_is_gone(
     strategy.start(app.grid, ArrayRecord(Net().state_dict()), num_rounds=2)
     assert strategy.state is not None
     assert strategy.state.uploads.tolist() == [2, 2]
-    assert ("it begins anew" in caplog.text) == (method == "ditto")
+    assert ("it starts again" in caplog.text) == (method == "ditto")
 
 
 def test_without_a_global_model_no_function_scores_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -369,9 +369,9 @@ def test_a_parameter_with_two_names_has_one_value_at_both_ends() -> None:
 def test_a_config_that_no_node_reads_is_named(caplog: pytest.LogCaptureFixture) -> None:
     strategy, start = ff.Strategy("fedavg", Net(), **CHOICES), ArrayRecord(Net().state_dict())
     strategy.start(App(local, 2).grid, start, num_rounds=1, train_config=ConfigRecord({"lr": 0.1}))
-    assert "train_config has 'lr', which no node reads; give local={'lr': ...} to the strategy" in caplog.text
+    assert "train_config contains 'lr', which nodes do not read; give local={'lr': ...} to the strategy" in caplog.text
     strategy.start(App(local, 2).grid, start, num_rounds=1, evaluate_config=ConfigRecord({"threshold": 0.5}))
-    assert "evaluate_config has 'threshold', which no node reads; for scores of your own" in caplog.text
+    assert "evaluate_config contains 'threshold', which nodes do not read; for your own scores" in caplog.text
 
 
 def test_a_config_that_a_subclass_sets_in_its_rounds_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -383,7 +383,7 @@ def test_a_config_that_a_subclass_sets_in_its_rounds_is_named_once(caplog: pytes
             return super().configure_train(server_round, arrays, config, grid)
 
     Slowing("fedavg", Net(), **CHOICES).start(App(local, 2).grid, ArrayRecord(Net().state_dict()), num_rounds=3)
-    assert caplog.text.count("train_config has 'lr', which no node reads") == 1
+    assert caplog.text.count("train_config contains 'lr', which nodes do not read") == 1
 
 
 def test_the_last_round_hands_flower_the_model_whether_or_not_anything_reads_it() -> None:
@@ -407,7 +407,7 @@ def test_that_the_global_model_has_no_statistics_is_said(module: Any, caplog: py
     start = ArrayRecord(net.state_dict())
     arrays = ff.Strategy("fedavg", net, **CHOICES).start(App(node, 2).grid, start, num_rounds=2).arrays
     has = any("running" in name for name in net.state_dict())
-    assert ("statistics of normalisation layers" in caplog.text) == has
+    assert ("statistics of normalization layers, so" in caplog.text) == has
     values = arrays.to_torch_state_dict()
     assert all(torch.equal(values[name], old) for name, old in net.state_dict().items() if "running" in name)
     assert not any(torch.equal(values[name], old) for name, old in net.named_parameters() if "weight" in name)
@@ -440,18 +440,18 @@ def test_a_node_with_another_model_takes_no_part(capsys: pytest.CaptureFixture[s
     strategy, _ = run(app, "fedavg", rounds=2)
     assert strategy.state is not None
     assert len(strategy.state.uploads) == 2
-    assert "parameter 'body.0.weight' of the node's model has the shape [9, 5], that of the server [8, 5]" in (
+    assert "parameter 'body.0.weight' has the shape [9, 5] in the node's model, but [8, 5] at the server" in (
         capsys.readouterr().err
     )
-    with pytest.raises(ConfigError, match=r"2 nodes are there and fit, 3 are needed; node 101: parameter"):
+    with pytest.raises(ConfigError, match="2 suitable nodes are connected, but 3 are needed; node 101: parameter"):
         run(app, "fedavg", min_nodes=3)
 
 
 def test_a_strategy_that_waits_for_nodes_says_for_how_many(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    with pytest.raises(ConfigError, match="2 nodes are there and fit, 9 are needed"):
+    with pytest.raises(ConfigError, match="2 suitable nodes are connected, but 9 are needed"):
         run(App(local, 2), "fedavg", min_nodes=9)
-    assert caplog.text.count("s at most for 9 nodes, of which 2 are there") == 1
+    assert caplog.text.count("s for 9 nodes, of which 2 are connected") == 1
 
 
 def test_a_first_node_with_other_samples_does_not_turn_the_others_away(caplog: pytest.LogCaptureFixture) -> None:
@@ -471,7 +471,7 @@ def broken() -> ArrayRecord:
 
 
 def test_too_few_nodes() -> None:
-    with pytest.raises(ConfigError, match="1 nodes are there and fit, 2 are needed"):
+    with pytest.raises(ConfigError, match="1 suitable nodes are connected, but 2 are needed"):
         run(App(local, 1))
 
 
@@ -490,18 +490,21 @@ def test_too_few_nodes() -> None:
         (lambda: ff.Strategy("ditto", Net(), lam=-1.0), "lam: input should be greater than"),
         (lambda: ff.Strategy("fedavg", Net(), local={"lr": 0}), "lr"),
         (lambda: ff.Strategy("fedavg", Net(), sampler={"kind": "os:getcwd"}), "names code"),
-        (lambda: ff.Strategy("fedavg", Net(), local=object()), "a strategy takes names, numbers, tables"),
+        (lambda: ff.Strategy("fedavg", Net(), local=object()), "a strategy accepts names, numbers, tables"),
         (lambda: run(App(lambda context: ff.Local(Net(), 3), 2)), "trainset must be a Dataset or DataLoader"),
-        (lambda: run(App(lambda context: ff.Local(Net(), (torch.ones(3, 2), torch.ones(3))), 2)), "does not take a"),
+        (lambda: run(App(lambda context: ff.Local(Net(), (torch.ones(3, 2), torch.ones(3))), 2)), "does not accept a"),
         (lambda: run(App(lambda context: Net(), 2)), "must return a Local, got Net"),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord(Net(9).state_dict())),
-            r"initial_arrays: 'body.0.weight' has the shape \[9, 5\], the model's has \[8, 5\]",
+            r"initial_arrays: 'body.0.weight' has the shape \[9, 5\], but in the model \[8, 5\]",
         ),
-        (lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, broken()), "'head.bias' has NaN or infinity"),
+        (
+            lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, broken()),
+            "'head.bias' contains NaN or infinity. Give",
+        ),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord([np.ones(2)])),
-            r"the model has 'body.0.weight', but not initial_arrays; give ArrayRecord\(model.state_dict\(\)\)",
+            r"the model has 'body.0.weight', but not initial_arrays. Give ArrayRecord\(model.state_dict\(\)\)",
         ),
         (lambda: ff.Strategy(Ditto(), Net()), r"algorithm must be a name, as in Strategy\('ditto', .* got Ditto\("),
         (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"unknown key 'lr'; it belongs in local=\{'lr': 0.1\}"),
@@ -523,7 +526,7 @@ def test_too_few_nodes() -> None:
             r"nodes score .* personal_model\(context\)",
         ),
         (lambda: ff.Strategy("ditto", Net(), folder=3), "folder must be a path"),
-        (lambda: ff.Strategy("ditto", Net()).aggregate_train(1, []), "no round has begun; call configure_train"),
+        (lambda: ff.Strategy("ditto", Net()).aggregate_train(1, []), "no round has started. Call configure_train"),
         (
             lambda: ff.Strategy("fedavg", Net()).start(
                 App(local, 2).grid, ArrayRecord(Net().state_dict()), evaluate_fn=lambda t, arrays: (0.1, {})
@@ -539,14 +542,14 @@ def test_too_few_nodes() -> None:
         (lambda: ff.client(local), r"client takes the app, as in @client\(app\)"),
         (
             lambda: ff.client(ClientApp())(ff.Local(Net(), samples(0))),
-            "takes a function of Flower's context, got Local",
+            "decorates a function of Flower's context, got Local",
         ),
         (lambda: run(App(lambda context: ff.Local(Net, samples(0)), 2)), "model must be a module"),
         (lambda: run(App(lambda context: ff.Local(Net(), samples(0), nn.MSELoss), 2)), "loss must be a function"),
         (lambda: run(App(lambda context: ff.Local(Net(), samples(0), folder=3), 2)), "folder must be a path"),
         (
             lambda: run(App(lambda context: ff.Local(Net(), samples(0), testset=[]), 2)),
-            "testset is empty; leave it out",
+            "testset is empty. Leave it out",
         ),
         (
             lambda: run(App(lambda context: context.node_config["nope"], 2)),
@@ -572,11 +575,13 @@ STRATEGIES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_of_flower_has_its_like(name: str) -> None:
     """Under its name or another, which the message has, as it has the place of every option."""
-    with pytest.raises(ConfigError, match=rf"did you mean '{name.lower()}'|is a strategy of Flower's; use Strategy"):
+    with pytest.raises(
+        ConfigError, match=rf"did you mean '{name.lower()}'|is one of Flower's own strategies. Use Strategy"
+    ):
         ff.Strategy(name, Net())
     for option in STRATEGIES[name]:
         with pytest.raises(
-            ConfigError, match=f"unknown key '{option}'; {option} is an option of Flower's own strategies; use"
+            ConfigError, match=f"unknown key '{option}'; {option} is an option of Flower's own strategies. Use"
         ):
             ff.Strategy("fedavg", Net(), **{option: 1})
 
@@ -637,21 +642,24 @@ def noisy(rounds: int) -> Any:
     [
         (
             lambda: private(DifferentialPrivacyClientSideFixedClipping, clipping_norm=1.0),
-            "config has 'clipping_norm', by which no node of fedloom clips; in the place of",
+            "config contains 'clipping_norm', but nodes of fedloom do not clip by it; in the place of",
         ),
         (
             lambda: private(DifferentialPrivacyClientSideAdaptiveClipping),
-            "config has 'clipping_norm', by which no node of fedloom clips; in the place of",
+            "config contains 'clipping_norm', but nodes of fedloom do not clip by it; in the place of",
         ),
         (
             lambda: private(DifferentialPrivacyServerSideFixedClipping, clipping_norm=1.0),
-            r"ServerSideFixedClipping clips arrays of models, and nodes .* send none; .*upload_transform=\{'kind'",
+            r"ServerSideFixedClipping clips arrays of models, but nodes .*upload_transform=\{'kind'",
         ),
         (
             lambda: private(DifferentialPrivacyServerSideAdaptiveClipping),
-            r"ServerSideAdaptiveClipping clips arrays of models, and nodes .* send none; .*upload_transform=\{'kind'",
+            r"ServerSideAdaptiveClipping clips arrays of models, but nodes .*upload_transform=\{'kind'",
         ),
-        (lambda: noisy(2), r"round 2: the arrays are not those that aggregate_train gave.*upload_transform=\{'kind'"),
+        (
+            lambda: noisy(2),
+            r"round 2: the arrays differ from those that aggregate_train returned.*upload_transform=\{'kind'",
+        ),
     ],
     ids=["nodes clip", "nodes clip by adaptive bounds", "the server clips", "the server adapts", "another model"],
 )
@@ -752,7 +760,7 @@ def test_functions_of_an_apps_own_stay_under_a_name_and_are_refused_without_one(
 
 
 def test_an_app_with_a_client_fn_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"or a client_fn, for messages that fedloom answers; remove it"):
+    with pytest.raises(ConfigError, match=r"or a client_fn, for messages that fedloom answers. Remove it"):
         ff.client(ClientApp(lambda _context: None))(local)
 
 
@@ -770,12 +778,12 @@ def with_mods(mods: list[Any]) -> App:
         (fixedclipping_mod, "clip or add noise with an upload transform of the strategy"),
         (adaptiveclipping_mod, "clip or add noise with an upload transform of the strategy"),
         (LocalDpMod(1.0, 1.0, 1.0, 1e-5), "clip or add noise with an upload transform of the strategy"),
-        (secaggplus_mod, "secaggplus_mod needs the server's workflow .* use fedloom deploy for secure sums"),
+        (secaggplus_mod, "secaggplus_mod needs the server workflow .* use fedloom deploy for secure sums"),
     ],
     ids=["fixed", "adaptive", "local privacy", "secure sums"],
 )
 def test_mods_that_change_a_record_of_the_model_are_refused_before_the_first_round(mod: Any, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=f"0 nodes are there and fit, 2 are needed; node 100: .*{sentence}"):
+    with pytest.raises(ConfigError, match=f"0 suitable nodes are connected, but 2 are needed; node 100: .*{sentence}"):
         run(with_mods([mod]))
 
 
@@ -809,9 +817,7 @@ def test_a_round_that_every_node_refuses_ends_the_run() -> None:
         return reply
 
     strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)
-    with pytest.raises(
-        RunStopped, match=r"round 2: all 3 nodes that were asked refused it; node 10\d: the loss is a sum"
-    ):
+    with pytest.raises(RunStopped, match=r"round 2: all 3 nodes rejected the request. Node 10\d: the loss is a sum"):
         strategy.start(App(local, 3, fault).grid, ArrayRecord(Net().state_dict()), num_rounds=5)
     assert strategy.state is not None
     assert strategy.state.round == 1
@@ -837,5 +843,5 @@ def test_a_run_in_which_no_reply_was_used_has_no_result(lost: str | None) -> Non
         return reply
 
     strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)
-    with pytest.raises(RunStopped, match="no reply was used in any of 3 rounds, so that nothing was trained"):
+    with pytest.raises(RunStopped, match="no reply in any of 3 rounds, so nothing was trained. The"):
         strategy.start(App(local, 3, fault).grid, ArrayRecord(Net().state_dict()), num_rounds=3)

@@ -252,5 +252,7 @@ def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str,
 def test_another_channel_beside_a_nodes_own_noise_is_refused(fed: Federation) -> None:
     local = replace(local_of(fed)(App(local_of(fed), 1).contexts[100]), upload_transform={"clip": 1.0})
     setting = fl.Setting(algorithm=REGISTRY["fedavg"](), upload_transform=fl.channels.Sign())
-    with pytest.raises(Refused, match="an upload passes one transform: leave the strategy's upload_transform Sign out"):
+    with pytest.raises(
+        Refused, match="an upload can have only one transform. Leave the strategy's upload_transform Sign out"
+    ):
         local.with_floor(setting)

@@ -117,7 +117,7 @@ def test_nodes_without_a_folder_begin_anew(tmp_path: Path, capsys: pytest.Captur
     nodes.dies = None
     nodes.new_run()
     strategy, _ = nodes.start("ditto", tmp_path)
-    assert "the state of round 2 is not at this node any more; it begins anew" in capsys.readouterr().err
+    assert "the state of round 2 is no longer on this node, so it starts again" in capsys.readouterr().err
     assert strategy.state is not None
     assert strategy.state.uploads.tolist() == [3, 3, 3]
 
@@ -129,9 +129,11 @@ def test_nodes_of_another_run_of_flower_are_named_while_the_server_waits(
     Nodes().start("ditto", tmp_path, 1)
     nodes = Nodes()
     nodes.app.grid.nodes = {node + 50: answer for node, answer in nodes.app.grid.nodes.items()}
-    with pytest.raises(ConfigError, match=r"0 nodes are there and fit, 2 are needed; node 150: .* name another folder"):
+    with pytest.raises(
+        ConfigError, match=r"0 suitable nodes are connected, but 2 are needed; node 150: .* name another folder"
+    ):
         nodes.start("ditto", tmp_path, 2)
-    assert caplog.text.index("node 152 takes no part: it is not of the run") < caplog.text.index("waiting 0 s")
+    assert caplog.text.index("node 152 takes no part: it does not belong to the run") < caplog.text.index("waiting 0 s")
 
 
 def test_a_node_that_leaves_is_left_out_until_it_is_back() -> None:

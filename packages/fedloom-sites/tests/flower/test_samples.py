@@ -273,27 +273,33 @@ def test_a_model_of_several_inputs_is_personalised_and_scored(method: str) -> No
 SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     "no target by name": (
         lambda: ff.Local(nn.Linear(5, 3), Items(image_items)),
-        "trainset: of samples with 'writer', 'image', 'character' it is not known which entry is the target",
+        (
+"trainset: in samples with 'writer', 'image', 'character', fedloom does not know which entry is "
+"the target. Name"
+),
     ),
     "no such key": (
         lambda: ff.Local(nn.Linear(5, 3), Items(image_items), keys=("picture", "character")),
-        "keys: samples of trainset have no 'picture'; they have 'writer', 'image', 'character'",
+        "keys: samples of trainset have no 'picture'. They have 'writer', 'image', 'character'",
     ),
     "no target": (lambda: ff.Local(nn.Linear(5, 3), Items(lambda k: numbers(5)[k])), "a sample has no target: Tensor"),
     "no tensors": (
         lambda: ff.Local(nn.Linear(5, 3), Items(lambda k: ("good", 1))),
-        "'0' of the samples is no tensor and no number but tuple",
+        "'0' of the samples must be a tensor or a number, got tuple",
     ),
     "a sampler that weighs": (
         lambda: ff.Local(
             nn.Linear(5, 3),
             DataLoader(TensorDataset(numbers(5), codes(3)), sampler=WeightedRandomSampler([1.0] * N, N)),
         ),
-        "draws by a WeightedRandomSampler, but batches are drawn by the strategy's local; give its Dataset",
+        (
+"draws with a WeightedRandomSampler, but the strategy's local settings draw the batches. Give "
+"its Dataset"
+),
     ),
     "other lengths": (
         lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), testset=(numbers(4), codes(3))),
-        r"0: samples have the shapes \[4\] and \[5\]; pad all parts to one length",
+        r"0: samples have the shapes \[4\] and \[5\]. Pad all parts to one length",
     ),
     "no row per sample": (
         lambda: ff.Local(nn.Sequential(nn.Linear(5, 3), nn.Flatten(0)), (numbers(5), codes(3))),
@@ -301,7 +307,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "batches": (
         lambda: ff.Local(nn.Linear(5, 3), [*DataLoader(TensorDataset(numbers(5), codes(3)), N - 1)]),
-        r"trainset is a list of 2 batches; give the data set that they came from, or \(torch.cat",
+        r"trainset is a list of 2 batches. Give the data set that they came from, or \(torch.cat",
     ),
     "no training samples": (lambda: ff.Local(nn.Linear(5, 3), None), "trainset is None"),
     "no such device": (
@@ -316,15 +322,15 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "a loss that is not reduced": (
         lambda: ff.Local(nn.Linear(5, 1), (numbers(5), numbers(1)), loss=nn.MSELoss(reduction="none")),
-        r"loss: MSELoss must give one number for a batch, their mean for one, got \[2, 1\]",
+        r"loss: MSELoss must return one number for a batch, for example the mean, got \[2, 1\]",
     ),
     "labels of an image": (
         lambda: ff.Local(nn.Conv2d(1, 3, 3, padding=1), (numbers(1, 4, 4), codes(3, 4, 4))),
-        r"targets of the shape \[4, 4\] do not go with outputs of \[3, 4, 4\]",
+        r"targets of shape \[4, 4\] do not fit outputs of \[3, 4, 4\]",
     ),
     "outputs without logits": (
         lambda: ff.Local(nn.LSTM(5, 3), (numbers(4, 5), codes(3))),
-        r"a dict or object whose 'logits' are one, got tuple for 2 samples",
+        "a dict or object whose 'logits' are such a tensor, got tuple for 2 samples",
     ),
     "labels beyond": (lambda: ff.Local(nn.Linear(5, 2), (numbers(5), codes(9))), "labels must be within 0..1"),
 }  # fmt: skip
@@ -351,7 +357,9 @@ def test_values_that_do_not_train_must_be_those_of_the_server(capsys: pytest.Cap
     strategy.start(App(mixed, 3).grid, ArrayRecord(frozen(0).state_dict()), num_rounds=1)
     assert strategy.state is not None
     assert len(strategy.state.uploads) == 2
-    assert "node 101: '0.weight' does not train, and its values at the node are not those" in capsys.readouterr().err
+    assert (
+        "node 101: '0.weight' is not trained, and its values at the node differ from those" in capsys.readouterr().err
+    )
 
 
 def test_models_of_text_are_personalised_and_scored_by_position() -> None:
@@ -378,7 +386,7 @@ def test_a_strategy_of_flower_is_told_that_nodes_run_fedloom() -> None:
         ]
     )
     assert reply.has_error()
-    assert "use fedloom_sites.flower.Strategy" in reply.error.reason
+    assert "strategy. Use fedloom_sites.flower.Strategy" in reply.error.reason
 
 
 def test_nodes_with_other_samples_take_no_part() -> None:
@@ -416,7 +424,9 @@ def test_random_changes_of_samples_are_refused_and_what_the_error_names_works() 
 
     steady = TensorDataset(x, y)
     before = torch.get_rng_state()
-    with pytest.raises(ConfigError, match="the collate_fn of the DataLoader makes other batches of the same samples"):
+    with pytest.raises(
+        ConfigError, match="the collate_fn of the DataLoader makes different batches from the same samples"
+    ):
         ff.Local(model, DataLoader(steady, 2, collate_fn=masked)).read()
     assert torch.equal(torch.get_rng_state(), before)
     torch.testing.assert_close(ff.Local(model, DataLoader(steady, 2)).read().fed.data.x, x)
@@ -434,5 +444,5 @@ def test_a_subject_in_two_sets_is_refused_and_its_entry_is_no_input() -> None:
     assert len(apart.fed.data.design.units) == 16
     with pytest.raises(FedloomError, match="a subject .* is in the train part and in the test part"):
         ff.Local(nn.Linear(5, 3), sets(0), testset=sets(3), subject="patient").read()
-    with pytest.raises(FedloomError, match="samples of trainset have no entry 'person'; they have 'x', 'patient'"):
+    with pytest.raises(FedloomError, match="samples of trainset have no entry 'person'. They have 'x', 'patient'"):
         ff.Local(nn.Linear(5, 3), sets(0), subject="person").read()

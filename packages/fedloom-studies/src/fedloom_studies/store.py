@@ -58,7 +58,7 @@ def records(file: Path) -> Iterator[dict[str, Any]]:
         return
     for number, record in enumerate(_parsed(file, state.st_mtime_ns, state.st_size, state.st_ino), 1):
         if not isinstance(record, dict):
-            raise not_a_record(file, number, "it holds no fields")
+            raise not_a_record(file, number, "it contains no fields")
         yield dict(record)
 
 
@@ -87,13 +87,13 @@ def read_document(file: Path, kind: type, cure: str = "delete it and run it agai
     except (ValueError, RecursionError) as error:
         raise RunDirError(f"{file} is damaged: {error}; {cure}") from None
     if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
-        raise RunDirError(f"{file} is damaged: it holds something else; {cure}")
+        raise RunDirError(f"{file} is damaged: it contains something else; {cure}")
     return values
 
 
 def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
     """Return the error for an unusable line."""
-    return RunDirError(f"{file}, line {number}, is not a record: {reason}; delete the line and run it again")
+    return RunDirError(f"{file}, line {number}, is not a record: {reason}. Delete the line and run it again")
 
 
 def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:

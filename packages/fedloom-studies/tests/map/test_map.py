@@ -270,9 +270,9 @@ def test_gaps_leave_the_largest_block_and_little_leaves_none() -> None:
 
 def test_a_map_without_a_record_says_so(tmp_path: Path) -> None:
     files = dict(pages(FULL, {}))
-    assert f"in {len(FULL)} setups, 0 of" in files[""]
+    assert f"in {len(FULL)} federations (0 of" in files[""]
     assert files[""].count("\n\nNot run.\n") == len(FULL)
-    assert "Too few tuned setups" in files[""]
+    assert "too few results of tuned federations" in files[""]
     assert "Not run: every method. Command: `fedloom map --setup iid`" in files["iid.md"]
     assert pq.read_table(_file(tmp_path, files["map.parquet"])).num_rows == 0
     assert files["map.svg"].count("·".encode()) >= 15 * len(REGISTRY)
@@ -290,15 +290,15 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
         apfl=[0.6, 0.8, 0.7, 0.6, 0.8],
     )  # fmt: skip
     first, second, third, fourth = sentences(found)
-    assert "FedAvg reaches 71.2" in first
-    assert "100 % of the clients gain from FedAvg" in first
-    assert first.endswith("points, better.")
+    assert "is 71.2 ± 1.6 % with FedAvg" in first
+    assert "FedAvg helps 100 % of the clients" in first
+    assert first.endswith("points (better).")
     assert second.startswith(
-        "Of 2 other methods 1 is better than the better of the two, none is worse, and 1 is inconclusive."
+        "Of the 2 other methods, 1 is better than the baseline, no method is worse, and 1 is inconclusive."
     )
-    assert "Better is ditto +10.0" in second
-    assert third.startswith("The best mean is that of ditto")
-    assert f"at which {found.needed} seeds show 3 points, as 5 were run" in fourth
+    assert "The better method is ditto +10.0" in second
+    assert third.startswith("The method with the best mean is ditto")
+    assert f"At this spread, {found.needed} seeds detect 3 points, and 5 were run" in fourth
 
 
 def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
@@ -308,7 +308,7 @@ def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
     found = judged(**wild)
     assert (recommended(found), found.decides) == (None, False)
     (row,) = [line for line in advice([found], {}) if "iid" in line]
-    assert row == f"| [clients alike](map/iid.md) | inconclusive | {found.needed} seeds show 3 points | - | - | - |"
+    assert row == f"| [IID clients](map/iid.md) | inconclusive | {found.needed} seeds detect 3 points | - | - | - |"
     other = judged(**{m: [2 * v for v in values] for m, values in wild.items()})
     assert other.needed > found.needed  # of the spread
     moved = judged(**{m: [v + (m == "pfedme") for v in values] for m, values in wild.items()})
@@ -373,18 +373,20 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     """Compare the sentences on a setup with what its rows give."""
     fresh = Recomputed(rows)
     words = re.search(
-        r"Of (\d+) other methods (\w+) (?:is|are) better .*?, (\w+) (?:is|are) worse, and (\w+) (?:is|are) ", text
+        r"Of the (\d+) other methods, (\d+|no method) (?:is|are) better .*?, (\d+|no method) (?:is|are) worse, "
+        r"and (\d+|no method) (?:is|are) ",
+        text,
     )
     assert words is not None
-    counts = [0 if word == "none" else int(word) for word in words.groups()]
+    counts = [0 if word == "no method" else int(word) for word in words.groups()]
     rest = fresh.others - len(fresh.better) - len(fresh.worse)
     assert counts == [fresh.others, len(fresh.better), len(fresh.worse), rest]
     for m in fresh.better[:5]:
         gain, half = fresh.judged.gains[m]
         assert f"{m} +{100 * gain:.1f} ± {100 * half:.1f}" in text
-    assert f"The best mean is that of {fresh.top}, {100 * fresh.means[fresh.top].mean():.1f}" in text
+    assert f"The method with the best mean is {fresh.top} ({100 * fresh.means[fresh.top].mean():.1f}" in text
     power = re.search(
-        r"a spread of ([\d.]+) points over seeds in common, at which (\*?)(\d+) seeds show 3 points", text
+        r"a standard deviation of ([\d.]+) points. At this spread, (\*?)(\d+) seeds detect 3 points", text
     )
     assert power is not None
     assert float(power[1]) == pytest.approx(100 * fresh.judged.spread, abs=0.051)
@@ -392,7 +394,7 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     word = fresh.judged.verdicts[fresh.mark]
     if fresh.mark == "local":  # stated of FedAvg
         word = {"worse": "better", "better": "worse"}.get(word, word)
-    change = re.search(rf"the mean change is \+?(-?[\d.]+) ± ([\d.]+) points, {word}\.", text)
+    change = re.search(rf"difference to local training is \+?(-?[\d.]+) ± ([\d.]+) points \({word}\)\.", text)
     assert change is not None
     difference = fresh.means["fedavg"] - fresh.means["local"]
     assert float(change[1]) == pytest.approx(100 * difference.mean(), abs=0.051)
@@ -426,7 +428,7 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
         fresh = Recomputed(own)
         assert method == fresh.advised
         if method == "inconclusive":
-            assert gain.startswith(f"{fresh.judged.needed} seeds show 3 points")
+            assert gain.startswith(f"{fresh.judged.needed} seeds detect 3 points")
             assert ("; " in gain) == (fresh.judged.verdicts[fresh.mark] == "worse")
             assert [*means, cost] == ["-"] * 3
             largest.append(-math.inf)
@@ -445,7 +447,7 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
         spent = {m: np.mean([r["gradients"] for r in own if r["method"] == m]) for m in (method, "fedavg")}
         assert float(cost.split()[0]) == pytest.approx(spent[method] / spent["fedavg"], rel=0.051)
     assert largest == sorted(largest, reverse=True)
-    none = re.search(r"In (\d+) of (\d+) setups no method is better", text)
+    none = re.search(r"In (\d+) of (\d+) federations, no method is better", text)
     assert none is not None
     better = [Recomputed([row for row in rows if row["setup"] == name]).better for name, *_ in shown]
     assert [int(none[1]), int(none[2])] == [sum(not found for found in better), len(better)]
@@ -463,11 +465,11 @@ def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
             checked(text, [row for row in rows if row["setup"] == name])
         else:
             assert text.endswith("Not run.")
-    blind = re.search(r"In (\d+) of (\d+) setups the seeds are too few to show 3 points", page)
+    blind = re.search(r"In (\d+) of (\d+) federations, the seeds are too few to detect a gain of 3 points", page)
     assert blind is not None
     decides = [Recomputed([row for row in rows if row["setup"] == name]).decides for name in run]
     assert [int(blind[1]), int(blind[2])] == [decides.count(False), len(decides)]
-    ranked_ = re.search(r"The (\d+) methods with a result in each of (\d+) tuned setups", page)
+    ranked_ = re.search(r"(\d+) methods have a result in each of (\d+) tuned federations", page)
     assert ranked_ is not None
     tuned = [
         {r["method"] for r in rows if r["setup"] == name and r["mean"] is not None} for name in run if FULL[name].ranks
@@ -504,15 +506,15 @@ def test_an_untuned_setup_counts_in_no_rank() -> None:
 def test_the_page_names_model_rounds_and_trials() -> None:
     text = dict(pages({"femnist": FULL["femnist"]}, {}))[""]
     assert "cnn (channels [4, 8], hidden [64]), 40 rounds, not tuned" in text
-    assert "mlp (hidden [64]), 40 rounds, 8 trials a method" in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]
+    assert "mlp (hidden [64]), 40 rounds, 8 trials per method" in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]
 
 
 def test_pooled_data_are_a_mark_and_no_advice() -> None:
     means: dict[str, list[float]] = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
     without, with_mark = (sentences(judged(**means, **more))[2] for more in ({}, {"centralized": [0.9] * 5}))
-    assert without.startswith("The best mean is that of fedavg")
+    assert without.startswith("The method with the best mean is fedavg")
     assert with_mark.startswith(without)
-    assert with_mark.endswith("One model on the pooled data reaches 90.0 ± 0.0.")
+    assert with_mark.endswith("One model on the pooled data scores 90.0 ± 0.0 %.")
 
 
 def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:
@@ -557,15 +559,17 @@ class RecomputedChange:
 def checked_change(text: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
     """Compare the sentence on equal gradients with what the rows give."""
     fresh = RecomputedChange(before, after)
-    words = re.search(r"Of (\d+) methods that take other work .*?, (\w+) (?:is|are) .*?, and (\w+) (?:is|are)", text)
+    words = re.search(
+        r"(\d+) methods take more or fewer .*?, (\d+|no method) (?:is|are) .*?, and (\d+|no method) (?:is|are)", text
+    )
     if not fresh.anew:
         assert words is None
         return
     assert words is not None
-    counts = [0 if word == "none" else int(word) for word in words.groups()]
+    counts = [0 if word == "no method" else int(word) for word in words.groups()]
     assert counts == [len(fresh.anew), len(fresh.lower), len(fresh.higher)]
     for word, names in (("Lower", fresh.lower), ("Higher", fresh.higher)):
-        named = re.search(rf"{word} (?:is|are) (.*?)\.(?:\s|$)", text)
+        named = re.search(rf"{word}: (.*?)\.(?:\s|$)", text)
         assert (named is not None) == bool(names)
         assert named is None or {n.split()[0] for n in named[1].split(" and ")[0].split(", ")} <= {*names}
 
@@ -602,7 +606,7 @@ def test_no_run_of_the_repository_at_equal_gradients_is_far_from_those_of_fedavg
                 assert series.rounds[-1] == 1
                 dearer.add(method)
     page = (ROOT / "docs" / "map.md").read_text()
-    (stated,) = re.findall(r"A run has at least one round, and so takes more with (.*?)\. ", page)
+    (stated,) = re.findall(r"Every run lasts at least one round, so it takes more gradients with (.*?)\. ", page)
     assert {*re.findall(r"(\S+) \([\d.]+ times\)", stated)} == dearer
 
 
@@ -737,7 +741,7 @@ def test_the_page_of_a_table_has_references_and_gains_over_the_best_local_model(
     names = [name for name, *_ in references.reference_names()]
     beside = {("hospitals", name): record(setup, name, [0.6 + k / 100] * 5) for k, name in enumerate(names)}
     page = dict(pages({"hospitals": setup}, records, beside))["hospitals.md"]
-    assert "client alone, which is random forest, per client" in page
+    assert "best model of a client alone is random forest, per client." in page
     assert "| fedavg | 71.2 ± 1.6 | +9.2 ± 1.6 |" in page
     assert "| local | 50.8 ± 1.0 | -11.2 ± 1.0 |" in page
     assert "Reference models" not in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]

@@ -283,7 +283,7 @@ def test_other_candidates_are_another_search(tmp_path: Path) -> None:
     ):
         reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
     (tmp_path / PROTOCOL_FILE).unlink()  # as an earlier version left the folder
-    with pytest.raises(RunDirError, match="holds another search: tune.space.fedavg.local.lr was"):
+    with pytest.raises(RunDirError, match="contains another search: tune.space.fedavg.local.lr was"):
         reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
 
 
@@ -292,7 +292,7 @@ def test_a_variant_that_changed_is_refused_before_any_other_runs(tmp_path: Path)
     reproduce(recipe, "laptop", out, results=results)
     changed = make_recipe("tiny", merge_tables(TINY, {"variant": {"many": {"partition": {"clients": 5}}}}))
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    with pytest.raises(RunDirError, match=r"variant 'many' has changed since it was run in .*many; delete that"):
+    with pytest.raises(RunDirError, match=r"variant 'many' has changed since it was run in .*many. Delete that"):
         reproduce(changed, "laptop", out, results=results, seeds=[7, 8])
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
     shutil.rmtree(out / "many")
@@ -301,7 +301,7 @@ def test_a_variant_that_changed_is_refused_before_any_other_runs(tmp_path: Path)
     assert done.complete
     (out / "choose" / "once").mkdir(parents=True)  # trials of the first variant are none of the second's
     shared = {"choose": {"once": True}, "variant": {"many": {"partition": {"clients": 5}}}}
-    with pytest.raises(RunDirError, match=r"variant 'few' has changed .*few and .*once; delete that"):
+    with pytest.raises(RunDirError, match=r"variant 'few' has changed .*few and .*once. Delete that"):
         reproduce(make_recipe("tiny", merge_tables(TINY, shared)), "laptop", out, results=results)
     shutil.rmtree(out / "few")
     shutil.rmtree(out / "many")
@@ -322,7 +322,7 @@ def test_optuna_is_asked_for_before_any_work_and_not_at_smoke_scale(
     where = ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "results")]
     result = CliRunner().invoke(app, ["reproduce", "fedacs-table2", "--scale", "full", *where])
     assert result.exit_code == 2
-    assert "this needs optuna; install it with: pip install 'fedloom[tune]'" in result.output
+    assert "this needs optuna. Install it with: pip install 'fedloom[tune]'" in result.output
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(app, ["reproduce", "fedacs-table2", "--scale", "smoke", *where])
     assert result.exit_code == 0, result.output

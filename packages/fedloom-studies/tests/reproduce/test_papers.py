@@ -51,8 +51,8 @@ def test_a_seed_without_a_result_changes_no_mean_of_the_work(finished: Path) -> 
         variant: {reference: by_seed | {"5": None} for reference, by_seed in of_methods.items()}
         for variant, of_methods in done.numbers.items()
     }
-    line = next(line for line in recipe_page(tiny(), done).splitlines() if line.startswith("Gradients of samples"))
-    assert line in recipe_page(tiny(), replace(done, numbers=failed)).splitlines()
+    (work,) = re.findall(r"^\| work of a run .*\n(?:\|.*\n)+", recipe_page(tiny(), done), re.MULTILINE)
+    assert work in recipe_page(tiny(), replace(done, numbers=failed))
 
 
 def test_results_of_an_earlier_version_of_a_recipe_are_said_to_be_so(finished: Path) -> None:
@@ -72,7 +72,7 @@ def test_cells_are_compared_only_where_the_data_have_the_papers_size(finished: P
     )
     assert "verdict |\n|---|---|---|---|---|---|\n" in recipe_page(tiny(), done)
     unknown = recipe_page(tiny(), replace(done, samples={}))
-    assert "The size of the data was not recorded, so no cell is compared." in unknown
+    assert "The record does not contain the size of the data, so no cell is compared." in unknown
     assert not tiny().as_the_paper("full", {"digits": 1796})
 
 
@@ -199,10 +199,10 @@ def test_no_sentence_on_why_types_a_number() -> None:
 def test_every_paper_has_what_its_author_could_object_to_with_the_count_of_its_open_claims() -> None:
     text = generated()
     for sheet, part in zip(sheets(), text.split("\n## ")[1:], strict=False):
-        (line,) = [line for line in part.splitlines() if line.startswith("**What its author could still object to:**")]
-        (count, asked) = map(int, re.findall(r"(\d+) of (\d+) asked claims (?:is|are) open\.$", line)[0])
+        (line,) = [line for line in part.splitlines() if line.startswith("**Open objections of the authors.**")]
+        (count, asked) = map(int, re.findall(r"(\d+) of the (\d+) verdicts (?:is|are) open\.$", line)[0])
         cells = re.findall(
-            r"papers/mark-([a-z]+)\.svg\) (?!not tested \(not asked\))", part.split("| claim |")[1].split("</div>")[0]
+            r"papers/mark-([a-z]+)\.svg\) (?!not tested \(not covered\))", part.split("| claim |")[1].split("</div>")[0]
         )
         assert len(cells) == asked, sheet.name
         assert len([mark for mark in cells if mark not in ("holds", "fails")]) == count, sheet.name
@@ -237,7 +237,7 @@ def test_results_of_an_earlier_version_or_unfinished_ones_give_no_verdict(monkey
         text = only(monkeypatch, one, summary)
         assert "[not tested (not run)](papers/tiny.md)" in headline(text)
         assert "Not run: `fedloom reproduce tiny` (up to 1 core-minutes)" in text
-    assert "not asked" in headline(only(monkeypatch, one, as_run(one)))  # as published
+    assert "not covered" in headline(only(monkeypatch, one, as_run(one)))  # as published
 
 
 def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,11 +247,11 @@ def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(mo
     assert "[not tested (needs a GPU)](papers/tiny.md)" in headline(text)
     assert "holds" not in headline(text)
     assert (
-        "Needs a GPU: `fedloom reproduce tiny --scale full --device cuda` (about 3 core-days of one processor core)."
-        in text
+        "This experiment needs a GPU: `fedloom reproduce tiny --scale full --device cuda` "
+        "(about 3 core-days of one processor core)." in text
     )
     absent = overview({"tiny": less}, {"tiny": as_run(less)}, {"tiny": Need(4320, ["x"])})
-    assert "Needs a GPU, with the data of x: `fedloom reproduce tiny" in absent
+    assert "needs a GPU and the data of x: `fedloom reproduce tiny" in absent
 
 
 def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,9 +268,9 @@ def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.
 
 def test_a_verdict_on_less_than_the_paper_ran_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
-    note = "On less than the paper ran: [tiny](papers/tiny.md) (2 of the 4 rounds, batches of 9)."
+    note = "These experiments are smaller than the paper's: [tiny](papers/tiny.md) (2 of the 4 rounds, batches of 9)."
     assert note in only(monkeypatch, one, as_run(one))
-    assert "On less than" not in only(monkeypatch, one, as_run(one, rounds=4))
+    assert "These experiments are smaller" not in only(monkeypatch, one, as_run(one, rounds=4))
     less = replace(one, paper=one.paper.with_(reduced="a tenth"))
     assert "[tiny](papers/tiny.md) (a tenth)." in only(monkeypatch, less, as_run(less, says="as reduced", rounds=4))
 
@@ -278,10 +278,10 @@ def test_a_verdict_on_less_than_the_paper_ran_says_so(monkeypatch: pytest.Monkey
 def test_what_more_seeds_may_decide_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
     level = numbers_of(list(as_run(one).numbers["few"]), [0.5, 0.7, 0.4, 0.6, 0.5], NEAR)
-    assert "More seeds may decide" not in only(monkeypatch, one, as_run(one))
+    assert "may decide claims" not in only(monkeypatch, one, as_run(one))
     text = only(monkeypatch, one, as_run(one, numbers=level))
-    assert "after 10 and 20 (`--seeds`): [tiny](papers/tiny.md)." in text
-    assert "More seeds may decide" not in only(monkeypatch, one, as_run(one, numbers=level, seeds=list(range(20))))
+    assert "undecided or hold in part: [tiny](papers/tiny.md)." in text
+    assert "may decide claims" not in only(monkeypatch, one, as_run(one, numbers=level, seeds=list(range(20))))
 
 
 def test_of_recipes_at_full_length_the_one_least_favourable_to_the_claim_counts(
@@ -318,17 +318,17 @@ def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatc
         text = overview({"tiny": one, "other": other}, {"tiny": as_run(one), "other": None}, {})
         first = next(line for line in text.splitlines() if line.startswith("| [FLAME]"))
         assert f") {word} |" in first
-        assert ") not tested (not asked) |" in first
+        assert ") not tested (not covered) |" in first
         counted = f"{missing} {'is' if missing == 1 else 'are'} not tested (not run)"
-        assert f"In a fair test, {1 + missing} of {1 + missing} claims are asked: 1 holds, {counted}." in text
+        assert f"Fair: {1 + missing} of {1 + missing} claims. Of these, 1 holds, {counted}." in text
 
 
 def test_a_claim_of_the_full_size_only_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     row = papers.HeadlineClaim(text="row", claim="t", full="tiny")
     monkeypatch.setattr(papers, "sheets", lambda: (papers.Sheet(name="FLAME", title="t", number="row", row=(row,)),))
     text = overview({"tiny": tiny()}, {"tiny": None}, {"tiny": Need(4320, [])})
-    assert re.search(r"not tested \(needs a GPU\) \| !\[\]\(.+?\) not tested \(not asked\) \|$", headline(text))
-    assert "Needs a GPU: `fedloom reproduce tiny --scale full --device cuda`" in text
+    assert re.search(r"not tested \(needs a GPU\) \| !\[\]\(.+?\) not tested \(not covered\) \|$", headline(text))
+    assert "This experiment needs a GPU: `fedloom reproduce tiny --scale full --device cuda`" in text
 
 
 def test_the_appendix_counts_claims_that_a_run_has_no_figures_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_the_appendix_counts_claims_that_a_run_has_no_figures_of(monkeypatch: py
     (claim,) = one.paper.claims
     newer = claim.with_(text="newer", higher="flame: personal: loss/variance", than=("fedavg: global: loss/variance",))
     both = replace(one, paper=one.paper.with_(claims=(claim, newer), title="FLAME, t"))
-    assert "; of 2 claims 1 holds, 1 is not tested (not run) |" in only(monkeypatch, both, as_run(both))
+    assert ". Of 2 claims, 1 holds, 1 is not tested (not run) |" in only(monkeypatch, both, as_run(both))
 
 
 def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,18 +347,18 @@ def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, m
     assert summary.complete
     assert len(summary.failures) == 4
     (of_both,) = claims(one, summary.numbers)
-    assert of_both.count.endswith("; 2 without a result")
+    assert of_both.count.endswith(", 2 no result")
     text = recipe_page(one, summary)
-    assert "| few | b | without a result | - | - |" in text
-    assert "Gradients of samples and traffic of a run (few): flame " in text
+    assert "| few | b | no result | - | - |" in text
+    assert "| work of a run (few) | gradients of samples | traffic |\n|---|---|---|\n| flame |" in text
     again = {d.reference: d.size for d in verify(one, summary, tmp_path / "again")}
     assert again["fedavg: global: accuracy"] == again["flame: personal: accuracy"] == 0
     of_one = one.paper.claims[0].with_(than=("fedavg: global",))
     one = replace(one, paper=one.paper.with_(claims=(of_one,)))
-    assert f"| {of_one.text} | not tested (without a result) |" in recipe_page(one, summary)
+    assert f"| {of_one.text} | not tested (no result) |" in recipe_page(one, summary)
     text = only(monkeypatch, one, replace(summary, scale="full"))
-    assert "[not tested (without a result)](papers/tiny.md)" in headline(text)
-    assert "; of 1 claim 1 is not tested (without a result) |" in text
+    assert "[not tested (no result)](papers/tiny.md)" in headline(text)
+    assert ". Of 1 claim, 1 is not tested (no result) |" in text
     assert "Not measured yet" not in text
 
 
@@ -392,9 +392,9 @@ def test_what_was_not_run_says_why_and_what_it_would_take(tmp_path: Path) -> Non
     large = make_recipe("tiny", {k: v for k, v in merge_tables(TINY, {}).items() if k != "scale"})
     assert not_run(large, None) == "not run: no laptop scale"
     assert not_run(large, Need(4320, [])) == "not run: no laptop scale (about 3 core-days at full scale)"
-    assert not_run(large, Need(60, ["x"])) == "not run: x is not there (about 60 core-minutes at full scale)"
+    assert not_run(large, Need(60, ["x"])) == "not run: x is missing (about 60 core-minutes at full scale)"
     text = recipe_page(large, None, Need(60, ["x"])).lower()
-    assert "not run: x is not there (about 60 core-minutes at full scale)" in text
+    assert "not run: x is missing (about 60 core-minutes at full scale)" in text
     keep({"tiny": tiny(), "large": large}, tmp_path, None)
     ((name, need),) = needs(tmp_path).items()
     assert (name, need.missing) == ("large", [])
@@ -406,9 +406,9 @@ def test_a_page_says_what_the_reported_round_decides() -> None:
     one, summary = with_claim(), as_run(with_claim())
     known = summary.numbers["few"]
     turned = {f"{name}@validation": value for name, value in zip(known, reversed(known.values()), strict=True)}
-    said = "The reported round decides 1 of 1 comparisons: t: against few | fedavg: global: accuracy +20.2 points in"
-    assert said.replace("20.2", "20.20") in recipe_page(one, replace(summary, numbers={"few": known | turned}))
-    assert "The reported round decides" not in recipe_page(one, summary)
+    said = r"| t | 1 of 1 | few \| fedavg: global: accuracy | +20.20 points |"
+    assert said in recipe_page(one, replace(summary, numbers={"few": known | turned}))
+    assert "change direction" not in recipe_page(one, summary)
 
 
 def luminance(colour: str) -> float:
@@ -462,7 +462,7 @@ def test_a_figure_can_be_read_on_both_grounds_and_names_only_marks_that_it_has(f
 def test_rivals_of_fiaelt_were_given_no_fewer_gradients_on_synthetic_data() -> None:
     """What the page says was changed after a table had been seen."""
     (sheet,) = [sheet for sheet in sheets() if sheet.name == "FIAELT"]
-    assert "in the near and fair recipes on synthetic data" in sheet.changed
+    assert "in the near and fair experiments on synthetic data" in sheet.changed
     for name in ("fiaelt-synthetic", "fiaelt-synthetic-fair"):
         summary = summaries.read_summary(ROOT / CHECKOUT_FOLDER, name, "laptop")
         assert summary is not None
@@ -480,8 +480,10 @@ def test_rivals_of_fiaelt_were_given_no_fewer_gradients_on_synthetic_data() -> N
 def test_fairfed_alone_is_clearly_behind_equitable_fl() -> None:
     """What the page says of its claims on MNIST."""
     (sheet,) = [sheet for sheet in sheets() if sheet.name == "Equitable-FL"]
-    assert sheet.why.startswith("Of five rivals only FairFed is clearly behind in every figure that is judged")
-    assert "the other four are behind on average, none of them clearly; in the last round some are ahead" in sheet.why
+    assert sheet.why.startswith("Of five rivals, only FairFed is clearly behind in every figure that is judged")
+    assert (
+        "the other four rivals are behind on average, and no difference is clear. In the last round, some" in sheet.why
+    )
     for name in ("equitable-table2-mnist-published", "equitable-table2-mnist-fair"):
         summary = summaries.read_summary(ROOT / CHECKOUT_FOLDER, name, "laptop")
         assert summary is not None
@@ -534,8 +536,8 @@ def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_r
 
 def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most() -> None:
     """What the page states of searches."""
-    assert "with grids of equal size for every method" in papers.PAPERS_TEXT
-    assert "a grid goes on where its best value is at an edge, up to twice its size" in papers.RULES_FILE.read_text()
+    assert "with search grids of\nequal size for every method" in papers.PAPERS_TEXT
+    assert "the search continues beyond it, up to twice the size" in papers.RULES_FILE.read_text()
     searched, beyond = 0, 0.0
     for name, recipe in recipes().items():
         summary = last(recipe, ROOT / CHECKOUT_FOLDER)
@@ -548,7 +550,7 @@ def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most(
 
 
 def test_no_claim_rests_on_a_choice_by_test_data_and_only_tables_show_one() -> None:
-    assert "only tables show FLAME-HM as the paper chooses it, on test data" in papers.RULES_FILE.read_text()
+    assert "the tables show FLAME-HM as in the paper, chosen on\ntest data" in papers.RULES_FILE.read_text()
     columns = set[str]()
     for name, recipe in recipes().items():
         chosen = [d for d in recipe.at("full").values() if d.get("evaluate", {}).get("select_on") == "test"]

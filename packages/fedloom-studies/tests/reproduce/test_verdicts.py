@@ -137,7 +137,7 @@ def test_a_claim_on_spreads_is_levenes_test_paired_and_knows_no_level() -> None:
     distances = [abs(values - np.median(values)) for values in (a, b)]
     assert one.least.look.difference == pytest.approx(np.mean(distances[1] - distances[0]))
     assert one.least.look.p == pytest.approx(stats.ttest_rel(*distances).pvalue)
-    with pytest.raises(ConfigError, match="compares references, not numbers"):
+    with pytest.raises(ConfigError, match="must compare references, not numbers"):
         with_claim(spread=True, than=[0.1])
 
 
@@ -424,7 +424,7 @@ def test_a_file_of_a_recipe_that_is_damaged_is_named(content: bytes, tmp_path: P
     }
     for name, reader in readers.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(RunDirError, match=f"{name} is damaged: .*; delete it and run it again"):
+        with pytest.raises(RunDirError, match=f"{name} is damaged: .*. Delete it and run it again"):
             reader()
 
 
@@ -490,7 +490,7 @@ def test_the_command_runs_a_recipe_and_writes_its_page(tmp_path: Path) -> None:
 def test_one_seed_of_a_summary_is_verified(tmp_path: Path) -> None:
     where = ("--results", str(tmp_path / "results"))
     smoke = ("flame-table3-as-published", "--scale", "smoke", *where)
-    assert "holds no summary of flame-table3-as-published" in call("--verify", *smoke, code=2)
+    assert "contains no summary of flame-table3-as-published" in call("--verify", *smoke, code=2)
     call(*smoke, "--out", str(tmp_path / "out"))
     assert "seed 1: equal:" in call("--verify", *smoke)
     file = tmp_path / "results" / summaries.SUMMARIES_FILE
@@ -524,10 +524,10 @@ def test_all_stops_in_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_the_command_refuses(tmp_path: Path) -> None:
     assert "give one of NAME" in call(code=2)
     assert "--verify needs NAME" in call("--verify", "--all", code=2)
-    assert "leave --device out" in call("fedacs-table2", "--verify", "--device", "cuda", code=2)
+    assert "differently. Leave --device out" in call("fedacs-table2", "--verify", "--device", "cuda", code=2)
     assert "must be a time" in call("--all", "--budget", "soon", code=2)
     for seeds in ("one", "1,", "-1", "1.5", "²"):
-        assert f"--seeds must be numbers with commas between, e.g. 1,10,100, got {seeds!r}" in call(
+        assert f"--seeds must be numbers separated by commas, e.g. 1,10,100, got {seeds!r}" in call(
             "fedacs-table2", "--seeds", seeds, code=2
         )
     assert "did you mean 'smoke'" in call("fedacs-table2", "--scale", "smok", code=2)
@@ -537,7 +537,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
 
 def test_a_recipe_runs_on_a_device_that_the_command_names(tmp_path: Path) -> None:
     folders = ("--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
-    assert "no CUDA device is there" in call("fedacs-table2", "--scale", "smoke", "--device", "cuda", *folders, code=2)
+    assert "no CUDA device" in call("fedacs-table2", "--scale", "smoke", "--device", "cuda", *folders, code=2)
     with pretend.accelerator():
         done = reproduce(tiny(), "smoke", tmp_path / "device", only=["fedavg"], device="cuda:0")
     assert done is not None

@@ -49,6 +49,8 @@ Entrance = Literal["python", "file", "command", "estimator", "flower"]
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
 _KEY = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
+_FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
+"""First word of a text that is no key, option or code."""
 
 PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
 """Keys of an experiment file that are outside tables."""
@@ -91,6 +93,15 @@ def worded(text: str) -> str:
     """
     write = _WRITERS[_current.get() or "python"]
     return _KEY.sub(lambda match: write(match["table"], match["key"], match["value"]), text)
+
+
+def capitalize(text: str) -> str:
+    """Return a text that begins a sentence: its first word with a capital letter, unless it is a name or a key.
+
+    >>> capitalize("set [local] lr"), capitalize("local.lr is too large"), capitalize("--out names a folder")
+    ('Set [local] lr', 'local.lr is too large', '--out names a folder')
+    """
+    return text[:1].upper() + text[1:] if _FIRST_WORD.match(text) else text
 
 
 def _python(table: str, key: str | None, value: str | None) -> str:
@@ -180,12 +191,12 @@ class ConfigError(FedloomError, ValueError):
 
     def __init__(self, message: str, *, rule: str = "", fix: str = "") -> None:
         self.rule, self.fix = rule, fix
-        super().__init__(f"{message}; {worded(fix)}" if fix else message)
+        super().__init__(f"{message}. {capitalize(worded(fix))}" if fix else message)
 
     def refixed(self, fix: str) -> Self:
         """Return the same error with another fix."""
         error, message = copy(self), str(self)
-        error.args = (f"{message.removesuffix(worded(self.fix))}{worded(fix)}",)
+        error.args = (f"{message.removesuffix(capitalize(worded(self.fix)))}{capitalize(worded(fix))}",)
         error.fix = fix
         return error
 
@@ -245,6 +256,10 @@ class CheckpointError(FedloomError):
     """Checkpoint that cannot be read or written."""
 
 
+class DiskError(CheckpointError):
+    """Failed write. The same work may succeed later, when the disk has space or responds again."""
+
+
 class DamagedCheckpoint(CheckpointError):
     """Saved state that is incomplete or damaged.
 
@@ -254,7 +269,7 @@ class DamagedCheckpoint(CheckpointError):
 
     def __init__(self, damage: str) -> None:
         self.damage = damage
-        super().__init__(f"{damage}; start anew with --force")
+        super().__init__(f"{damage}. Start anew with --force")
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return type(self), (self.damage,)
@@ -337,33 +352,34 @@ def check_folder(folder: Path) -> None:
                 raise
             if place.is_symlink() and not place.exists():
                 raise RunDirError(
-                    f"{place} is a link to {place.readlink()}, which is not there; remove it, or choose another folder"
+                    f"{place} is a link to {place.readlink()}, which does not exist. Remove it, or "
+                    "choose another folder"
                 ) from None
             continue
         if stat.S_ISDIR(mode):
             return
-        raise RunDirError(f"{place} is a file, not a folder; choose another folder")
+        raise RunDirError(f"{place} is a file, not a folder. Choose another folder")
 
 
 @contextmanager
 def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
-    """Raise a `CheckpointError` of one sentence if a file cannot be written in the block.
+    """Raise a `DiskError` of one sentence if a file cannot be written in the block.
 
     Args:
         path: the file.
-        kept: parts that are still intact.
-        again: advice for the time after disk space is freed.
+        kept: sentence on the results that are still intact.
+        again: end of the advice, for the time after disk space is freed.
 
     Raises:
-        CheckpointError: the disk is full or rejects the write.
+        DiskError: the disk is full or rejects the write.
     """
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "the disk is full" if full else error.strerror or str(error)
-        first = "free some space" if full else "check the disk and the permissions of the folder"
-        raise CheckpointError(f"{path} could not be written: {what}; {kept} intact; {first}, then {again}") from error
+        first = "Free some space" if full else "Check the disk and the permissions of the folder"
+        raise DiskError(f"{path} could not be written: {what}. {kept}. {first}, then {again}") from error
 
 
 class Stop(Enum):
@@ -375,7 +391,7 @@ class Stop(Enum):
 
     DONE = "all rounds done"
     STOPPED = "stopped by a callback"
-    INTERRUPTED = "interrupted; run the same command again to go on"
+    INTERRUPTED = "interrupted. Run the same command again to continue"
     TOO_FEW = "too few clients returned a usable update"
     BUDGET = "the privacy budget is spent"
     DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
@@ -441,21 +457,26 @@ class GivenUp(FedloomError):
 
 _DIRECTION_MARKS = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 """Unicode's bidirectional control characters, which make a text look like another text."""
+_HIDDEN_MARKS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff"
+"""Control characters and invisible characters, with which two texts that look alike differ."""
 
 
-def direction_in(*names: object) -> str:
+def direction_in(*names: object, hidden: bool = False) -> str:
     r"""Return a description of the first name that contains a control character for text direction, or "".
+
+    Args:
+        names: the names.
+        hidden: True to describe names with invisible characters too.
 
     >>> direction_in("age", "a\u202eb")[:23]
     "'a\\u202eb' holds U+202E"
     """
     for name in map(str, names):
-        match = re.search(f"[{_DIRECTION_MARKS}]", name)
-        if match:
-            mark = f"U+{ord(match[0]):04X}"
+        if match := re.search(f"[{_DIRECTION_MARKS}{_HIDDEN_MARKS if hidden else ''}]", name):
+            does = "is invisible" if re.match(f"[{_HIDDEN_MARKS}]", match[0]) else "changes the direction of text"
             return (
-                f"'{printable(name)}' holds {mark}, which changes the direction of text, so that the name looks like "
-                "another one; write the name without it"
+                f"'{printable(name)}' holds U+{ord(match[0]):04X}, which {does}, so that the name looks like another "
+                "one. Write the name without it"
             )
     return ""
 
@@ -467,7 +488,7 @@ def printable(text: object) -> str:
     'a\\x1b[2Jb'
     """
     return re.sub(
-        rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{_DIRECTION_MARKS}\u2028\u2029\ud800-\udfff]",
+        rf"[{_HIDDEN_MARKS}\r{_DIRECTION_MARKS}\u2028\u2029\ud800-\udfff]",
         lambda match: match[0].encode("unicode_escape").decode(),
         str(text),
     )

@@ -218,5 +218,5 @@ def as_pandas(table: pa.Table) -> Any:
         ConfigError: pandas is not installed.
     """
     if find_spec("pandas") is None:
-        raise ConfigError("to_pandas needs pandas: pip install pandas; table() is the same without it")
+        raise ConfigError("to_pandas needs pandas: pip install pandas. Without pandas, use table()")
     return table.to_pandas()

@@ -57,7 +57,7 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
     "command": {
         "--against": "--baseline", "--models": "--compare-model", "--keep": "--id-column", "--by": "--client-column",
         "--oracle": "--gradient-engine", "--by-site": "--by-client",
-        "--least": "--min-events",
+        "--least": "--min-events", "--gate-port": "--proxy-port",
     },
 }  # fmt: skip
 """Old names of keys, by their place: a table, with the new name of its kind if only that kind contains the key, a call
@@ -138,13 +138,15 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     return f"{hint} allowed: {', '.join(names)}".lstrip()
 
 
-def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "") -> ConfigError:
+def unknown(
+    what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "", rule: str = ""
+) -> ConfigError:
     """Return the error for an unknown name: with the name in fedloom, or else ``cure``, or else the nearest name."""
     place, names = f"{where}: " if where else "", list(allowed)
     if new := find_new_name(got, names):
         return ConfigError(f"{place}unknown {what} {got!r}; its name is now {new!r}")
     cure = "" if ALIAS_NAMES.get(str(got)) in names else cure
-    return ConfigError(f"{place}unknown {what} {got!r}; {cure or nearest(got, names)}")
+    return ConfigError(f"{place}unknown {what} {got!r}", rule=rule, fix=cure or nearest(got, names))
 
 
 def no_hint(key: str, value: object) -> str:
@@ -211,7 +213,9 @@ class Places:
         if other and (table != "data" or (key in self.tables and not isinstance(value, Mapping))):
             return other
         if key == "defaults" and not self.file:
-            return 'it goes with a method\'s name: give the method with it, as fl.algorithms.FLAME(defaults="paper")'
+            return (
+                'it belongs to the name of a method. Give the method with it, as fl.algorithms.FLAME(defaults="paper")'
+            )
         places = (self._place(name, value, table) for name in names)
         # other data would be another experiment, so their options come last
         return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)
@@ -223,7 +227,7 @@ class Places:
             if not self.file:
                 shared = self.method and key not in self.keys
                 return (
-                    f"all methods share it: give compare(..., {line})"
+                    f"all methods share it. Give compare(..., {line})"
                     if shared
                     else f"it is a keyword of its own: {line}"
                 )
@@ -233,7 +237,7 @@ class Places:
         if not homes or not self.file:
             return (homes and f"it belongs in {' or '.join(self._keyword(home, key, value) for home in homes)}") or ""
         alone = self.method and homes[0] in self.keys and not table
-        alone_too = f"; for this method alone, {homes[0]} = {{ {line} }}" if alone else ""
+        alone_too = f". For this method alone, {homes[0]} = {{ {line} }}" if alone else ""
         return f"it belongs in {' or '.join(f'[{home}]' for home in homes)}: {line}{alone_too}"
 
     def _keyword(self, table: str, key: str, value: object) -> str:
@@ -257,7 +261,7 @@ class Places:
         if self.file:
             return f"it is an option of methods ({some}): {key} = {_toml(value)} below algorithm in their [[method]]"
         one = self.call.format(name=methods[0], key=key, value=value)
-        return f"it is an option of other methods ({some}): give one, as {one}"
+        return f"it is an option of other methods ({some}). Give one, as {one}"
 
 
 def _toml(value: object) -> str:

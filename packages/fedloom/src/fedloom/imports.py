@@ -57,7 +57,7 @@ def find(path: str, what: str, where: str = "") -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{place}{what} {path!r}: cannot import {module!r} ({type(error).__name__}: {error}); its folder must be "
+            f"{place}{what} {path!r}: cannot import {module!r} ({type(error).__name__}: {error}). Its folder must be "
             "installed, on PYTHONPATH, or the current directory"
         ) from error
     for part in name.split("."):
@@ -94,7 +94,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
         raise ConfigError(f"{place}{what} {path!r} must be a subclass of {wanted}, got {got}")
     lacking = sorted(getattr(target, "__abstractmethods__", ()))
     if lacking:
-        raise ConfigError(f"{place}{what} {path!r} lacks {', '.join(lacking)}; define them, as in {base.__name__}")
+        raise ConfigError(f"{place}{what} {path!r} lacks {', '.join(lacking)}. Define them, as in {base.__name__}")
     return target
 
 
@@ -212,8 +212,9 @@ def function(choice: Any, what: str) -> Function:
     target = find(choice, what) if is_path(choice) else choice
     if isinstance(choice, str) and re.fullmatch(r"\S+ [0-9a-f]{16}", choice):
         raise ConfigError(
-            f"{what}: no import path leads to the function {choice.partition(' ')[0]!r}, which Python held; in Python, "
-            "the same call of fl.compare with this folder has its models, and runs nothing again"
+            f"{what}: the function {choice.partition(' ')[0]!r} was an object in Python and has no "
+            "import path. In Python, the same call of fl.compare with this folder returns its "
+            "models, and runs nothing again"
         )
     if not callable(target):
         raise ConfigError(f"{what} must be an import path, package.module:name, or a function, got {choice!r}")
@@ -224,7 +225,9 @@ def function(choice: Any, what: str) -> Function:
         try:
             target = target()
         except Exception as error:
-            raise ConfigError(f"{what} {name!r} is a class that cannot be made without arguments: {error}") from error
+            raise ConfigError(
+                f"{what} {name!r} is a class that cannot be created without arguments: {error}"
+            ) from error
     return Function(path or f"{name} {digest}", target)
 
 

@@ -37,7 +37,7 @@ def getter(
             close = get_close_matches(name, places, n=1)
             hint = f"did you mean {close[0]!r}? " if close else classes and name[:1].isupper() and f"{classes}; "
             names = ", ".join(sorted(places))
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; {hint or ''}it has: {names}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; {hint or ''}its names: {names}")
         module, _, attribute = places[name].partition(":")
         public = import_module(module)
         if attribute:

@@ -99,7 +99,7 @@ FEDERATION_FIGURES = {
     "local_iterations": Metric("Local iterations", higher=False),
     "criterion_met": Metric("Local criterion met"),
     "epsilon": Metric("Privacy spent (epsilon)", higher=False),
-    "idle_share": Metric("Idle share of the devices' time", higher=False),
+    "idle_share": Metric("Idle fraction of the devices' time", higher=False),
     "unheard": Metric("Uploads that were late or lost", higher=False),
 }
 """Metrics of the whole federation that have a name."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from os import PathLike, fspath
+from os import PathLike, fsencode, fspath
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import quote_plus
@@ -31,6 +31,8 @@ CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER 
     "tracking",
     "live",
 )
+MAX_NAME_BYTES = 255
+"""Largest length of a file name on the usual file systems."""
 WORK_FOLDER = ".work"
 """Folder for the claims of processes that share a run directory."""
 RESULT_FILES = (
@@ -86,10 +88,16 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
         otherwise: other allowed values, e.g. ``", or None for memory"``.
 
     Raises:
-        ConfigError: the value is not a path, or is empty, which would mean the current folder.
+        ConfigError: the value is not a path, or has a name that is too long, or is empty, which would mean the current
+            folder.
     """
     if not isinstance(path, str | PathLike) or not fspath(path):
         raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
+    if long := [part for part in Path(path).parts if len(fsencode(part)) > MAX_NAME_BYTES]:
+        raise ConfigError(
+            f"{what}: {long[0]!r:.40}... is a name of {len(long[0]):,} characters, and a file system takes "
+            f"{MAX_NAME_BYTES} bytes. Give a shorter one"
+        )
     return Path(path)
 
 
@@ -132,8 +140,8 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
         namesake = first.setdefault(file_name(label).casefold(), label)
         if namesake != label and (folder / ".LOCK").exists():  # the lock is .lock
             raise RunDirError(
-                f"{folder}: the disk ignores case, and the labels {namesake!r} and {label!r} differ in nothing else; "
-                "give one of them another label, or choose a folder on another disk"
+                f"{folder}: the disk ignores case, and the labels {namesake!r} and {label!r} differ "
+                "only in case. Give one of them another label, or choose a folder on another disk"
             )
 
 
@@ -254,7 +262,7 @@ def check_digest(path: Path, content: bytes) -> None:
     before, mark, after = content.rpartition(_DIGEST_PREFIX)
     size = len(_ZERO_DIGEST)
     if mark and hashlib.sha256(before + mark + _ZERO_DIGEST + after[size:]).hexdigest().encode() != after[:size]:
-        raise RunDirError(f"{path} is damaged, or was changed: it has not the digest that it names; {REPAIR_HINT}")
+        raise RunDirError(f"{path} is damaged or was changed: its digest does not match; {REPAIR_HINT}")
 
 
 def read_summary(path: Path) -> Summary:
@@ -265,7 +273,7 @@ def read_summary(path: Path) -> Summary:
         OSError: the file cannot be read.
     """
     if path.exists() and not path.is_file():
-        raise RunDirError(f"{path} is no regular file; remove it")
+        raise RunDirError(f"{path} is not a regular file. Remove it")
     try:
         content = path.read_bytes()
         check_digest(path, content)

@@ -97,7 +97,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             elif key in choices or key == "model":
                 parameter = "random_state" if key == "seed" else key
                 cure = f"give its options, as {{{key!r}: {{...}}}}" if key in tables else f"give {parameter}=..."
-                raise ConfigError(f"settings: {key!r} is set by the estimator's parameters; {cure}")
+                raise ConfigError(f"settings: {key!r} is already set by the estimator's parameters; {cure}")
             choices[key] = value
         result = simulate(self.method, split(data, seed=seed), self.model, **choices)
         if result.status != "done":
@@ -119,7 +119,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         target = ReadColumn(y.double().numpy().reshape(len(x), -1)[:, 0], classes)
         users = ReadColumn(more["users"].double().numpy(), more["user_names"]) if "users" in more else None
         numbered = [
-            f"column {n!r} {why}; leave it out" for n, c in features.items() if (why := reason_left_out(n, c, len(x)))
+            f"column {n!r} {why}. Leave it out" for n, c in features.items() if (why := reason_left_out(n, c, len(x)))
         ]
         outcome = {"y": (target, "classification" if classes else "regression")}
         design = more.get("design")
@@ -136,8 +136,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             places.setdefault(owner if owner in self.models_ else None, []).append(k)
         if None in places and None not in self.models_:
             raise DataError(
-                f"{self.method} has no global model: give the groups of all rows, each one of the fit; it had "
-                f"{', '.join(map(repr, list(self.models_)[:8]))}"
+                f"{self.method} has no global model. Give the groups of all rows, which must be "
+                f"groups of the fit: {', '.join(map(repr, list(self.models_)[:8]))}"
             )
         out = np.concatenate([self.models_[owner].scores(rows[torch.tensor(index)]) for owner, index in places.items()])
         return np.asarray(out[np.argsort(np.concatenate(list(places.values())))])
@@ -182,7 +182,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise DataError(f"y has one class only, {str(self.classes_[0])!r}; a classifier needs two")
+            raise DataError(f"y contains only one class, {str(self.classes_[0])!r}. A classifier needs two")
         task: Task = "binary" if len(self.classes_) == 2 else "classification"
         names = tuple(map(str, self.classes_.tolist()))
         self._fit(X, torch.from_numpy(codes.astype(np.int64)), task, groups, subjects, classes=names)
@@ -235,7 +235,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
 def _groups(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
     labels: Some = column_or_1d(groups)
     if len(labels) != rows:
-        raise DataError(f"{what} has {len(labels)} entries for {rows} rows; give one for each")
+        raise DataError(f"{what} has {len(labels)} entries for {rows} rows. Give one for each")
     return labels
 
 
@@ -247,7 +247,7 @@ def _labels(what: str, values: ArrayLike, rows: int) -> Some:
     """
     labels = _groups(values, rows, what)
     if missing := [k for k, label in enumerate(labels.tolist()) if label is None or label != label]:
-        raise DataError(f"{what}: row {missing[0]} has none ({len(missing)} such rows); give one for each")
+        raise DataError(f"{what}: row {missing[0]} has no value ({len(missing)} such rows). Give one for each")
     return labels
 
 

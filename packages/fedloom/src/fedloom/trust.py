@@ -97,8 +97,8 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
     if named and owner:
         listed = ", ".join(dict.fromkeys(f"{key} = {path!r} ({_place(path)})" for key, path in named))
         raise ConfigError(
-            f"{file} is of another user ({owner}) and names code that would be imported and run: {listed}; read it, "
-            "then say --trust (in Python trust=True)"
+            f"{file} belongs to another user ({owner}) and names code that would be imported and run: "
+            f"{listed}. Read it, then give --trust (in Python trust=True)"
         )
 
 
@@ -131,8 +131,8 @@ def check_module(path: str, what: str) -> None:
         owner = "" if is_installed(origin) else find_other_owner(origin)
         if owner:
             raise ConfigError(
-                f"{what} {path!r} would run {origin}, which is of another user ({owner}); read it, then say --trust "
-                "(in Python trust=True)"
+                f"{what} {path!r} would run {origin}, which belongs to another user ({owner}). Read "
+                "it, then give --trust (in Python trust=True)"
             )
 
 
@@ -164,8 +164,9 @@ def check_maker(path: str, what: str) -> None:
     file = getattr(sys.modules.get(module), "__file__", None)
     if not is_vouched(path) and (module.partition(".")[0] in OWN_PACKAGES or file is None or is_installed(Path(file))):
         raise ConfigError(
-            f"{what} {path!r} is a function of an installed package, which would be called with values from the file; "
-            "name a class of nn.Module, call it in a function of your own, or say --trust (in Python trust=True)"
+            f"{what} {path!r} is a function of an installed package, and would be called with values "
+            "from the file. Name a class of nn.Module, call it in your own function, or give --trust "
+            "(in Python trust=True)"
         )
 
 
@@ -239,6 +240,6 @@ def _place(path: str) -> str:
 
 def _standard(what: str, path: str, module: str) -> ConfigError:
     return ConfigError(
-        f"{what} {path!r} leads to {module!r}, which is of Python itself: no part of an experiment is; name a class or "
-        "function of your own"
+        f"{what} {path!r} leads to {module!r}, a module of Python itself, which cannot be a part of "
+        "an experiment. Name your own class or function"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -74,7 +74,7 @@ class Value(BaseModel, metaclass=Face):
         name, fields = type(self).__name__, type(self).model_fields
         if values:
             raise ConfigError(
-                f"{name} takes its options by name, got {_show_value(values[0])}; allowed: {', '.join(fields)}"
+                f"{name} needs its options by name, got {_show_value(values[0])}. Allowed: {', '.join(fields)}"
             )
         try:
             super().__init__(**_unaliased(options, type(self)))
@@ -95,7 +95,7 @@ class Value(BaseModel, metaclass=Face):
 
     def _frozen(self, name: str) -> ConfigError:
         what = f"{type(self).__name__}.{name}"
-        return ConfigError(f"{what} cannot be changed: values are frozen; make another with with_({name}=...)")
+        return ConfigError(f"{what} cannot be changed: values are frozen. Make a changed copy with with_({name}=...)")
 
     def is_set(self, name: str) -> bool:
         """Return True if a field differs from its default."""
@@ -156,6 +156,18 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
     raise unknown(what, name, registry, where)
 
 
+def list_functions(value: object, rule: str) -> list[Any]:
+    """Return a caller's functions as a list.
+
+    Raises:
+        ConfigError: the value is no list of functions. The message begins with ``rule``.
+    """
+    functions = [*value] if isinstance(value, Iterable) and not callable(value) else [None]
+    if not all(map(callable, functions)):
+        raise ConfigError(f"{rule}, as [print], got {value!r:.200}")
+    return functions
+
+
 def make_kind(
     what: str,
     registry: Mapping[str, type[T]],
@@ -197,7 +209,7 @@ def make(
     options = _unaliased(options, make_value)
     for alias, name in getattr(make_value, "aliases", {}).items():
         if alias in options:
-            raise ConfigError(f"{where}: {alias} and {name} are the same option; leave {alias} out")
+            raise ConfigError(f"{where}: {alias} and {name} are the same option. Leave {alias} out")
     for key in options:
         if key not in fields:
             raise unknown("key", key, fields, where, hint(key, options[key]))
@@ -301,7 +313,7 @@ def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
     except ValidationError:
         if not isinstance(value, str):
             raise
-        raise ValueError(f"must be a number, or a multiple of what is derived as '2x', got {value!r}") from None
+        raise ValueError(f"must be a number, or a multiple of the derived value such as '2x', got {value!r}") from None
 
 
 def factor_of(value: object) -> float | None:

@@ -14,7 +14,7 @@ import torch
 
 import fedloom as fl
 from fedloom.errors import ConfigError, RunDirError
-from fedloom.lab.advise import Advice, Advisor, Choice, Verdict, read_portfolio
+from fedloom.lab.advise import Advice, Advisor, Choice, Verdict, advisor, read_portfolio
 from fedloom.lab.advise.laps import cut_validation
 from fedloom.lab.advise.settings import spread_settings
 from fedloom.lab.experiment import parse
@@ -119,6 +119,19 @@ def test_processes_that_join_give_the_bytes_of_one(small: dict[str, bytes], tmp_
     assert contents(out) == small
 
 
+def test_a_process_joins_while_another_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, make_folder, joined = tmp_path / "race", advisor.make_folder, list[Advisor]()
+
+    def join_then(folder: Path) -> None:
+        make_folder(folder)
+        joined.append(Advisor(SMALL, "small", out, budget=7.0, methods=FEW))
+
+    monkeypatch.setattr(advisor, "make_folder", join_then)
+    out.mkdir()
+    Advisor(SMALL, "small", out, budget=7.0, methods=FEW)._begin()
+    assert joined
+
+
 def test_two_workers_give_the_bytes_of_one(small: dict[str, bytes], tmp_path: Path) -> None:
     advise(tmp_path / "race", {**SMALL, "engine": {"workers": 2}})
     both = contents(tmp_path / "race")
@@ -139,7 +152,7 @@ def test_a_directory_of_another_race_is_refused(small: dict[str, bytes], tmp_pat
         advise(out, {**SMALL, "rounds": 4})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    with pytest.raises(RunDirError, match="holds no race"):
+    with pytest.raises(RunDirError, match="contains no race"):
         advise(tmp_path / "full")
 
 
@@ -219,12 +232,12 @@ def test_the_command_prints_ten_lines_and_json(tmp_path: Path) -> None:
     assert len(said.splitlines()) <= 14
     again = call("advise", file, "--out", out, "--budget", 12, "--json")
     assert json.loads(again[again.index("{") : again.rindex("}") + 1]) == json.loads((out / "advice.json").read_text())
-    assert "give at least 12" in call("advise", file, "--out", tmp_path / "other", "--budget", 3, code=2)
+    assert "seeds. Give at least 12" in call("advise", file, "--out", tmp_path / "other", "--budget", 3, code=2)
 
 
 def test_without_validation_data_nothing_is_raced(tmp_path: Path) -> None:
     document = {**SMALL, "partition": {**SMALL["partition"], "validation": 0.0}}
-    with pytest.raises(ConfigError, match=r"set \[partition\] validation"):
+    with pytest.raises(ConfigError, match=r"no validation data. Set \[partition\] validation"):
         advise(tmp_path / "race", document)
     assert not (tmp_path / "race").exists()
 

@@ -126,8 +126,8 @@ def test_momentum_derives_the_same_defaults_by_both_spellings(name: str) -> None
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"momentum": 1.0}, "momentum must be a number from 0 and below 1, got 1.0"),
-        ({"momentum": "0.9"}, "momentum must be a number from 0 and below 1, got '0.9'"),
+        ({"momentum": 1.0}, "momentum must be a number from 0 to less than 1, got 1.0"),
+        ({"momentum": "0.9"}, "momentum must be a number from 0 to less than 1, got '0.9'"),
         ({"momentum": 0.5, "dampening": 1.5}, "dampening must be a number from 0 and at most 1, got 1.5"),
     ],
 )
@@ -171,7 +171,7 @@ def test_released_settings_are_those_of_the_public_codes() -> None:
     assert FedSLR(defaults="released") == fedslr
     assert FIAELT(defaults="released") == FIAELT(solver="released")
     for name in ("fedacs", "fedavg", "fairfed"):
-        with pytest.raises(ValueError, match="needs a method with constants of a released code"):
+        with pytest.raises(ValueError, match="needs a method with released code. For"):
             REGISTRY[name](defaults="released")
 
 

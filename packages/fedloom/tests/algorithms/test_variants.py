@@ -193,23 +193,23 @@ def changed(client: int, round: int, steps: Any) -> list[list[Any]]:
         ({"initial": X0 * torch.nan}, "initial must be finite"),
         ({"initial": {"wait": X0}}, "initial: .*wait"),
         ({"initial": {"module.head.weight": X0}}, "did you mean 'head.weight'"),
-        ({"initial": {"head.weight": X0, "head.bias": X0, "mean": X0}}, "no parameter 'mean'; take buffers out"),
+        ({"initial": {"head.weight": X0, "head.bias": X0, "mean": X0}}, "no parameter 'mean'; remove buffers"),
         ({"initial": {"head.weight": "w.pt", "head.bias": X0}}, "'head.weight' must be numbers, got str"),
         ({"initial": torch.nn.Linear(64, 10)}, "or a state dict, got Linear"),
         ({"initial": "model.pt"}, "or a state dict, got str"),
         ({"cohorts": COHORTS[1:]}, r"cohorts: must have one entry for each of the 4 rounds, got 3"),
-        ({"cohorts": [*COHORTS[1:], [0, 4]]}, "cohorts: round 4: client ids are from 0 to 3, got 4"),
+        ({"cohorts": [*COHORTS[1:], [0, 4]]}, "cohorts: round 4: client ids must be from 0 to 3, got 4"),
         ({"cohorts": [*COHORTS[1:], []]}, "cohorts: round 4: must be a list of client ids"),
         ({"cohorts": COHORTS, "sampler": Uniform(clients=2)}, "cohorts and sampler 'uniform'"),
         ({"batches": BATCHES[1:]}, "batches: must have one entry for each of the 4 clients, got 3"),
         ({"batches": [*BATCHES[:3], BATCHES[3][:2]]}, "batches: client 3: .* 4 rounds, got 2"),
-        ({"batches": dict(list(enumerate(BATCHES))[1:])}, "batches: round 1 has client 0, of which there are no"),
-        ({"batches": {9: BATCHES[0]}}, "batches: client ids are from 0 to 3, got 9"),
-        ({"batches": changed(1, 2, [[0], [SIZE[1]]])}, rf"round 3, step 2: positions are from 0 to {SIZE[1] - 1}"),
+        ({"batches": dict(list(enumerate(BATCHES))[1:])}, "batches: round 1 contains client 0, but no"),
+        ({"batches": {9: BATCHES[0]}}, "batches: client ids must be from 0 to 3, got 9"),
+        ({"batches": changed(1, 2, [[0], [SIZE[1]]])}, rf"round 3, step 2: positions must be from 0 to {SIZE[1] - 1}"),
         ({"batches": changed(1, 2, [[0], [-1]])}, "client 1, round 3, step 2: positions are"),
         ({"batches": changed(1, 2, [[0.5]])}, "client 1, round 3, step 1: must be a list of positions"),
         ({"batches": changed(1, 2, [["a"]])}, "client 1, round 3, step 1: must be a list of positions"),
-        ({"projection": torch.zeros(10, D)}, "projection has nothing to act on in FedAvg"),
+        ({"projection": torch.zeros(10, D)}, "projection has no effect with FedAvg"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(given: dict[str, Any], says: str) -> None:
@@ -226,7 +226,7 @@ def test_a_projection_that_does_not_fit(method: LpProj, says: str) -> None:
 
 
 def test_missing_batches_are_named_with_their_stream() -> None:
-    with pytest.raises(ConfigError, match="client 1, round 1, stream 'phase II': the method takes"):
+    with pytest.raises(ConfigError, match="client 1, round 1, stream 'phase II': the method needs"):
         replayed(FedSLR())
 
 

@@ -113,7 +113,7 @@ def test_a_question_survives_the_way_over_bytes(numbers):
 def test_other_bytes_are_no_question(content, cut):
     whole = Question("histogram", {"ends": torch.arange(3.0)}).encode()
     for damaged in (content, whole[: len(whole) - 1 - cut], whole + b"\0"):
-        with pytest.raises(WireError, match="no question"):
+        with pytest.raises(WireError, match="not a question"):
             Question.decode(damaged, TOY.questions)
 
 
@@ -186,7 +186,7 @@ def test_rows_of_a_table_are_raw_in_a_federation():
 
 
 def test_an_unknown_column_or_name_is_refused_before_any_work():
-    with pytest.raises(ConfigError, match="no column of numbers 'x7'; it has: x0, x1"):
+    with pytest.raises(ConfigError, match="no column of numbers 'x7'. It has: x0, x1"):
         fl.analyze(Quantiles(column="x7"), CLIENTS)
     with pytest.raises(ConfigError, match="unknown analysis kind 'quantile'"):
         fl.analyze("quantile", CLIENTS)

@@ -111,7 +111,7 @@ def test_settings_name_analyses_and_another_choice_keeps_the_runs(tmp_path: Path
     ("analysis", "sentence"),
     [
         ([{"kind": "confusio"}], "did you mean 'confusion'"),
-        ([{"clients": [1]}], "kind is missing; allowed: .*confusion,"),
+        ([{"clients": [1]}], "kind is missing. Allowed: .*confusion,"),
         ([{"kind": "tsne", "client": [1]}], "unknown key 'client'"),
         ([{"kind": "tsne"}], "clients"),
         ([{"kind": "confusion"}, {"kind": "confusion"}], "two analyses are of the kind 'confusion'"),

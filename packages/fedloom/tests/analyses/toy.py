@@ -33,7 +33,7 @@ class Quantiles(Analysis):
     def check(self, schema: Schema, setting: fl.Setting | None = None) -> None:
         names = [column.name for column in schema.columns if not column.levels]
         if self.column not in names:
-            raise fl.errors.ConfigError(f"no column of numbers {self.column!r}; it has: {', '.join(names)}")
+            raise fl.errors.ConfigError(f"no column of numbers {self.column!r}. It has: {', '.join(names)}")
 
     def start(self, terms: AnalysisTerms) -> Answered:
         low, high = next(c.range or (0.0, 1.0) for c in terms.schema.columns if c.name == self.column)

@@ -111,30 +111,30 @@ def zipped(files: dict[str, bytes]) -> bytes:
 
 CASES = {
     "negative shape": by_path(
-        "a.npz", zipped({"x.npy": npy("(-5, 3)"), "y.npy": npy("(1,)")}), "shape \\(-5, 3\\) cannot be; the file is"
+        "a.npz", zipped({"x.npy": npy("(-5, 3)"), "y.npy": npy("(1,)")}), r"shape \(-5, 3\) is impossible. The file is"
     ),
     "negative axis": by_path(
-        "a.npz", zipped({"x.npy": npy("(2, -3, -1)"), "y.npy": npy("(2,)")}), "cannot be; the file is damaged"
+        "a.npz", zipped({"x.npy": npy("(2, -3, -1)"), "y.npy": npy("(2,)")}), "is impossible. The file is damaged"
     ),
     "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated, the data needs 5,488 bytes, got 5,487; fetch"),
-    "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*; fetch the file again"),
+    "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*. Fetch the file again"),
     "truncated CIFAR": cifar(records([1])[:-1], "truncated, records have 3073 bytes .*; fetch", "data_batch_1.bin"),
-    "empty CIFAR": cifar(b"", "no record in the file; fetch it again", "data_batch_1.bin"),
+    "empty CIFAR": cifar(b"", "no record. Fetch it again", "data_batch_1.bin"),
     "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png: not a readable image .*; replace"),
-    "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON, .*; the file is truncated or not LEAF"),
+    "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON, .*. The file is truncated or not LEAF"),
     "truncated heart": heart(HEART[:-9], "row 1 has [0-9]+ cells, expected 14; truncated"),
     "wrong magic": mnist(LABELS, lambda b: b"\0\0\x08\x03" + b[4:], "magic .* 0x00000801, got 0x00000803; not"),
     "no image": images({"a/1.png": b"GIF89a"}, "1.png: not a readable image \\(no known format"),
     "no archive": by_path("a.zip", b"PK\x03\x04garbage", "a.zip: truncated or damaged .*; fetch"),
     "image of another size": images(
-        {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: image of 5x5, the others are 6x4; give side"
+        {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: image of 5x5, the others are 6x4. Give side"
     ),
     "unknown label, IDX": mnist(LABELS, lambda b: b[:-1] + b"\x0a", "unknown label 10 of sample 6, allowed 0..9; not"),
-    "unknown label, CIFAR": cifar(records([1, 12]), "unknown label 12, allowed 0..9; not this set", "data_batch_1.bin"),
+    "unknown label, CIFAR": cifar(records([1, 12]), "unknown label 12, labels must be from 0 to 9", "data_batch_1.bin"),
     "unknown label, image": images(
         {"train/a/1.png": png(1), "test/c/1.png": png(2)}, "unknown label 'c' in the test images of .*, no training"
     ),
-    "image without label": images({"a/1.png": png(1), "2.png": png(2)}, "2.png: unknown label, .*; put it into"),
+    "image without label": images({"a/1.png": png(1), "2.png": png(2)}, "2.png: unknown label, .*. Put it into"),
     "unknown label, LEAF": by_path("a.json", leaf({"u": ([[1, 2]], [1e12])}), "'u' has the unknown label 1e\\+12, .*;"),
     "label below 0, LEAF": by_path("a.json", leaf({"u": ([[1, 2]], [-1])}), "user 'u' has the unknown label -1, .*;"),
     "unknown label, FEMNIST": Case(
@@ -143,33 +143,33 @@ CASES = {
     "unknown label, heart": heart(HEART[:-1] + "7", "row 1, column 'num': unknown label '7'; .* 0, 1, 2, 3, 4; fetch"),
     "unknown label, arrays": npz("unknown label 1e\\+09 of sample 1, .*; repair", x=np.zeros((2, 1)), y=[0, 10**9]),
     "unknown level": heart(HEART.replace("6.0,0", "5.0,0"), "row 1, column 'thal': unknown level '5.0'; the"),
-    "empty client, LEAF": by_path("a.json", leaf({"u": A, "v": ([], [])}), "user 'v' has no sample; remove the user"),
+    "empty client, LEAF": by_path("a.json", leaf({"u": A, "v": ([], [])}), "user 'v' has no sample. Remove the user"),
     "empty client, heart": heart("", "processed.switzerland.data: empty, .*; fetch"),
-    "duplicate users": by_path("a.json", leaf({"u": A}, users=["u", "u"]), "user 'u' is listed twice; every user may"),
+    "duplicate users": by_path("a.json", leaf({"u": A}, users=["u", "u"]), "user 'u' is listed twice. Every user may"),
     "duplicate data": by_path(
         "a.json",
         leaf({"u": A}).replace(b'"u": {"x"', b'"u": {"x": [[1, 2]], "y": [0]}, "u": {"x"'),
-        "user 'u' comes twice \\(also in .*\\); every user may",
+        r"user 'u' occurs twice \(also in .*\). Every user may",
     ),
-    "more y than x": by_path("a.json", leaf({"u": ([[1, 2]], [0, 1])}), "user 'u' has 1 x and 2 y; make them equal"),
-    "no y": by_path("a.json", leaf({"u": A}).replace(b'"y"', b'"w"'), "user 'u' has 2 x and 0 y; make them equal"),
+    "more y than x": by_path("a.json", leaf({"u": ([[1, 2]], [0, 1])}), "user 'u' has 1 x and 2 y. Make them equal"),
+    "no y": by_path("a.json", leaf({"u": A}).replace(b'"y"', b'"w"'), "user 'u' has 2 x and 0 y. Make them equal"),
     "users that are no names": by_path("a.json", leaf({"u": A}, users=[1]), "no list of users or no user_data"),
     "nested too deeply": by_path("a.json", b'{"users":' + b"[" * 100_000, "nested too deeply; .* fetch it again"),
-    "pickle": cifar(pickle.dumps(Evil(), 2), "a pickle, .*; take the binary version .*cifar-10-binary.tar.gz from"),
-    "arrays with objects": npz("x.npy: holds object \\(a pickle\\), .*; save it", x=np.array([{}], object), y=[0]),
-    "arrays of text": npz("a.npz: x holds text .*, allowed are numbers;", x=np.array([["a"]]), y=[0]),
-    "arrays that do not match": npz("3 samples but 2 targets; every sample needs", x=np.zeros((3, 1)), y=[0, 1]),
+    "pickle": cifar(pickle.dumps(Evil(), 2), "a pickle, .*. Take the binary version .*cifar-10-binary.tar.gz from"),
+    "arrays with objects": npz("x.npy: holds object \\(a pickle\\), .*. Save it", x=np.array([{}], object), y=[0]),
+    "arrays of text": npz("a.npz: x contains text .*, but only numbers are allowed", x=np.array([["a"]]), y=[0]),
+    "arrays that do not match": npz("3 samples but 2 targets. Every sample needs", x=np.zeros((3, 1)), y=[0, 1]),
     "arrays with NaN": npz("a.npz: .*NaN or Inf in the features of 1 samples .*; remove", x=[[np.nan]], y=[0]),
-    "missing cell": by_path("t.csv", b"a,b\n1,0\n,1\n", "t.csv: row 3, column 'a': missing value; repair it, "),
+    "missing cell": by_path("t.csv", b"a,b\n1,0\n,1\n", "t.csv: row 3, column 'a': missing value. Repair it, "),
     "text in a number": by_path("t.csv", b"a,b\n1,0\nx,1\n", "row 3, column 'a': expected a finite number, got 'x'; "),
     "infinite number": by_path("t.csv", b"a,b\n1,0\ninf,1\n", "row 3, column 'a': expected a finite number, got 'inf'"),
-    "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n3,1\n", "row 3, column 'b': missing value; repair it"),
-    "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions; set task"),
-    "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cells, expected 2; .*repair the row"),
-    "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature, the header has 'ab'; "),
-    "empty table": by_path("t.csv", b"", "t.csv: empty; a table needs a header row"),
+    "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n3,1\n", "row 3, column 'b': missing value. Repair it"),
+    "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions. Set task"),
+    "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cells, expected 2. Repair the row"),
+    "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature, the header contains 'ab'. Check"),
+    "empty table": by_path("t.csv", b"", "t.csv: empty. A table needs a header row"),
     "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*; give"),
-    "nothing there": Case("mnist", {}, "not found; looked in .*; put its original files there"),
+    "nothing there": Case("mnist", {}, "not found. Looked in .*. Put its original files there"),
 }  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def test_a_bomb_is_refused_before_it_goes_off(name: str, tmp_path: Path, monkeyp
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < SMALL / 30
     tracemalloc.start()
     try:
-        refused("unpacks to [0-9,]+ bytes or more, .*; if the file is genuine", str(tmp_path), "data", str(place))
+        refused("unpacks to [0-9,]+ bytes or more, .*. If the file is genuine", str(tmp_path), "data", str(place))
         assert tracemalloc.get_traced_memory()[1] < 5 * SMALL < len(ZEROS) / 2
     finally:
         tracemalloc.stop()
@@ -280,7 +280,7 @@ def test_a_packed_table_is_read_for_a_bounded_time(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(archive, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(archive, "PACKED_BYTES_PER_SECOND", 1e12)
     for name in ("t.csv.gz", "t.csv.xz"):
-        words = "not read to its end within 0 s, which is long for its packed size; if the file is genuine, unpack it"
+        words = "reading took more than 0 s, which is long for its packed size. If the file is genuine, unpack it"
         refused(words, str(folder / name), "data", str(folder / name))
     assert len(fl.load(str(folder / "t.csv"))) == 40_000
     monkeypatch.undo()
@@ -319,9 +319,9 @@ def test_a_path_or_name_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
     for name, words in (
-        ("patients.csv", "patients.csv: no such file or folder; check the path"),
+        ("patients.csv", "patients.csv: no such file or folder. Check the path"),
         ("mnits", "unknown data set 'mnits'; did you mean 'mnist'"),
-        ("mnist", "no data folder given; set FEDLOOM_DATA, or give"),
+        ("mnist", "no data folder given. Set FEDLOOM_DATA, or give"),
     ):
         refused(words, "", "data", name)
         refused(words, "", "run", str(experiment(tmp_path, name)), "--out", "out")
@@ -338,8 +338,11 @@ def offline(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("library", "words"),
     [
-        (None, "needs the extra hub; run: pip install 'fedloom\\[hub\\]'"),
-        (types.SimpleNamespace(load_dataset=offline), "cannot be had .*; check name and connection, or run this once"),
+        (None, r"needs the extra hub. Run: pip install 'fedloom\[hub\]'"),
+        (
+            types.SimpleNamespace(load_dataset=offline),
+            "cannot be loaded .*. Check the name and the connection, or load it once",
+        ),
     ],
     ids=["without its library", "without a connection"],
 )
@@ -358,13 +361,13 @@ def test_a_hub_name_offline(library: Any, words: str, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("partition", "words"),
     [
-        ('kind = "iid"\nclients = 5000', "5000 clients of at least 1 samples, but digits has 1797 .*; use fewer"),
+        ('kind = "iid"\nclients = 5000', "5000 clients of at least 1 samples, but digits has 1797 .*. Use fewer"),
         ('kind = "dirichlet"\nclients = 600\nalpha = 0.01', "smallest client had at most 0 samples, .*; raise alpha"),
         (
             'kind = "shards"\nlabels_per_client = 11',
-            "labels_per_client = 11, but digits has 10 classes; use",
+            "labels_per_client = 11, but digits has 10 classes. Use",
         ),
-        ('kind = "natural"', "digits has no natural clients; use kind by-column"),
+        ('kind = "natural"', "digits has no natural clients. Use kind by-column"),
     ],
 )
 def test_a_client_without_samples(partition: str, words: str, tmp_path: Path) -> None:
@@ -384,6 +387,6 @@ def test_a_class_that_only_the_test_part_of_a_client_has_is_said_in_the_report(t
     warnings = json.loads((tmp_path / "out" / "summary.json").read_text())["warnings"]
     said = [w for w in warnings if "first: client 'blind', 2 test samples of class '0'" in w]
     assert said, warnings
-    assert said[0].startswith("data, seed 0: clients tested on a class that they have no training sample of: 1")
+    assert said[0].startswith("data, seed 0: 1 clients are tested on a class that they have no training sample of")
     assert "data, seed 0: 1 of 3 natural clients have no training sample and are left out" in warnings
     assert "no training sample of" in (tmp_path / "out" / "report.html").read_text()

@@ -129,7 +129,7 @@ def test_a_name_that_is_not_utf_8_is_refused_before_any_work(tmp_path: Path) -> 
     words = ["run", str(file), "--out", os.fsencode(tmp_path) + b"/out-\xff\xfe"]
     done = subprocess.run([sys.executable, "-m", "fedloom", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "is not text in UTF-8; use a name that is" in done.stderr
+    assert "is not text in UTF-8. Use a name that is" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == [file]
 
@@ -214,17 +214,17 @@ BAD = {
         "personal_on_common: input should be a valid boolean",
     ),
     "item": (("[0, 1]", "[1.5]"), "got 1.5 (seeds: one run of every method per seed)\n"),
-    "name": (('name = "small"', 'name = "a\\u0000b"'), "name: must be text that can be printed, got 'a\\x00b'"),
-    "no label": (('"flame"', '"flame"\nlabel = " "'), "label: must be text that can be printed, got ' '"),
+    "name": (('name = "small"', 'name = "a\\u0000b"'), "name: must be printable text, got 'a\\x00b'"),
+    "no label": (('"flame"', '"flame"\nlabel = " "'), "label: must be printable text, got ' '"),
     "label type": (('"flame"', '"flame"\nlabel = 3'), "label: input should be a valid string, got 3"),
     "size": (("rounds = 3", "rounds = 9223372036854775808"), "less than or equal to 9223372036854775807"),
     "memory": (("[local]", '[model]\nkind = "mlp"\nhidden = [1000000000000]\n[local]'), "larger than the memory"),
     "long path": (('"digits"', f'"{"a" * 300}/b.npz"'), "no such file"),
     "labels": (("labels_per_client = 2", "labels_per_client = 11"), "11"),
-    "clients": (("clients = 6", "clients = 5000"), "use fewer clients"),
+    "clients": (("clients = 6", "clients = 5000"), "can fill. Use fewer clients"),
     "sampler": (("[local]", '[sampler]\nkind = "uniform"\nclients = 7\n[local]'), "at most the 6 clients"),
-    "pair": (("[local]", '[aggregation_weights]\nkind = "samples"\n[local]'), "nothing to act on in FLAME"),
-    "both": (("lr = 0.05", "lr = 0.05\nsteps = 3\nepochs = 2"), "epochs or steps, not both"),
+    "pair": (("[local]", '[aggregation_weights]\nkind = "samples"\n[local]'), "no effect with FLAME"),
+    "both": (("lr = 0.05", "lr = 0.05\nsteps = 3\nepochs = 2"), "epochs or steps, but not both"),
     "label twice": (('"flame"\nrho = 0.2', '"fedavg"'), "two methods have the label 'fedavg'"),
     "no method": (("[[method]]", "[[methods]]"), "unknown key 'methods'"),
     "toml": (("rounds = 3", "rounds = = 3"), "not a TOML file"),
@@ -521,6 +521,6 @@ def test_interrupt_leaves_a_resumable_run(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors
     lines = [line for line in errors.decode().splitlines() if "interrupted" in line or "same command" in line]
-    assert lines == ["interrupted: 0 of 4 runs are finished; run the same command again to continue"]
+    assert lines == ["interrupted: 0 of 4 runs are finished. Run the same command again to continue"]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert "interrupted" in {r["status"] for r in summary["runs"]}

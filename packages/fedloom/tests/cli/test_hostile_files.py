@@ -43,7 +43,7 @@ def said(*words: object, code: int = 2) -> str:
 )
 def test_a_pipe_is_no_data(name: str) -> None:
     os.mkfifo(name)
-    assert "is a pipe, socket or device; give a regular file" in said("data", f"./{name}")
+    assert "is a pipe, socket or device. Give a regular file" in said("data", f"./{name}")
     Path("e.toml").write_text(f'[data]\nsource = "./{name}"\n[[method]]\nalgorithm = "fedavg"\n')
     assert "is a pipe" in said("run", "e.toml")
 
@@ -111,12 +111,12 @@ def test_a_byte_order_mark_is_no_part_of_a_toml_file() -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"rounds = 2\nname = 'caf\xe9'", "line 2 is not text in UTF-8; save it as UTF-8"),
+        (b"rounds = 2\nname = 'caf\xe9'", "line 2 is not text in UTF-8. Save it as UTF-8"),
         ("rounds = 2".encode("utf-16"), "line 1 is not text in UTF-8"),
-        (b"rounds = 2\nrounds = 3", r"A key is given twice; leave one of them out \(at "),
+        (b"rounds = 2\nrounds = 3", r"A key is given twice. Leave one of them out \(at "),
         (
             b"[data]\na = 1\n[data]",
-            r"The table \[data\] is given twice; write all its keys under one heading \(at line 3",
+            r"The table \[data\] is given twice. Write all its keys under one heading \(at line 3",
         ),
         (b"[a.b]\n[a.b]", r"The table \[a\.b\] is given twice"),
     ],
@@ -158,7 +158,7 @@ def test_texts_of_a_parquet_file_read_as_before() -> None:
 
 def test_a_column_of_lists_is_refused_before_it_is_read() -> None:
     parquet.write_table(pa.table({"x": [1.0, 2], "l": [[1] * 9, [2]], "y": [0, 1]}), "t.parquet")
-    assert "column 'l' holds lists" in said("data", "./t.parquet")
+    assert "column 'l' contains lists" in said("data", "./t.parquet")
     assert len(load("./t.parquet", drop=["l"])) == 2
 
 

@@ -97,7 +97,7 @@ def test_a_directory_is_opened_without_its_data_and_without_computing(out: Path)
     x = torch.zeros(1, 1, 8, 8)
     assert run.models.personal[4](x).shape == (1, 10)
     assert sorted(r.method for r in opened.runs(seed=1)) == ["ditto", "fedavg"]
-    with pytest.raises(ConfigError, match="there are: global/test/accuracy"):
+    with pytest.raises(ConfigError, match="measured. Measured: global/test/accuracy"):
         run.final("global", "precision")
     with pytest.raises(ConfigError, match="no run of 'ditto' with seed 5"):
         opened["ditto", 5]
@@ -125,7 +125,7 @@ def test_adapt_writes_a_model_that_evaluate_and_export_take(out: Path, new: Path
     state = load_file(tmp_path / "own.safetensors")
     assert all(torch.equal(t, state[name]) for name, t in module.state_dict().items())
     said = call("adapt", out, "--data", new, "--method", "ditto", "--holdout", 0, "--out", tmp_path / "deep" / "m.st")
-    assert "none were held out" in said
+    assert "samples. No samples were held out" in said
     assert (tmp_path / "deep" / "m.st").is_file()
 
 
@@ -166,7 +166,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("predict", out, new, "--method", "fedavg", "--model", "personal"), "no 'personal' model"),
         (("export", out, "--method", "ditto", "--client", 9, "--out", tmp_path / "x"), "unknown client '9'"),
         (("adapt", out, "--data", new, "--method", "fedavg"), "methods with personal models: ditto"),
-        (("adapt", out, "--data", new), "give --method: fedavg, ditto"),
+        (("adapt", out, "--data", new), "the run has several methods. Give --method: fedavg, ditto"),
         (("adapt", out, "--data", new, "--method", "dito"), "did you mean 'ditto'"),
         (("adapt", out, "--data", new, "--method", "ditto", "--seed", 7), "no seed 7; it has 0, 1"),
         (("adapt", out, "--data", new, "--method", "ditto", "--rounds", 0), "rounds must be at least 1"),
@@ -183,7 +183,7 @@ def test_models_of_another_layout_are_refused(out: Path, new: Path) -> None:
     settings = out / "experiment.toml"
     other = settings.read_text().replace('kind = "softmax"', 'kind = "mlp"\nhidden = [7]')
     settings.write_text(other)
-    assert "is damaged, or was changed" in refused(out, "evaluate", out, "--data", new)
+    assert "is damaged or was changed" in refused(out, "evaluate", out, "--data", new)
     settings.write_text(other.rpartition("# ")[0])
     said = refused(out, "evaluate", out, "--data", new)
     assert "is a model of another layout" in said
@@ -193,12 +193,12 @@ def test_models_of_another_layout_are_refused(out: Path, new: Path) -> None:
 
 def test_damaged_directories_are_named(out: Path, new: Path) -> None:
     shutil.rmtree(out / "models" / "ditto-0")
-    assert "holds no models of ditto, seed 0" in refused(out, "evaluate", out, "--data", new)
+    assert "contains no models of ditto, seed 0" in refused(out, "evaluate", out, "--data", new)
     (out / "models" / "fedavg-0" / "global.safetensors").write_bytes(b"torn")
-    mended = "no readable file of models (Error while deserializing header: header too small); write it anew"
+    mended = "no readable file of models (Error while deserializing header: header too small). Write it anew"
     assert mended in refused(out, "evaluate", out, "--data", new)
     (out / "summary.json").write_text("{")
     assert "is damaged" in refused(out, "models", out)
     (out / "summary.json").unlink()
-    with pytest.raises(RunDirError, match="let 'fedloom run' finish"):
+    with pytest.raises(RunDirError, match="yet. Let 'fedloom run' finish"):
         fl.open_run(out)

@@ -337,7 +337,7 @@ def test_a_file_that_only_may_be_read_stays(here: Path, monkeypatch: pytest.Monk
     before = (here / "p.csv").read_bytes()
     allowed = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and allowed(path, mode))
-    assert "may only be read" in call(*words, code=2)
+    assert "is read-only. Change" in call(*words, code=2)
     assert (here / "p.csv").read_bytes() == before
 
 
@@ -353,13 +353,13 @@ def test_predictions_to_which_someone_added_a_column_stay(here: Path) -> None:
 
 def test_tables_beside_a_report_replace_no_tables_of_someone_else(here: Path) -> None:
     mine = written(here / "study" / "results.csv")
-    assert "results.csv is there already" in call("report", here / "run", "--out", here / "study.html", code=2)
+    assert "results.csv already" in call("report", here / "run", "--out", here / "study.html", code=2)
     assert mine.read_text() == "of someone else"
     assert not (here / "study.html").exists()
     for name in ("models.html", "checkpoints.html", "adapted.HTML"):
-        assert "lies in the run directory" in call("report", here / "run", "--out", here / "run" / name, code=2)
+        assert "is in the run directory" in call("report", here / "run", "--out", here / "run" / name, code=2)
     call("report", here / "run", "--card")
-    assert "may hold what people wrote" in call("report", here / "run", "--card", code=2)
+    assert "may contain text by people. Move" in call("report", here / "run", "--card", code=2)
 
 
 def test_methods_that_write_refuse_the_same_places(here: Path) -> None:
@@ -382,7 +382,7 @@ def test_methods_that_write_refuse_the_same_places(here: Path) -> None:
             assert contents(here) == before, (name, place)
     for folder in (here / "run", here / "run" / "models", here / "site" / "new"):
         before = contents(here)
-        with pytest.raises(fl.FedloomError, match="lies in"):
+        with pytest.raises(fl.FedloomError, match="is in"):
             models.save(folder)
         assert contents(here) == before
     save_file({"w": torch.zeros(2)}, here / "personal.safetensors")

@@ -138,7 +138,7 @@ def test_a_method_has_values_of_its_own() -> None:
         ("local..lr=3", "must be key=value"),
         ("local.lr=0,1", "--set local.lr: '0,1' is not a value of TOML"),
         ("rounds.x=1", "--set rounds.x: [rounds]"),
-        ("method.mu=1", "a key of a method is method.LABEL.key; labels: fedavg, prox 1, fedprox"),
+        ("method.mu=1", "the key of a method is method.LABEL.key. Labels: fedavg, prox 1, fedprox"),
         ("method.fedporx.mu=1", "did you mean 'fedprox'?"),
     ],
 )

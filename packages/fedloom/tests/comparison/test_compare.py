@@ -191,7 +191,7 @@ def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
 
 def test_what_it_has_not_is_named(whole: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"no result of 'fedavg'; give a label and a seed, as comparison\['fedavg', 0\]"
+        ConfigError, match=r"no result of 'fedavg'. Give a label and a seed, as comparison\['fedavg', 0\]"
     ):
         whole["fedavg"]
     for ask in (whole.plot, lambda name: whole.significance(figure=name)):
@@ -235,7 +235,7 @@ def test_the_same_call_goes_on_and_another_is_refused(tmp_path: Path) -> None:
     assert torch.equal(first["fedavg", 1].final(), more["fedavg", 1].final())
     assert not torch.equal(more["half", 1].final(), more["fedavg", 1].final())
     with pytest.raises(
-        RunDirError, match=r"holds another experiment: .*lr was 0.1, now it is 0.2; give another folder"
+        RunDirError, match=r"contains another experiment: .*lr was 0.1, now it is 0.2. Give another folder"
     ):
         fl.compare({"fedavg": "fedavg"}, **{**small, "local": {"lr": 0.2}})
     with pytest.raises(RunDirError):
@@ -324,12 +324,12 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"partition": None}, "say how the data are split"),
+        ({"partition": None}, "the data are not split"),
         ({"partition": "dirichlt"}, "did you mean 'dirichlet'"),
         ({"methods": {}}, "methods must be a table by label"),
         ({"methods": "fedavg"}, "methods must be a table by label"),
         ({"methods": ["fedavg", "fedavg"]}, "two methods have the label 'fedavg'"),
-        ({"methods": {3: "fedavg"}}, "a label must be text that can be printed, got 3"),
+        ({"methods": {3: "fedavg"}}, "a label must be printable text, got 3"),
         ({"methods": {"a": 3}}, "a: must be a method such as"),
         ({"methods": {"a": {"lam": 1}}}, "a: algorithm is missing"),
         ({"methods": {"a": {"algorithm": "ditto", "lambda": 1}}}, "a: unknown key 'lambda'"),
@@ -345,14 +345,14 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"seeds": [0, 0]}, "every seed once"),
         ({"seeds": 5}, "seeds must be several whole numbers"),
         ({"seeds": []}, r"seeds must be several whole numbers, as range\(5\), got \[\]"),
-        ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets; give {'train':"),
+        ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets. Give {'train':"),
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
         ({"tune": "yes"}, "tune must be a number of trials"),
         ({"round": 3}, "unknown key 'round'"),
         ({"compare_modle": "all"}, r"compare: unknown key 'compare_modle'; did you mean 'compare_model'\?$"),
         ({"algorithm": "ditto"}, "compare: unknown key 'algorithm'"),
-        ({"seed": 1}, r"seed is the choice of one run: give seeds=\[1\]"),
-        ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"all methods share it: give compare\(..., seeds="),
+        ({"seed": 1}, r"seed belongs to one run. Give seeds=\[1\]"),
+        ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"all methods share it. Give compare\(..., seeds="),
         ({"methods": {"a": {"algorithm": "ditto", "local": {"mu": 1}}}}, "a: local: unknown key 'mu'; it is an option"),
         ({"data": None}, "data is missing"),
         ({"folder": 3}, "folder must be a path, got 3"),
@@ -420,7 +420,7 @@ def test_killed_at_any_change_of_the_disk_the_same_call_gives_the_same(crash_at:
 
 
 def test_a_federation_needs_no_partition() -> None:
-    with pytest.raises(ConfigError, match="the data are split already"):
+    with pytest.raises(ConfigError, match="the data are already split"):
         fl.compare(["fedavg"], CUT(fl.load("digits"), seed=0), partition=CUT)
 
 
@@ -438,10 +438,10 @@ def test_a_comparison_without_test_samples_says_why_it_decides_nothing(tmp_path:
     cut = fl.partitions.iid(clients=3, test=0.0)
     found = fl.compare(["fedavg", "local"], fl.load("digits"), partition=cut, seeds=[0, 1], folder=tmp_path, **SHORT)
     for line in repr(found).splitlines()[1:]:
-        assert "trained, not evaluated: there is no test row" in line
-    assert "trained, not evaluated: there is no test row" in found._repr_html_()
-    assert set(found.to_pandas().status) == {"trained, not evaluated: there is no test row"}
-    assert "trained, not evaluated: there is no test row" in found.report().read_text()
+        assert "trained, but not evaluated because there is no test row" in line
+    assert "trained, but not evaluated because there is no test row" in found._repr_html_()
+    assert set(found.to_pandas().status) == {"trained, but not evaluated because there is no test row"}
+    assert "trained, but not evaluated because there is no test row" in found.report().read_text()
 
 
 def test_a_comparison_with_few_seeds_says_how_many_a_test_needs() -> None:

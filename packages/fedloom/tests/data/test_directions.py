@@ -17,7 +17,7 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.lab.experiment import parse
 
 MARKS = [chr(code) for code in (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))]
-SENTENCE = "which changes the direction of text, so that the name looks like another one; write the name without it"
+SENTENCE = "which changes the direction of text, so that the name looks like another one. Write the name without it"
 
 
 def frame(mark: str, **changes: Any) -> pd.DataFrame:

@@ -212,27 +212,27 @@ NOTED: dict[str, tuple[Any, Any, list[str]]] = {
     "sound": (TABLE, np.arange(40) % 2, []),
     "far": (
         np.where(np.arange(120).reshape(40, 3) == 61, 1e9, TABLE), np.arange(40) % 2,
-        ["row 20, column '1': 1e+09 lies absurdly far from the others"],
+        ["row 20, column '1': 1e+09 is extremely far from the others"],
     ),
     "constant": (
         TABLE * (1, 1, 0), np.arange(40) % 2,
-        ["column '2': the same in every row, so nothing is learned from it; leave it out"],
+        ["column '2': the same in every row, so a model cannot learn from it; leave it out"],
     ),
-    "one class": (TABLE, np.zeros(40, int), ["the label 'y' is '0' in every row; nothing can be learned from these"]),
-    "a target": (TABLE, np.r_[1e9, TABLE[1:, 0]], ["row 0, column 'y': 1e+09 lies absurdly far from the others"]),
+    "one class": (TABLE, np.zeros(40, int), ["the label 'y' is '0' in every row, so a model cannot learn from these"]),
+    "a target": (TABLE, np.r_[1e9, TABLE[1:, 0]], ["row 0, column 'y': 1e+09 is extremely far from the others"]),
     "an event": (TABLE, np.c_[np.arange(1, 41), np.ones(40)], []),
     "few": (TABLE[:9] * 0, np.arange(9) % 2, []),
     "a table of bytes": (
-        (TABLE * 0).astype(np.uint8), np.arange(40) % 2, ["x has bytes (uint8), which are read as pixels and divided"],
+        (TABLE * 0).astype(np.uint8), np.arange(40) % 2, ["x contains bytes (uint8), which are read as pixels"],
     ),
     "images of bytes": (np.zeros((40, 1, 4, 4), np.uint8), np.arange(40) % 2, []),
     "images": (np.zeros((40, 1, 4, 4)), np.arange(40) % 2, []),
     "bright images": (
-        np.full((40, 1, 4, 4), 255.0), np.arange(40) % 2, ["x has numbers of up to 255; floats are taken as they are"],
+        np.full((40, 1, 4, 4), 255.0), np.arange(40) % 2, ["x contains numbers of up to 255. Floats are used"],
     ),
     "bright flat images": (
         np.pad(np.random.default_rng(1).random((40, 30)) * 255, ((0, 0), (34, 0))), np.arange(40) % 2,
-        ["x has numbers of up to 25"],
+        ["x contains numbers of up to 25"],
     ),
     "flat images": (np.pad(np.random.default_rng(1).random((40, 30)), ((0, 0), (34, 0))), np.arange(40) % 2, []),
 }  # fmt: skip

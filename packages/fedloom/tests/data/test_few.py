@@ -40,7 +40,9 @@ def test_fixed_sizes_are_exact() -> None:
 
 
 def test_too_little_data_is_refused_with_the_numbers() -> None:
-    with pytest.raises(PartitionError, match=r"200 clients ask for \d+ samples, \d+ of class '.', but letters has 100"):
+    with pytest.raises(
+        PartitionError, match=r"200 clients need \d+ samples, \d+ of them of class '.', but letters has only 100."
+    ):
         partitions.femnist_fedprox()(letters(100), seed=0)
     with pytest.raises(PartitionError, match="labels_per_client = 3, but letters has 2 classes"):
         partitions.femnist_fedprox()(letters(100, classes=2), seed=0)

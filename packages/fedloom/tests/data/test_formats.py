@@ -157,7 +157,7 @@ def test_sheets_are_chosen_by_name_or_number_and_rows_above_the_header_are_skipp
     for sheet in ("Visits", 2):
         data = fl.load(tmp_path / "t.xlsx", sheet=sheet, skip=3, **OPTIONS)
         assert torch.equal(data.y, expected.y)
-    with pytest.raises(DataError, match="has 2 sheets, 'About', 'Visits'; name one"):
+    with pytest.raises(DataError, match="has 2 sheets, 'About', 'Visits'. Name one"):
         fl.load(tmp_path / "t.xlsx", **OPTIONS)
     for wrong in ("Visit", 3, 0):
         with pytest.raises(ConfigError, match="sheet"):
@@ -170,7 +170,7 @@ def test_a_missing_library_is_one_sentence_with_the_command(
 ) -> None:
     WRITERS[name](frame, tmp_path / name)
     monkeypatch.setitem(__import__("sys").modules, library, None)
-    with pytest.raises(ConfigError, match=rf"needs {library}; run: pip install 'fedloom\[formats\]'"):
+    with pytest.raises(ConfigError, match=rf"needs {library}. Run: pip install 'fedloom\[formats\]'"):
         fl.load(tmp_path / name, **OPTIONS)
 
 

@@ -125,9 +125,9 @@ def test_options_of_arrays() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Dataset.create(X), ConfigError, "features without targets; give the pair"),
+        (lambda: Dataset.create(X), ConfigError, "features without targets. Give the pair"),
         *(
-            (lambda given=given: Dataset.create(given), ConfigError, r"a list is samples, .* as the tuple \(x, y\), or")
+            (lambda given=given: Dataset.create(given), ConfigError, "a list contains samples, but")
             for given in ([X, Y], [X[0], X[1]], [X[0], X[1], X[2]], [[1, 2], [3, 4]], next(iter(DataLoader(SET, 6))))
         ),
         (lambda: Dataset.create((X, Y), test=[X, Y]), ConfigError, r"as the tuple \(x, y\)"),
@@ -139,13 +139,17 @@ def test_options_of_arrays() -> None:
             DataError,
             "sample 1 holds uint8, those",
         ),
-        (lambda: Dataset.create(((X, Y), (X, Y))), ConfigError, r"give {'train': \(x, y\), 'test'"),
-        (lambda: Dataset.create((X, Y, X, Y)), ConfigError, r"give {'train': \(x, y\), 'test'"),
-        (lambda: Dataset.create(RECORDS), ConfigError, r"without targets; give pandas.DataFrame\(x\)"),
-        (lambda: Dataset.create(RECORDS, Y), DataError, r"a structured array, with a, b; give pandas.DataFrame\(x\)"),
-        (lambda: Dataset.create(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); give y.astype\(str\)"),
-        (lambda: Dataset.create(pd.DataFrame(X[:, 0]), X[:, 0]), ConfigError, r"holds its targets, got ndarray \(12, "),
-        (lambda: Dataset.create(Stored(X)), ConfigError, "features without targets; give the pair"),
+        (lambda: Dataset.create(((X, Y), (X, Y))), ConfigError, r"Give {'train': \(x, y\), 'test'"),
+        (lambda: Dataset.create((X, Y, X, Y)), ConfigError, r"Give {'train': \(x, y\), 'test'"),
+        (lambda: Dataset.create(RECORDS), ConfigError, r"without targets. Give pandas.DataFrame\(x\)"),
+        (
+            lambda: Dataset.create(RECORDS, Y),
+            DataError,
+            r"a structured array with the fields a, b. Give pandas.DataFrame\(x\)",
+        ),
+        (lambda: Dataset.create(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\). Give y.astype\(str\)"),
+        (lambda: Dataset.create(pd.DataFrame(X[:, 0]), X[:, 0]), ConfigError, r"targets themselves, got ndarray \(12,"),
+        (lambda: Dataset.create(Stored(X)), ConfigError, "features without targets. Give the pair"),
         (lambda: Dataset.create(X, [b"a", b"b"] * 6), DataError, r"give y.astype\(str\)"),
         (
             lambda: Dataset.create(X, np.array([b"a", b"b"] * 6, object)),
@@ -155,9 +159,9 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(torch.zeros(12, 2, device="meta"), Y),
             DataError,
-            "device meta has no values; make it with",
+            "device meta has no values. Make it with",
         ),
-        (lambda: Dataset.create(3), ConfigError, "cannot make a data set of int; known are arrays"),
+        (lambda: Dataset.create(3), ConfigError, "int is not a known form of data. Known forms: arrays"),
         (lambda: Dataset.create((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
         (lambda: Dataset.create(load("digits"), Y), ConfigError, "digits: is a Dataset already"),
         (lambda: Dataset.create(X, Y[:3]), DataError, "12 samples but 3 targets"),
@@ -166,18 +170,18 @@ def test_options_of_arrays() -> None:
             DataError,
             "2 problems\n  - x must be numbers.*\n  - 12 samples but 3",
         ),
-        (lambda: Dataset.create(np.ma.masked_less(X, 9), Y), DataError, "some values are masked; fill them"),
-        (lambda: Dataset.create(X, [None, *Y[1:]]), DataError, "value 0 is None; expected numbers only, or text only"),
+        (lambda: Dataset.create(np.ma.masked_less(X, 9), Y), DataError, "some values are masked. Fill them"),
+        (lambda: Dataset.create(X, [None, *Y[1:]]), DataError, "value 0 is None. Give only numbers or only text"),
         (
             lambda: Dataset.create(X, ["a", None, *Y[2:]]),
             DataError,
-            "value 1 is None; expected numbers only, or text only",
+            "value 1 is None. Give only numbers or only text",
         ),
         (lambda: Dataset.create(X, X[:, 0] % 2), DataError, "0 and 1 only, as several labels of a sample have"),
         (
             lambda: Dataset.create(X, ["True", "TRUE", "0"] * 4),
             DataError,
-            "alike: 'TRUE' .4. = 'True' .4.; write them in one",
+            "alike: 'TRUE' .4. = 'True' .4.. Write them in one",
         ),
         (lambda: Dataset.create(X, Y * 0 + 0.5), DataError, "the target is the same in every row"),
         (
@@ -192,17 +196,17 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(np.zeros((12, 9, 8, 3)), Y),
             DataError,
-            "channels last; give channels_last = True or False",
+            "channels last. Give channels_last = True or False",
         ),
         (
             lambda: Dataset.create(np.zeros((12, 9, 8, 2)), Y),  # grey with alpha
             DataError,
-            "channels last; give channels_last = True or False",
+            "channels last. Give channels_last = True or False",
         ),
         (
             lambda: Dataset.create(np.zeros((12, 32, 32, 13)), Y),  # bands of a satellite
             DataError,
-            "channels last; give channels_last = True or False",
+            "channels last. Give channels_last = True or False",
         ),
         (
             lambda: Dataset.create(np.full((12, 2), 1e300), Y),
@@ -217,33 +221,41 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(Pairs(lambda i: (X[i] / 2 if i else X[i], 0))),
             DataError,
-            "sample 1 holds float64, those before",
+            "sample 1 is float64, but earlier samples",
         ),
-        (lambda: Dataset.create("data.csv"), ConfigError, "data set of str; read a file by fl.load"),
-        (lambda: Dataset.create(types.SimpleNamespace(toarray=0)), ConfigError, r"give x.toarray\(\)"),
+        (lambda: Dataset.create("data.csv"), ConfigError, "str is not a known form of data; read a file with fl.load"),
+        (
+            lambda: Dataset.create(types.SimpleNamespace(toarray=0)),
+            ConfigError,
+            r"but models need dense arrays. Give x.toarray\(\)",
+        ),
         (lambda: partitions.iid(clients=2)((X, Y), seed="a"), ConfigError, "seed must be a whole number, got 'a'"),
-        (lambda: Dataset.create(([[1], [2, 3]], [0, 1])), DataError, "rows of different lengths"),
+        (lambda: Dataset.create(([[1], [2, 3]], [0, 1])), DataError, "rows have different lengths. Give"),
         (
             lambda: Dataset.create(
                 torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged), Y[:2]
             ),
             DataError,
-            "rows of different lengths",
+            "rows have different lengths. Give",
         ),
-        (lambda: Dataset.create(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\); give y.astype\(str\)"),
+        (lambda: Dataset.create(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\). Give y.astype\(str\)"),
         (lambda: Dataset.create(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
         (lambda: Dataset.create(X, Y.astype(str), classes=["0", "1"]), DataError, "y has '2', the classes are 0, 1"),
-        (lambda: Dataset.create((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'; .* or name all"),
+        (lambda: Dataset.create((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'. .* or list all"),
         (lambda: Dataset.create((X, Y), test=(X[:2], Y[:1])), DataError, "the test set: 2 samples but 1 targets"),
         (lambda: Dataset.create((X, Y), test=(X[:2] / 255, Y[:2])), DataError, "bytes, .*; those of the test set are"),
-        (lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]), ConfigError, "has its targets; leave target out"),
-        (lambda: Dataset.create(Pairs(lambda i: (X[i], 0)), Y), ConfigError, "has its targets; leave target out"),
-        (lambda: Dataset.create((csr_array(X[:, 0]), Y)), ConfigError, r"csr_array is sparse, .* give x.toarray\(\)"),
+        (lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]), ConfigError, "has its targets. Leave target out"),
+        (lambda: Dataset.create(Pairs(lambda i: (X[i], 0)), Y), ConfigError, "has its targets. Leave target out"),
+        (
+            lambda: Dataset.create((csr_array(X[:, 0]), Y)),
+            ConfigError,
+            "csr_array is sparse, but models need dense arrays. Give",
+        ),
         (lambda: Dataset.create(DataLoader(SET)), ConfigError, "give its .dataset; known"),
         (
             lambda: Dataset.create(DataLoader(SET, collate_fn=list)),
             ConfigError,
-            "give its .dataset, whose samples are those that its collate_fn makes",
+            "Give its .dataset, whose samples come from its collate_fn",
         ),
         (
             lambda: Dataset.create(DataLoader(SET, sampler=SubsetRandomSampler([1, 2]))),
@@ -264,17 +276,21 @@ def test_options_of_arrays() -> None:
             "sample 0 is dict with 'picture', 'class', expected .* both by the names x and y, ",
         ),
         (lambda: Dataset.create(types.SimpleNamespace(to_pandas=0)), ConfigError, r"give x.to_pandas\(\)"),
-        (lambda: Dataset.create(Pairs(lambda i: (X[i][: i + 1], 0))), DataError, "sample 1 has shape .* one size only"),
-        (lambda: Dataset.create(Pairs(lambda i: ("a", 0))), DataError, "only images and numbers work"),
+        (
+            lambda: Dataset.create(Pairs(lambda i: (X[i][: i + 1], 0))),
+            DataError,
+            "sample 1 has shape .* All samples need one size",
+        ),
+        (lambda: Dataset.create(Pairs(lambda i: ("a", 0))), DataError, "but must be an image or numbers"),
         (
             lambda: Dataset.create(Endless()),
             ConfigError,
-            "Endless has no __len__; add one, or make it an IterableDataset",
+            "Endless has no __len__. Add the method, or make the class an IterableDataset",
         ),
-        (lambda: Dataset.create(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be had: IndexError"),
+        (lambda: Dataset.create(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be read: IndexError"),
         (lambda: partitions.iid(clients=2)((X, 0 * Y)), DataError, "the target is the same in every row"),
-        (lambda: Dataset.create(Y, Y), DataError, r"of a single feature give x\[:, None\]"),
-        (lambda: Dataset.create(X, np.eye(3)[Y]), DataError, "as one-hot classes have; give y.argmax"),
+        (lambda: Dataset.create(Y, Y), DataError, r"For a single feature, give x\[:, None\]"),
+        (lambda: Dataset.create(X, np.eye(3)[Y]), DataError, "as one-hot classes have. Give y.argmax"),
         (
             lambda: Dataset.create((np.full((2, 2), np.nan), [0, 1])),
             DataError,
@@ -304,14 +320,19 @@ def test_targets_of_pandas_belong_to_rows_of_their_index() -> None:
         assert Dataset.create(frame, same).y.tolist() == Y.tolist()
     for named in (target.rename(0), target.rename(None), pd.DataFrame({0: target})):
         assert Dataset.create(frame, named).shape == (5,), "the first column is no target"
-    with pytest.raises(ConfigError, match="a column of the table is named 't' too, and differs; rename one"):
+    with pytest.raises(
+        ConfigError, match="a column of the table is also called 't', and its values differ. Rename one"
+    ):
         Dataset.create(frame.assign(t=1 - target), target)
     assert Dataset.create(frame.assign(t=target), target).shape == (5,), "the target is no feature"
     for make in (
         lambda: Dataset.create(frame, target[::-1]),
         lambda: fl.Federation.create([(frame, target[::-1])] * 2),
     ):
-        with pytest.raises(DataError, match=r"index of the features in another order; give y.loc\[x.index\]"):
+        with pytest.raises(
+            DataError,
+            match=r"index of the targets has another order than the index of the features. Give y.loc\[x.index\]",
+        ):
             make()
 
 
@@ -362,10 +383,10 @@ def test_columns_of_large_numbers_are_noted() -> None:
     assert notes(x, target) == []
     assert notes(50 * x, target) == []
     (note,) = notes(x * [1, 30_000, 200], target)
-    assert note.startswith(f"column 1 has large numbers, of a median size of {30_000 * np.median(abs(x[:, 1])):,.4g}")
+    assert note.startswith(f"column 1 has large numbers, with a median size of {30_000 * np.median(abs(x[:, 1])):,.4g}")
     assert "the largest of 2 such columns" in note
     (note,) = notes(x, 500 * target)
-    assert note.startswith(f"column y has large numbers, of a median size of {500 * np.median(abs(target)):,.4g}")
+    assert note.startswith(f"column y has large numbers, with a median size of {500 * np.median(abs(target)):,.4g}")
     assert notes(x, np.arange(40) % 3 + 5000) == [], "classes are no numbers"
 
 
@@ -379,7 +400,7 @@ def test_numbers_that_may_be_measurements_are_noted_as_classes() -> None:
         return [note for data in frames for note in data.notes if "measurements" in note]
 
     assert len(notes(y)) == 2
-    assert "has 40 numbers, each of which is a class; set task = 'regression' if they are measurements" in notes(y)[0]
+    assert "has 40 numbers, and each counts as a class. Set task = 'regression' if they are measurements" in notes(y)[0]
     assert notes(y % 30) == notes(np.char.add("p", y.astype(int).astype(str))) == notes(y, task="regression") == []
 
 

@@ -415,8 +415,8 @@ def test_rotated_in_a_hybrid_leaves_the_other_half() -> None:
             {},
             r"needs images \[channels, height, width\]",
         ),
-        (pictures(height=3), {"turns": 4}, "4 turns need square images, those of pictures are 3 x 4"),
-        (pictures(), {"clients": 7, "inverted": True, "turns": 4}, "8 views need as many clients, got 7"),
+        (pictures(height=3), {"turns": 4}, "4 turns need square images, but the images of pictures are 3 x 4"),
+        (pictures(), {"clients": 7, "inverted": True, "turns": 4}, "8 views need at least as many clients, got 7"),
         (pictures(), {"test_from": "ratio", "test_count": 2}, "official test samples would not fit"),
     ],
 )
@@ -463,7 +463,7 @@ def test_writers_stay_whole() -> None:
     assert any("left out" in note for note in few.notes)
     odd = PARTITIONS["natural"](per_client=5)(data, 0)
     assert odd.n == 2
-    assert any("2 of 12 natural clients are left over" in note for note in odd.notes)
+    assert any("2 of 12 natural clients" in note for note in odd.notes)
 
 
 def test_official_test_samples_of_the_same_writers() -> None:
@@ -473,7 +473,7 @@ def test_official_test_samples_of_the_same_writers() -> None:
     assert int(fed.sizes("test").sum()) == 200
     for i in range(4):
         assert set(data.users[fed.indices("test", i)].tolist()) <= set(data.users[fed.indices("train", i)].tolist())
-    with pytest.raises(PartitionError, match="natural and by-column only"):
+    with pytest.raises(PartitionError, match="natural and by-column. Use"):
         PARTITIONS["iid"](test_from="clients")(data, 0)
 
 
@@ -502,16 +502,16 @@ def test_hybrid_mixes_any_two_with_a_ratio() -> None:
         ("iid", {"clients": 601}, "601 clients of at least 1 samples, but toy has 600"),
         ("iid", {"clients": 10, "min_size": 61}, "at least 61"),
         ("shards", {"labels_per_client": 6}, "labels_per_client = 6, but toy has 5 classes"),
-        ("shards", {"clients": 590, "labels_per_client": 5}, "use fewer clients"),
-        ("shards", {"clients": 400, "assignment": "mcmahan"}, "leave some empty"),
+        ("shards", {"clients": 590, "labels_per_client": 5}, "can fill. Use fewer clients"),
+        ("shards", {"clients": 400, "assignment": "mcmahan"}, "can fill"),
         ("dirichlet", {"clients": 50, "alpha": 0.05, "min_size": 10}, "in 100 draws .* min_size is 10; raise alpha"),
         ("quantity-skew", {"clients": 50, "alpha": 0.05, "min_size": 10}, "in 100 draws .* raise alpha"),
-        ("clusters", {"classes": (4, 6)}, "10 classes asked for, toy has 5"),
-        ("clusters", {"classes": (2, 3), "sizes": (2, 2), "per_class": 100}, "lower per_class"),
+        ("clusters", {"classes": (4, 6)}, "10 classes, but toy has 5"),
+        ("clusters", {"classes": (2, 3), "sizes": (2, 2), "per_class": 100}, "Lower per_class"),
         ("by-column", {"column": "writre"}, "did you mean 'writer'"),
         ("natural", {"per_client": 13}, "toy has 12"),
         ("natural", {"clients": 13}, "toy has 12"),
-        ("label-swap", {"groups": 11}, "use fewer groups"),
+        ("label-swap", {"groups": 11}, "classes. Use fewer groups"),
     ],
 )
 def test_what_the_data_cannot_give_is_refused(kind: str, fields: dict[str, Any], words: str) -> None:
@@ -553,7 +553,7 @@ def test_combinations_without_sense_are_refused() -> None:
         PARTITIONS["feature-noise"](clients=5, base=overlapping)(toy(), 0)
     with pytest.raises(Refused, match="test_from = 'own'"):
         PARTITIONS["label-swap"](clients=5, test_from="ratio", test_count=5)(toy(test=100), 0)
-    with pytest.raises(ConfigError, match="drop one of them"):
+    with pytest.raises(ConfigError, match="Leave one of them out"):
         PARTITIONS["iid"](folds=3, test_from="ratio")
     with pytest.raises(Refused, match="clusters"):
         PARTITIONS["feature-noise"](base={"kind": "clusters"})(toy(), 0)

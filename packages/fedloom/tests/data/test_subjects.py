@@ -275,7 +275,7 @@ def test_a_hospital_of_test_rows_alone_is_the_common_test_set() -> None:
     assert fed.names == ("a", "b")
     assert {*frame["hospital"].to_numpy()[fed.test].tolist()} == {"c"}
     assert not len(fed.parts["test"].index)
-    assert any("1 of 3 clients have test rows alone (c)" in note for note in fed.notes)
+    assert any("1 of 3 clients have only test rows (c)" in note for note in fed.notes)
     result = fl.simulate("fedavg", fed, rounds=1)
     assert {row["part"] for row in result.table().to_pylist()} >= {"common"}
 
@@ -287,8 +287,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "target": ({"subject": "died"}, ConfigError, "the target cannot be subject"),
     "text": ({"order": "sex"}, DataError, "row 0, column 'sex': expected a number or a date, got 'f'"),
     "since alone": ({"test_since": 3}, ConfigError, "test_since needs order"),
-    "levels alone": ({"test_levels": ["x"]}, ConfigError, "test_levels are of test_column"),
-    "no mark": ({"test_column": "sex"}, ConfigError, "neither yes nor no; name the levels"),
+    "levels alone": ({"test_levels": ["x"]}, ConfigError, "test_levels belong to test_column"),
+    "no mark": ({"test_column": "sex"}, ConfigError, "neither yes nor no. List the levels"),
     "no level": ({"test_column": "cohort", "test_levels": ["z"]}, ConfigError, "has no level 'z'"),
     "none later": ({"order": "admitted", "test_since": "2040"}, DataError, "no row is a test row"),
     "all later": ({"order": "admitted", "test_since": "2000"}, DataError, "every row is a test row"),
@@ -414,7 +414,7 @@ def test_a_common_test_set_of_a_table_works_and_a_shared_test_part_names_it() ->
     rows = fl.simulate("fedavg", fed, rounds=1).table().to_pylist()
     (auroc,) = [r["value"] for r in rows if (r["part"], r["metric"], r["round"]) == ("common", "auroc", 1)]
     assert 0 <= auroc <= 1
-    with pytest.raises(Refused, match=r"a test set of all clients is Draw\.common"):
+    with pytest.raises(Refused, match="part. A test set for all clients is Draw.common"):
         Common(shared=True)(data, 0)
 
 
@@ -426,7 +426,7 @@ def test_equal_rows_in_two_parts_are_noted_and_chance_is_not() -> None:
     x, y = rng.random((200, 4)), rng.integers(2, size=200)
     twice = fl.Dataset.create((np.concatenate([x, x[:60]]), np.concatenate([y, y[:60]])))
     cut = fl.partitions.iid(clients=3, test=0.4)
-    assert any("are equal to rows of the training part" in note for note in cut(twice, 0).notes)
+    assert any("are exact copies of rows of the training part," in note for note in cut(twice, 0).notes)
     together = fl.Dataset.create(
         (np.concatenate([x, x[:60]]), np.concatenate([y, y[:60]])), subject=np.r_[np.arange(200), np.arange(60)]
     )
@@ -435,7 +435,7 @@ def test_equal_rows_in_two_parts_are_noted_and_chance_is_not() -> None:
     assert not any("are equal" in note for note in cut(coarse, 0).notes)
     pixels = rng.integers(256, size=(90, 1, 8, 8), dtype=np.uint8)
     images = fl.Dataset.create((np.concatenate([pixels, pixels]), np.r_[y[:90], y[:90]]))
-    assert any("are equal to rows" in note for note in cut(images, 0).notes)
+    assert any("are exact copies of rows" in note for note in cut(images, 0).notes)
 
 
 def test_least_numbers_count_subjects() -> None:
@@ -474,12 +474,12 @@ def test_a_run_without_a_test_row_is_refused_unless_it_was_asked_for() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.random((6, 3)), np.arange(6) % 2
     one_each = fl.partitions.iid(clients=6)(fl.Dataset.create((x, y)), 0)
-    with pytest.raises(Refused, match="state test = 0 in the partition"):
+    with pytest.raises(Refused, match="set test = 0 in the partition"):
         fl.simulate("fedavg", one_each, rounds=1)
     asked = fl.partitions.iid(clients=6, test=0.0)(fl.Dataset.create((x, y)), 0)
     result = fl.simulate("fedavg", asked, rounds=1)
     assert result.status == "done"
-    assert "trained, not evaluated: there is no test row" in result.notes
+    assert "trained, but not evaluated because there is no test row" in result.notes
 
 
 def test_a_simulation_writes_into_no_run_directory(tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_a_simulation_writes_into_no_run_directory(tmp_path: Path) -> None:
     fl.compare(["fedavg"], fed, seeds=[0, 1], rounds=1, folder=tmp_path / "run", progress_bar=False)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for folder in (tmp_path / "run", tmp_path / "run" / "models", tmp_path / "run" / "new"):
-        with pytest.raises(ConfigError, match="lies in the run directory"):
+        with pytest.raises(ConfigError, match="is in the run directory"):
             fl.simulate("fedavg", fed, rounds=1, folder=folder)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     fl.simulate("fedavg", fed, rounds=1, folder=tmp_path / "own")

@@ -92,7 +92,7 @@ def test_a_common_test_set_is_scaled_as_a_new_client_is() -> None:
     assert torch.equal(fed.fetch(fed.test), new)
     assert fed.data.x.isfinite().all()
     assert PARTITIONS["iid"](clients=3, pool=True)(data, 0).test is None
-    with pytest.raises(Refused, match="set pool = true"):
+    with pytest.raises(Refused, match="cannot be scaled. Set pool = true"):
         PARTITIONS["iid"](clients=3)(replace(data, prepare=lambda x, owner, train: TABLE(x, owner, train)), 0)
     with pytest.raises(DataError, match="3 columns"):
         TABLE(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool))

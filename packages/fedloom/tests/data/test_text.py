@@ -41,11 +41,11 @@ def made(x: torch.Tensor = X, y: Any = (0, 1), **more: Any) -> Dataset:
         (torch.tensor([[1.0, 2.0]]), [0], "tokens must be whole numbers"),
         (torch.tensor([1, 2], dtype=torch.int32), [0, 1], "tokens must be whole numbers .N, length."),
         (torch.tensor([[0, 0]], dtype=torch.int32), [0], "sample 0 is empty"),
-        (torch.tensor([[1, 0, 2]], dtype=torch.int32), [0], "has padding, token 0, before its end"),
+        (torch.tensor([[1, 0, 2]], dtype=torch.int32), [0], "contains padding, token 0, before its end. Pad"),
         (X, [[0, 1, 0], [1, 0, 0]], "sample 1 has a label on padding"),
         (X, [[0, 1, 0], [-1, -1, -1]], "sample 1 has no label"),
         (X, [[0, 1, 2], [1, 0, -1]], "labels must be within 0..1, or -1"),
-        (X, [[0, 1], [1, 0]], "labels of positions must be int64 as the tokens"),
+        (X, [[0, 1], [1, 0]], "labels of positions must be int64 like the tokens"),
         (X, [0, -1], "labels must be within"),
     ],
 )
@@ -143,7 +143,7 @@ def test_sent140_by_user(tmp_path: Path) -> None:
         ("shakespeare", leaf({"u": (["to"], ["ab"])}), "user 'u' has y that are not characters"),
         ("shakespeare", leaf({"u": (["to"], [1])}), "user 'u' has y that are not characters"),
         ("sent140", leaf({"u": (["to"], [1])}), "user 'u' has x that are no tweets"),
-        ("sent140", leaf({"u": ([["", "", "", "", "a"]], [2])}), "has the label 2; a tweet is 0"),
+        ("sent140", leaf({"u": ([["", "", "", "", "a"]], [2])}), "has the label 2. A tweet is 0"),
         ("sent140", leaf({"u": ([["", "", "", "", "a"]], ["²"])}), "user 'u' has y that are not"),
         ("sent140", json.dumps({"users": []}).encode(), "no list of users or no user_data"),
     ],
@@ -200,7 +200,7 @@ def test_a_table_that_has_no_such_texts_is_refused(
     (tmp_path / "t.csv").write_text(table)
     with pytest.raises((ConfigError, DataError), match=words):
         load("texts", path=str(tmp_path / "t.csv"), **options)
-    with pytest.raises(DataError, match="is no table"):
+    with pytest.raises(DataError, match="is not a table"):
         load("texts", path=str(write(tmp_path / "leaf", {"a.json": leaf({"u": (["to"], ["b"])})})), text="a")
 
 
@@ -233,7 +233,7 @@ def test_halves_of_the_modules_share_a_vocabulary() -> None:
     whole, even, odd = (load("docstrings", max_characters=100, modules=m) for m in ("all", "even", "odd"))
     assert even.vocabulary == odd.vocabulary == whole.vocabulary
     assert sorted(even.user_names + odd.user_names) == list(whole.user_names)
-    with pytest.raises(DataError, match="lower least"):
+    with pytest.raises(DataError, match="docstrings. Lower min_characters"):
         load("docstrings", min_characters=10**9)
 
 
@@ -248,7 +248,7 @@ def test_new_data_are_read_by_the_old_vocabulary() -> None:
     taken = facts.take(other)
     assert taken.x.tolist() == [[3, 1, 0]]
     assert taken.y.tolist() == [[1, 0, -1]]
-    with pytest.raises(DataError, match="one label per sample, the model was trained on one label per position"):
+    with pytest.raises(DataError, match="one label per sample, but the model was trained on one label per position"):
         facts.take(made())
     plain = InputSpec.create(made(vocabulary=("0", "1", "2", "3", "4")))
     with pytest.raises(DataError, match="token '<unk>' is not in the vocabulary"):
@@ -259,10 +259,10 @@ def test_texts_to_predict() -> None:
     facts = InputSpec.create(made())
     rows = new_rows(facts, ["ab", "abcx", "b"])
     assert rows.x.tolist() == [[2, 3, 0], [3, 4, 1], [3, 0, 0]]
-    assert "not in the vocabulary of the training, read as <unk>: 1 tokens" in rows.notes[0]
+    assert "not in the vocabulary of the training data, read as <unk>: 1 tokens" in rows.notes[0]
     assert new_rows(facts, np.array([[2, 3]])).x.tolist() == [[2, 3, 0]]
     for bad, words in (
-        ([[1, 2, 3, 4]], "sequences of 4 tokens, the model takes at most 3"),
+        ([[1, 2, 3, 4]], "sequences of 4 tokens, but the model takes at most 3"),
         ([[1, 7]], "beyond the vocabulary of 5"),
         ([[0.5, 1.0]], "must be texts, or tokens"),
         ([1, 2], "must be texts, or tokens"),

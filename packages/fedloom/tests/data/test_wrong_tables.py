@@ -54,8 +54,8 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "label lacking": (ROWS, lambda t: t.replace("died", "dead"), ("no column 'died'", "did you mean 'dead'")),
     "no header": (ROWS, lambda t: t.partition("\n")[2], ("no columns 'age', 'creatinine', 'died'", "is it a row")),
     "other separator in half": (ROWS, lambda t: t.replace(",", ";", 400), ("row",)),
-    "column twice": (ROWS, lambda t: t.replace("systolic", "glucose", 1), ("two columns", "'glucose'; rename one")),
-    "other unit": (every(1, glucose=5.5), same, ("column 'glucose': 100% of the rows lie beyond 30 to", "factors")),
+    "column twice": (ROWS, lambda t: t.replace("systolic", "glucose", 1), ("two columns", "'glucose'. Rename one")),
+    "other unit": (every(1, glucose=5.5), same, ("column 'glucose': 100% of the rows are outside 30 to", "factors")),
     "other marker": (every(5, systolic=-99.0), same, ("column 'systolic': 2", "name its marker in missing")),
     "text": (every(10, age="old"), same, ("column 'age'", "got 'old' (15 such)", "or name it in missing")),
     "infinity": (every(50, age="inf"), same, ("column 'age'", "got 'inf' (3 such)", "repair the cell")),
@@ -72,12 +72,18 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "units in cells": (every(2, glucose="95.2 mg/dl"), same, ("column 'glucose'", "(75 such)", "in one unit")),
     "limits in cells": (every(9, creatinine="<0.3"), same, ("column 'creatinine'", "'<0.3'", "write numbers alone")),
     "header only": ([], same, ("no rows below the header",)),
-    "nothing": ([], lambda _: "", ("empty; a table needs a header row",)),
+    "nothing": ([], lambda _: "", ("empty. A table needs a header row",)),
 }  # fmt: skip
 NOTES = {
-    "rare marker": (every(50, systolic=-99.0), "column 'systolic': 3 of 150 numbers lie beyond 40 to 260, as -99 does"),
+    "rare marker": (
+        every(50, systolic=-99.0),
+        "column 'systolic': 3 of 150 numbers are outside 40 to 260, for example -99. If",
+    ),
     "other level": (every(10, ward="XRAY"), "column 'ward': 15 cells of other levels than agreed are filled: 'XRAY'"),
-    "gap": (every(50, creatinine=None), "column 'creatinine': 3 cells are missing and filled; none was to be"),
+    "gap": (
+        every(50, creatinine=None),
+        ("column 'creatinine': 3 cells are missing and filled, although the agreement allows no missing cells"),
+    ),
     "nothing wrong": (ROWS, ""),
 }
 
@@ -111,9 +117,9 @@ def test_what_is_read_all_the_same_is_noted(fault: str, tmp_path: Path) -> None:
 PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
     "truth in five ways": (
         "died", {"levels": ("TRUE", "true", "1", "FALSE", "0")},
-        "the label 'died' has levels that are alike: '0' (8) = 'FALSE' (8), '1' (8) = 'TRUE' (8) = 'true' (8); write",
+        "the label 'died' has levels that are written differently but seem the same: '0' (8) = 'FALSE'",
     ),
-    "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "alike: 'Yes' (14) = 'yes' (13); write them in one way, or"),
+    "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "alike: 'Yes' (14) = 'yes' (13). Write them in one way, or"),
     "letters": ("died", {"levels": ("y", "n", "no")}, "alike: 'n' (13) = 'no' (13)"),
     "an encoding of a letter": ("died", {"levels": ("für", "fu\u0308r"), "task": "binary"}, "alike: "),
     "absurd label": ("died", {"levels": ("1.5", "1e308", "2"), "task": "regression"}, "row 3, column 'died': expected"),
@@ -122,18 +128,21 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
 DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "classes": (
         "died", {"levels": ("a", "A", "b"), "task": "classification"},
-        "column 'died' has levels that are alike: 'A' (13) = 'a' (14); write them in one way",
+        (
+"column 'died' has levels that are written differently but seem the same: 'A' (13) = 'a' (14). "
+"Write them in one way"
+),
     ),
     "category": ("ward", {"levels": ("Icu", "icu ", "ward"), "categorical": ("ward",)}, "column 'ward' has levels"),
     "site": ("ward", {"levels": ("St  Anna", "St Anna", "b"), "client_column": "ward"}, "column 'ward' has levels"),
-    "constant": ("age", {"levels": ("5", "5.0")}, "column 'age': the same in every row, so nothing is learned from it"),
+    "constant": ("age", {"levels": ("5", "5.0")}, "column 'age': the same in every row, so a model cannot"),
     "constant level": ("ward", {"levels": ("a",), "categorical": ("ward",)}, "column 'ward': the same in every row"),
     "empty": ("age", {"levels": ("NULL", "#N/A"), "impute": True}, "column 'age': every cell is missing"),
-    "one class": ("died", {"levels": ("1",)}, "the label 'died' is '1' in every row; nothing can be learned"),
+    "one class": ("died", {"levels": ("1",)}, "the label 'died' is '1' in every row, so a model cannot learn"),
     "one number": ("died", {"levels": ("1",), "task": "regression"}, "column 'died': the same in every row"),
-    "far": ("age", {"levels": (*map(str, range(39)), "99999")}, "row 41, column 'age': 99999 lies absurdly far from"),
+    "far": ("age", {"levels": (*map(str, range(39)), "99999")}, "row 41, column 'age': 99999 is extremely far from"),
     "negative": (
-        "age", {"levels": (*map(str, range(1, 40)), "-7")}, "row 41, column 'age': -7 is negative, as 1 of 40",
+        "age", {"levels": (*map(str, range(1, 40)), "-7")}, "row 41, column 'age': -7 is negative, like 1 of 40",
     ),
     "far label": ("died", {"levels": (*"123456789", "-1e30"), "task": "regression"}, "row 11, column 'died': -1e+30"),
 }  # fmt: skip
@@ -210,7 +219,7 @@ def test_a_header_that_comes_again_is_refused(tmp_path: Path) -> None:
     table = plain(tmp_path / "site.csv", "age", "1234567")
     lines = (tmp_path / "site.csv").read_text().splitlines()
     (tmp_path / "site.csv").write_text("\n".join([*lines[:5], lines[0], *lines[5:], lines[0]]) + "\n")
-    with pytest.raises(DataError, match="row 6 repeats the header \\(2 such\\); delete it"):
+    with pytest.raises(DataError, match="row 6 repeats the header \\(2 such\\). Delete it"):
         table.read(None)
 
 
@@ -231,13 +240,13 @@ def test_agreed_ranges_and_bounds_of_groups_are_those_of_converted_units(by_clie
     assert 0 < int(high(agreed).sum()) < len(ROWS)
     assert torch.equal(high(converted), high(agreed))
     for source in (other, agreed.with_(factors=factors(1 / 16))):
-        with pytest.raises(DataError, match="column 'glucose': 100% of the rows lie beyond 30 to 700 mg/dL"):
+        with pytest.raises(DataError, match="column 'glucose': 100% of the rows are outside 30 to 700 mg/dL"):
             source.read(None)
 
 
 def test_agreed_classes_without_a_row_are_noted(tmp_path: Path) -> None:
     notes = write(tmp_path / "site.csv", every(1, died=0)).read(None).notes
-    assert notes == ("the label 'died' is '0' in every row; nothing can be learned from these rows alone",)
+    assert notes == ("the label 'died' is '0' in every row, so a model cannot learn from these rows alone",)
     three = AGREED.with_(task="classification", classes=("0", "1", "2", "3"))
     notes = write(tmp_path / "site.csv", ROWS).with_(agreement=three).read(None).notes
     assert notes == ("the label 'died' is '2', '3' in no row",)
@@ -256,7 +265,7 @@ def test_a_wrong_byte_is_named_with_its_line(
     path.write_bytes(pack(before + "\u00e4".encode("latin-1") + end))
     with pytest.raises(FedloomError) as refused:
         Csv(path=str(path), categorical=("age",)).read(None)
-    sentence = f"(byte 0xE4 at offset {len(before):,}, line {rows + 2:,}); save it as UTF-8, set encoding = "
+    sentence = f"(byte 0xE4 at offset {len(before):,}, line {rows + 2:,}). Save it as UTF-8, set encoding = "
     assert sentence in str(refused.value)
 
 
@@ -296,7 +305,7 @@ def test_late_entry_is_refused_and_every_way_on_that_is_named_works() -> None:
     table = survival_rows(status=[0, 1] * 20)
     late = table.assign(start=table["time"] / 2)
     roles: dict[str, Any] = {"target": "time", "event": "status"}
-    with pytest.raises(DataError, match=r"column 'start' begins the time at risk of its rows \(late entry\)"):
+    with pytest.raises(DataError, match=r"column 'start' seems to be the start of the time at risk \(late entry\)"):
         fl.Dataset.create(late, **roles)
     assert fl.Dataset.create(late, drop=["start"], **roles).shape == (1,)
     assert fl.Dataset.create(late, include=["start"], **roles).shape == (2,)
@@ -304,3 +313,69 @@ def test_late_entry_is_refused_and_every_way_on_that_is_named_works() -> None:
     assert fl.Dataset.create(since, **roles).shape == (1,)
     assert fl.Dataset.create(table.assign(start=table["time"] * 2), **roles).shape == (2,)
     assert fl.Dataset.create(table.assign(start=0.0), **roles).shape == (2,)
+
+
+def _export(column: str = "", cell: Callable[[int], object] = str, separator: str = ",") -> str:
+    """A stranger's export of 60 rows, with one more column if it has a name."""
+    head = ["age", "crp", *([column] if column else []), "died"]
+    rows = [
+        [str(20 + k % 50), f"{k * 37 % 101 / 7:.2f}", *([str(cell(k))] if column else []), str(k % 3 % 2)]
+        for k in range(60)
+    ]
+    return "\n".join(map(separator.join, [head, *rows])) + "\n"
+
+
+EXPORTS: dict[str, tuple[str | bytes, str]] = {
+    "a byte 0": (_export().replace("died", "di\0ed", 1), "line 1 holds a byte 0, which is no text"),
+    "a byte 0 in a class": (_export()[:-2] + "0\0\n", "line 61 holds a byte 0"),
+    "an invisible sign in a header": (_export("\u200bdose"), "holds U.200B, which is invisible"),
+    "a mark in the middle": ("age,\ufeffcrp" + _export()[7:], "holds U.FEFF, which is invisible"),
+    "an invisible sign in a class": (_export()[:-2] + "0\u00ad\n", "a level '0.*holds U.00AD, which is invisible"),
+    "headers that differ in a blank": (_export("age "), "columns 'age ' and others differ in blanks alone"),
+    "headers that differ in their form": (_export("\uff41ge"), "and others differ in blanks alone"),
+    "a sign of minus": (_export("d", lambda k: f"\u2212{k}.5"), "'d'.*write numbers alone"),
+    "thin spaces": (_export("d", lambda k: f"1\u202f{k:03}"), "'d'.*write numbers alone"),
+    "negative in brackets": (_export("d", lambda k: f"({k}.5)"), "'d'.*write numbers alone"),
+    "minus at the end": (_export("d", lambda k: f"{k}.5-"), "'d'.*write numbers alone"),
+    "underscores": (_export("d", lambda k: f"1_{k:03}"), "'d'.*expected a finite number"),
+    "other digits": (_export("d", lambda k: "\u0661\u0662"), "'d'.*expected a finite number"),
+    "roles that have other names": (
+        _export("d", lambda k: "abc"[k % 3]),
+        "target, client_column .*categorical or drop",
+    ),
+}
+"""Exports that are refused, with words of the error."""
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_export_that_is_read_wrongly_is_refused(name: str, tmp_path: Path) -> None:
+    text, words = EXPORTS[name]
+    (tmp_path / "rows.csv").write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(DataError, match=words):
+        fl.load(tmp_path / "rows.csv", target="died")
+
+
+CODES: dict[str, tuple[Callable[[int], object], str]] = {
+    "leading zeros": (lambda k: f"{k * 37 % 9000:05}", "cells such as 00000 are read as numbers"),
+    "exponents": (lambda k: f"{k % 9 + 1}E{k % 6 + 1}", "cells such as 1E1 are read as numbers"),
+    "seconds": (lambda k: 1_700_000_000 + k * 86400, "may hold dates as seconds since 1970"),
+    "milliseconds": (lambda k: 1_700_000_000_000 + k * 86_400_000, "may hold dates as milliseconds since 1970"),
+    "days of a spreadsheet": (lambda k: 45_000 + 3 * k % 177, "may hold dates as days of a spreadsheet"),
+}
+"""Numbers that are no measurements, with the note."""
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_numbers_that_may_be_codes_or_dates_are_noted(name: str, tmp_path: Path) -> None:
+    cell, words = CODES[name]
+    (tmp_path / "rows.csv").write_text(_export("visit_date", cell))
+    notes = fl.load(tmp_path / "rows.csv", target="died").notes
+    assert any("'visit_date'" in note and words in note for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    "cell", [lambda k: k / 8, lambda k: f"{k / 3e5:.2e}", lambda k: 0.25 * (k % 7), lambda k: 45_000.5 + 10 * (k % 53)]
+)
+def test_measurements_are_not_taken_for_codes(cell: Callable[[int], object], tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(_export("dose", cell))
+    assert not [note for note in fl.load(tmp_path / "rows.csv", target="died").notes if "'dose'" in note]

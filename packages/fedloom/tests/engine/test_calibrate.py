@@ -156,7 +156,7 @@ def test_a_site_that_cannot_be_recalibrated_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_not_binary_is_not_recalibrated() -> None:
-    with pytest.raises(ConfigError, match="binary tasks only"):
+    with pytest.raises(ConfigError, match="binary tasks"):
         fl.simulate(
             fl.algorithms.FedAvg(),
             fl.partitions.iid(clients=2)(fl.load("digits"), 0),

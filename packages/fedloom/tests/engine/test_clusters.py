@@ -71,7 +71,7 @@ def test_finding_them_is_counted(fed: Federation) -> None:
 
 
 def test_refused_where_they_cannot_be(fed: Federation) -> None:
-    with pytest.raises(ConfigError, match="needs as many clients"):
+    with pytest.raises(ConfigError, match="needs at least as many clients"):
         run(fed, FedAvg(), "clusters-7")
     with pytest.raises(ConfigError, match="weights"):
         run(fed, FedAvg(), "clusters-x")
@@ -150,11 +150,11 @@ def test_a_column_gives_the_shares_of_its_groups(regions: Path, method: Algorith
 
 def test_a_column_without_one_level_of_every_client_is_refused(regions: Path) -> None:
     fed = hospitals(regions, group_columns=("region", "sex"))
-    with pytest.raises(Refused, match="needs one level of every client, but client 'h0' has f, m"):
+    with pytest.raises(Refused, match="needs the same level in all rows of a client, but client 'h0' has f, m"):
         run(fed, FLAME(), "groups by sex")
     with pytest.raises(ConfigError, match=r"unknown column 'country'; .* keeps hospital, region, sex"):
         run(fed, FLAME(), "groups by country")
-    with pytest.raises(ConfigError, match="name those of a table in data.group_columns"):
+    with pytest.raises(ConfigError, match="Name the columns of a table in data.group_columns"):
         run(hospitals(regions), FLAME(), "groups by region")
 
 
@@ -369,13 +369,13 @@ class Adds(FedADMM):
     [
         ("fedacs", {}, "has none; find clusters once"),
         ("local", {}, "has none; find clusters once"),
-        (Adds(), {}, "adds up uploads by the shares that clients had in their rounds"),
-        (FedADMM(server_lr=1.0), {}, "adds up uploads by the shares"),
-        (FedDyn(), {"aggregator": "median"}, "of the rule's values, in which clients have no shares"),
+        (Adds(), {}, "adds up uploads with the shares of their rounds"),
+        (FedADMM(server_lr=1.0), {}, "adds up uploads with the shares"),
+        (FedDyn(), {"aggregator": "median"}, "sums the results of that rule, in which clients have no shares"),
         (
             "fedavg",
             {"devices": {"kind": "lognormal"}, "schedule": {"kind": "deadline", "seconds": 1.0}},
-            "for which schedule 'deadline' does not wait",
+            "but schedule 'deadline' does not wait",
         ),
         (
             "fedavg",

@@ -60,7 +60,10 @@ def refusal(call: Callable[[], object]) -> str:
 ABOUT_WHAT_IS_WRITTEN = (
     r"field required",  # an option without a default
     r"a backdoor in a table needs columns to change",  # of [attack], for a table
-    r"has nothing to forge: clients are described by activations with",  # of [attack] kind, beside no weigher
+    (
+        "has nothing to forge: only client_weights = 'clusters' and aggregation_weights 'equitable' "
+        "describe clients by activations"
+    ),  # of [attack] kind, beside no weigher
     r"FedBN keeps normalisation layers .* and the model has none",  # of the method, with this model
     r"(krum|multi-krum|bulyan) needs .* and f = 0; set aggregator='median', or take more clients",  # whatever its f
     r"fltrust needs m >= 2, got m = 1 rows; set aggregator='median', or take more clients",

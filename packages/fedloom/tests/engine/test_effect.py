@@ -71,7 +71,7 @@ def test_a_run_that_changed_no_model_is_no_success(
 ) -> None:
     result = fl.simulate(method, fed, model, **{"rounds": 2, "local": {"lr": 0.1}, **choices})
     assert (result.stop, result.status) == (Stop.UNCHANGED, "failed")
-    assert "every loss is what it was before" in result.detail
+    assert "every loss is unchanged" in result.detail
 
 
 @pytest.mark.usefixtures("unforeseen")

@@ -157,7 +157,7 @@ def test_attackers_without_an_honest_client_in_the_round_use_their_own_models(
 def test_local_under_attack_is_local_without_its_attackers(fed: Federation, kind: str) -> None:
     plain = fl.simulate("local", fed, model="softmax", rounds=2)
     attacked = fl.simulate("local", fed, model="softmax", rounds=2, attack={"kind": kind, "fraction": 0.5})
-    assert f"attack '{kind}' changes nothing in Local" in " ".join(attacked.job.notes)
+    assert f"attack '{kind}' has no effect with Local" in " ".join(attacked.job.notes)
     each = plain.final("personal")
     assert (attacked.final("personal") == each).all()
     honest = each[~attacked.job.malicious]
@@ -233,7 +233,7 @@ def test_a_first_round_without_a_gradient_is_told(fed: Federation) -> None:
             work.counts.backward.zero_()
             return up, rows
 
-    told = "round 1 took no gradient of any client: nothing is trained"
+    told = "round 1 computed no gradient for any client, so nothing is trained"
     assert told in fl.simulate(Idle(), fed, rounds=2).notes
     assert told not in fl.simulate("fedavg", fed, rounds=2).notes
 

@@ -86,7 +86,7 @@ PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto", *SOLVED}
 REASONS = {
     "nothing": ("uploads nothing", "The method has no uploads."),
     "adds": (
-        "adds uploads up",
+        "accumulates uploads",
         "The server adds up uploads over rounds, which is correct only with the client weights of the experiment.",
     ),
     "noise adds": (
@@ -119,17 +119,17 @@ REASONS = {
     ),
     "no difference": ("clips differences", "The method uploads absolute values, but only a difference can be clipped."),
     "single": (
-        "also gets uploads of single",
+        "also receives uploads of single",
         "The server also receives single uploads, which noise on a mean does not protect.",
     ),
     "mixes itself": ("mixes single models for every", "The server already mixes the clients' models for every client."),
     "clusters": ("has a model for each cluster", "The server already has one model per cluster."),
     "consensus": (
-        "towards one consensus",
+        "for one consensus model, and personalized",
         "The clients keep duals or control variates for one global model, so personal models contradict them.",
     ),
     "prox": (
-        "comes out of the server's prox",
+        "the server's prox computes its model, and",
         "The model is the result of the server's prox, which a mixture of clients' models would bypass.",
     ),
     "smaller": (
@@ -138,7 +138,7 @@ REASONS = {
     ),
     "sums": ("in place of models", "The clients send statistics, so there are no models to mix."),
     "no model": (
-        "queries clients about the global model",
+        "asks clients about the global model",
         "The sampler asks clients about the global model, but the method has no global model.",
     ),
     "described": (
@@ -150,7 +150,7 @@ REASONS = {
         "The server mixes the models of one round, but a stream has no rounds.",
     ),
     "asks": (
-        "no rounds before which sampler",
+        "no rounds, so sampler",
         "The sampler asks candidates before a round, but a stream has no rounds.",
     ),
 }
@@ -594,7 +594,7 @@ PAIR_REASONS = {
     ),
     "asks": REASONS["asks"],
     "honest": (
-        "has no rounds whose honest uploads",
+        "cannot read the honest uploads",
         "The attackers read the honest uploads of their round, but a stream has no rounds.",
     ),
     "one row": ("needs m >", "The rule needs several uploads, but every upload is a separate server update."),

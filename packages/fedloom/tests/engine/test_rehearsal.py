@@ -207,7 +207,7 @@ def test_a_model_that_draws_gives_the_same_run_on_any_number_of_workers(draw: An
 def test_a_model_with_a_generator_of_its_own_has_a_note() -> None:
     g = torch.Generator()
     notes = fl.simulate("fedavg", federation(3), Drawing(lambda: torch.randn(4, generator=g)), rounds=1).notes
-    assert any("random numbers that no seed decides" in note for note in notes)
+    assert any("random numbers that do not depend on the seed, for example" in note for note in notes)
 
 
 def test_code_of_a_server_that_draws_has_a_note() -> None:

@@ -119,7 +119,7 @@ def test_bytes_of_data_give_the_data(tmp_path: Path) -> None:
     assert encode(again) == encode(fed)
     assert again.data.checksum() == fed.data.checksum()
     assert all(torch.equal(a, b) for part in fed.parts for a, b in zip(fed.parts[part], again.parts[part], strict=True))
-    with pytest.raises(ConfigError, match="cannot travel"):
+    with pytest.raises(ConfigError, match="cannot be sent"):
         encode((print,))
 
 
@@ -129,9 +129,9 @@ def test_what_cannot_travel_is_refused_before_any_work(tmp_path: Path) -> None:
 
     elsewhere, fed = Elsewhere(), CUT(fl.load("digits"), seed=0)
     given = {"rounds": 2, "seeds": [0], "progress_bar": False, "executor": elsewhere, "folder": tmp_path / "out"}
-    with pytest.raises(ConfigError, match="put your classes and functions into a module"):
+    with pytest.raises(ConfigError, match="Put your classes and functions into a module"):
         fl.compare({"mine": Mine()}, fed, **given)
-    with pytest.raises(ConfigError, match="cannot travel to a worker"):
+    with pytest.raises(ConfigError, match="cannot be sent to a worker"):
         fl.compare(["fedavg"], fed, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), **given)
     with pytest.raises(ConfigError, match="must have submit"):
         fl.compare(["fedavg"], fed, **{**given, "executor": 3})
@@ -160,7 +160,7 @@ def test_an_executor_that_loses_a_unit_again_and_again_ends_the_run(tmp_path: Pa
 def test_a_worker_with_other_data_says_so(tmp_path: Path) -> None:
     plan = Plan(parse(SMALL), tmp_path / "out")
     luggage = pack_experiment(plan.experiment, "0" * 64)
-    with pytest.raises(DataError, match="others than those of the experiment; .* FEDLOOM_DATA"):
+    with pytest.raises(DataError, match="differ from the data of the experiment. Give the worker"):
         compute_unit(luggage.text, json.dumps({"label": "fedavg", "seed": 0}))
 
 
@@ -195,7 +195,7 @@ def test_a_reply_of_something_else_is_refused() -> None:
             future.set_result(b"{}\nnothing")
             return future
 
-    with pytest.raises(ConfigError, match="something else than a unit's reply"):
+    with pytest.raises(ConfigError, match="something other than the reply of a worker"):
         list(compute_units(Other(), Luggage("", None), ["unit"], lambda: False))
 
 

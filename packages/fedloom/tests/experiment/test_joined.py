@@ -122,7 +122,7 @@ def test_a_run_alone_goes_on_with_what_one_that_joined_has_left(small: dict[str,
         if event.round == 2:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(RunStopped, match="other processes that joined go on"):
+    with pytest.raises(RunStopped, match="other processes that joined continue"):
         join(SMALL, tmp_path / "out", stop)
     assert (tmp_path / "out" / WORK_FOLDER / "fedavg-0" / "1" / "state" / "checkpoint-1.json").exists()
     assert alone(SMALL, tmp_path / "out") == small
@@ -183,14 +183,14 @@ def test_who_shares_a_directory_agrees_on_all_settings(tmp_path: Path) -> None:
             for change in ({"seeds": [0]}, {"rounds": 4}, {"method": SMALL["method"][:1]}):
                 with pytest.raises(RunDirError, match="processes that joined work on another experiment"):
                     join({**SMALL, **change}, tmp_path / "out")
-            with pytest.raises(RunDirError, match="processes that joined; join them"):
+            with pytest.raises(RunDirError, match="processes that joined. Join them"):
                 Plan(parse(SMALL, "small"), tmp_path / "out").run(page=False)
 
     refused = list[str]()
     join(SMALL, tmp_path / "out", disturb)
-    with lock(tmp_path / "out"), pytest.raises(RunDirError, match="in use by process .* start both so that they join"):
+    with lock(tmp_path / "out"), pytest.raises(RunDirError, match="in use by process .* start both with --join"):
         join(SMALL, tmp_path / "out")
-    with pytest.raises(ConfigError, match="cannot forget what others do"):
+    with pytest.raises(ConfigError, match="cannot start anew with --force"):
         Plan(parse(SMALL, "small"), tmp_path / "out", force=True).run(join=True)
 
 
@@ -246,7 +246,7 @@ def test_every_process_of_a_comparison_has_all_of_it(tmp_path: Path) -> None:
     here = compare(tmp_path / "here")
     assert together.results.keys() == here.results.keys()
     assert contents(tmp_path / "shared") == contents(tmp_path / "here")
-    with pytest.raises(ConfigError, match="give a folder that all processes have"):
+    with pytest.raises(ConfigError, match="runs. Give a folder that all processes can use"):
         compare(None, join=True)  # type: ignore[arg-type]
 
 
@@ -260,4 +260,6 @@ def test_the_command_joins_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
         _, said = first.communicate(timeout=60)
     assert first.returncode == 130
     lines = [line for line in said.splitlines() if "round" not in line]
-    assert lines == [f"{Stop.INTERRUPTED.value} (other processes that joined go on; the same command joins them again)"]
+    assert lines == [
+        f"{Stop.INTERRUPTED.value} (other processes that joined continue. The same command joins them again)"
+    ]

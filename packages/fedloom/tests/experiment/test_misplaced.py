@@ -150,7 +150,7 @@ def test_every_door_of_python_names_the_same_place(key: str) -> None:
 def test_what_all_methods_share_is_refused_in_the_table_of_one(key: str) -> None:
     here, value = {"algorithm": "fedavg", key: {}}, "a table of its own" if key != "seeds" else "at the top of the file"
     assert value in refusal(lambda: parse({**DOCUMENT, "method": [here]}))
-    assert f"all methods share it: give compare(..., {key}=" in refusal(lambda: fl.compare({"a": here}, **DATA))
+    assert f"all methods share it. Give compare(..., {key}=" in refusal(lambda: fl.compare({"a": here}, **DATA))
 
 
 def test_a_table_in_the_place_of_a_name_is_named_by_what_it_holds() -> None:

@@ -110,7 +110,7 @@ def test_samples_that_name_their_clients_are_read_by_their_models(run: Path, tmp
         wanted = opened["ditto", 0].models.predict_proba(rows.x[k][None].numpy(), name, kind)
         np.testing.assert_allclose(found.scores[k][None], wanted, atol=1e-6)
     (tmp_path / "none.txt").write_text("")
-    with pytest.raises(DataError, match="none.txt: no rows to predict; give a text per line"):
+    with pytest.raises(DataError, match="none.txt: no rows to predict. Give a text per line"):
         opened.predict(tmp_path / "none.txt")
 
 
@@ -183,9 +183,9 @@ def test_parts_that_need_something_else_say_so() -> None:
     data = fl.load("docstrings", length=8, max_characters=100, min_characters=5000)
     fed = fl.partitions.natural()(data)
     method = fl.algorithms.FedAvg()
-    with pytest.raises(ConfigError, match="takes numbers, and these samples are tokens"):
+    with pytest.raises(ConfigError, match="needs numbers, but these samples are tokens"):
         fl.simulate(method, fed, model="mlp", rounds=1)
-    with pytest.raises(Refused, match="augment changes images"):
+    with pytest.raises(Refused, match="augment changes only images, but"):
         fl.simulate(method, fed, model="lstm", rounds=1, augment={"flip": 0.5})
     numbers = fl.partitions.iid(clients=2)((torch.rand(20, 4), torch.arange(20) % 2))
     with pytest.raises(ConfigError, match="model lstm takes tokens"):

@@ -172,7 +172,7 @@ def test_what_no_directory_has_is_named_and_run_afterwards(tmp_path: Path) -> No
     for name, change in (("a", {"seeds": [0]}), ("b", {"seeds": [1], "method": SMALL["method"][:1]})):
         Plan(parse({**SMALL, **change}), tmp_path / name).run(page=False)
     said = call("merge", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "merged")
-    assert "no directory has ditto, seed 1" in said
+    assert "no directory contains ditto, seed 1" in said
     call("run", tmp_path / "merged" / "experiment.toml", "--out", tmp_path / "merged")
     Plan(parse(SMALL), tmp_path / "whole").run(page=False)
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
@@ -235,6 +235,8 @@ def test_more_rounds_are_refused_where_an_option_depends_on_their_number(
     document = {**SMALL, "seeds": [0], "method": [{"algorithm": "fedavg"}], **change}
     Plan(parse(document), tmp_path / "out").run(page=False)
     before = contents(tmp_path / "out")
-    with pytest.raises(RunDirError, match=f"{option} depends on the number of rounds: one of 9 is another run"):
+    with pytest.raises(
+        RunDirError, match=f"{option} depends on the number of rounds, so a run of 9 rounds is another run"
+    ):
         Plan(parse({**document, "rounds": 9}), tmp_path / "out").run(page=False)
     assert contents(tmp_path / "out") == before

@@ -331,7 +331,7 @@ class _Unsaid(FedAvg):
         ("client", "tuple[dict, dict]", "tuple\\[Up, Client\\]"),
         ("client", "tuple[Nowhere, Nothing]", "'Nowhere' is not defined"),
         ("down", "Tensor", r"down must be annotated"),
-        ("client", "tuple[_Plain, None]", r"'dw' must say once how it travels, as Annotated.* it has 0 of them"),
+        ("client", "tuple[_Plain, None]", r"'dw' must say once how it is sent, as Annotated.* it contains 0 of them"),
         ("client", "tuple[_Twice, None]", "must carry the model.* got dw and dv"),
         ("client", "tuple[_NoModel, None]", "must carry the model.* got none"),
         ("client", "tuple[_Elsewhere, None]", "base of 'dw' is 'down.xs'; did you mean 'x'"),
@@ -449,8 +449,8 @@ def test_code_that_fails_or_gives_what_it_must_not_is_blamed_in_a_sentence(what:
 @pytest.mark.parametrize(
     ("index", "offsets", "answer"),
     [
-        (range(30), [0, 10, 20], "must rise from 0 to the 30 entries"),
-        (range(30), [0, 20, 10, 30], "must rise"),
+        (range(30), [0, 10, 20], "must increase from 0 to the 30 entries"),
+        (range(30), [0, 20, 10, 30], "must increase"),
         ([5000], [0, 1], "positions from 0 to 1796, got 5000"),
     ],
 )

@@ -159,16 +159,16 @@ def test_a_strangers_lstm_takes_sequences_that_are_declared(each: bool, tmp_path
 def test_what_cannot_be_is_a_sentence_with_a_way_on() -> None:
     x, mask = images()
     rows = np.zeros((SAMPLES, STEPS, 3), np.float32)
-    with pytest.raises(DataError, match=r"y \(48, 4, 8\) fits no image of x \(48, 1, 8, 8\); masks are"):
+    with pytest.raises(DataError, match=r"y \(48, 4, 8\) does not fit images of x \(48, 1, 8, 8\). Masks are"):
         fl.Dataset.create((x, mask[:, :4]))
     with pytest.raises(ConfigError, match="unknown layout 'sequences'; did you mean 'sequence'"):
         fl.Dataset.create((rows, OWNERS), layout="sequences")
     with pytest.raises(DataError, match="needs x"):
         fl.Dataset.create((x[:, 0, 0], OWNERS), layout="sequence")
     fed = sites(fl.Dataset.create((x, mask), clients=OWNERS))
-    with pytest.raises(Refused, match="augment changes images alone"):
+    with pytest.raises(Refused, match="augment changes only images, but"):
         fl.simulate("fedavg", fed, UNet(2), rounds=1, augment={"flip": 0.5})
     with pytest.raises(ConfigError, match="gives one output per sample"):
         fl.simulate("fedavg", fed, "softmax", rounds=1)
-    with pytest.raises(ConfigError, match="make the data with layout = 'sequence'"):
+    with pytest.raises(ConfigError, match="use layout = 'sequence' for the data"):
         fl.simulate("fedavg", sites(fl.Dataset.create((rows, OWNERS % 2), clients=OWNERS)), LSTM(2), rounds=1)

@@ -65,7 +65,7 @@ def weighted(output: Tensor, y: Tensor) -> Tensor:
 
 def test_the_shapes_of_a_binary_task_are_explained() -> None:
     loss, y = function(torch.nn.BCEWithLogitsLoss(), "loss"), torch.tensor([0, 1])
-    with pytest.raises(CodeError, match=r"logits and classes here: it may need outputs.squeeze\(1\) and targets.float"):
+    with pytest.raises(CodeError, match=r"logits and classes. It may need outputs.squeeze\(1\) and targets.float"):
         number(loss, "loss", torch.zeros(2, 1), y)
 
 
@@ -176,13 +176,13 @@ class Learned(torch.nn.Module):
             {"loss": Learned()},
             r"loss '.*Learned' is computed from tensors that no client trains, of shape \[3\]; detach",
         ),
-        ({"loss": unreal}, "has no gradient; compute it from the outputs by torch's real functions"),
+        ({"loss": unreal}, "has no gradient. Compute it from the outputs by torch's real functions"),
         ({"loss": in_place}, "the gradient of loss '.*in_place' fails: RuntimeError: a leaf Variable"),
         ({"loss": broken}, "the gradient of loss '.*broken' fails: RuntimeError: .*in-?place operation"),
         ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),
         ({"loss": summed}, r"loss '.*summed' is a sum: .* on 32 samples, .*; return the mean over the batch"),
-        ({"loss": not_a_number}, r"loss '.*not_a_number' is nan on 32 samples of the first model"),
-        ({"loss": cut_off}, "has no gradient; compute it from the outputs"),
+        ({"loss": not_a_number}, "loss '.*not_a_number' is nan on 32 samples of the first model. It"),
+        ({"loss": cut_off}, "has no gradient. Compute it from the outputs"),
         ({"loss": steep}, "the gradient of loss '.*steep' is not finite"),
         (
             {"loss": wrong_shape},
@@ -236,6 +236,6 @@ def test_a_loss_that_pairs_every_output_with_every_target_is_refused(task: Any) 
     x = torch.rand(40, 3)
     fed = fl.Federation.create([(x, torch.arange(40) % 2 if task == "binary" else x[:, :1])], task=task)
     with pytest.raises(
-        ConfigError, match=r"whichever output a target belongs to, .* broadcast to \[32, 32\]; give outputs"
+        ConfigError, match="does not depend on which output belongs to which target, for example because"
     ):
         fl.simulate("fedavg", fed, rounds=1, task={"loss": crossed})

@@ -214,7 +214,7 @@ def test_the_rule_on_an_accelerator(
     ],
 )
 def test_stacked_refuses_batch_statistics_and_own_randomness(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(Refused, match="'vmap' cannot take .* set engine="):
+    with pytest.raises(Refused, match="'vmap' does not work with .* Set engine="):
         oracle_of(seeded(make), handwritten.federation(), "vmap")
 
 

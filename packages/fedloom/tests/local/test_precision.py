@@ -148,16 +148,16 @@ def refused(method: Any, model: Any, words: str, **engine: Any) -> None:
 
 @pytest.mark.usefixtures("able")
 def test_what_bfloat16_does_nothing_for_is_refused_by_name() -> None:
-    refused(FedAvg(), Softmax(), "the loops for linear layers are float32")
-    refused(FedAvg(), MLP(hidden=(4,)), "the loops for linear layers are float32")
+    refused(FedAvg(), Softmax(), "the engine for linear layers uses float32")
+    refused(FedAvg(), MLP(hidden=(4,)), "the engine for linear layers uses float32")
     refused(FedAvg(), SMALL, "engine.dtype is 'float64'", dtype="float64")
-    refused(FLAME(eps0=0.1), SMALL, "FLAME with eps0 takes full gradients")
-    refused(FIAELT(solver="svrg", smooth=1.0), SMALL, "FIAELT with solver 'svrg' takes full gradients")
+    refused(FLAME(eps0=0.1), SMALL, "FLAME with eps0 uses full gradients")
+    refused(FIAELT(solver="svrg", smooth=1.0), SMALL, "FIAELT with solver 'svrg' uses full gradients")
 
 
 def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx2": True, "avx512_bf16": False})
-    refused(FedAvg(), SMALL, "no instructions for bfloat16")
+    refused(FedAvg(), SMALL, "no bfloat16 instructions, so bfloat16")
     for name in precision.BFLOAT16_INSTRUCTIONS:
         monkeypatch.setattr("torch.cpu.get_capabilities", lambda name=name: {name: True})
         assert precision.has_bf16(torch.device("cpu"))

@@ -177,7 +177,7 @@ def test_positions_after_a_token_do_not_change_what_is_predicted_there() -> None
 
 def test_fused_takes_no_tokens() -> None:
     assert type(oracle(MODELS["lstm"], federation(False), "auto")) is ORACLES["loop"]
-    with pytest.raises(Exception, match="takes numbers, and these samples are tokens"):
+    with pytest.raises(Exception, match="needs numbers, but these samples are tokens"):
         MLP().build((LONGEST,), CLASSES, 0, (VOCABULARY, False))
 
 

@@ -208,7 +208,7 @@ def test_a_users_module_by_import_path() -> None:
         ("user_net:Nett", {}, "did you mean 'Net'"),
         ("user_nett:Net", {}, "cannot import 'user_nett'"),
         ("user_net:number", {}, "class or a function"),
-        ("user_net:Net", {"depth": 3}, "could not be made"),
+        ("user_net:Net", {"depth": 3}, "could not be created"),
         ("user_net:Blind", {}, "with parameters"),
         ("user_net:fixed", {}, r"must return \[b, 2\]"),
     ],

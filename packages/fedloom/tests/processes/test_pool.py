@@ -89,7 +89,7 @@ def test_a_thousand_workers_are_a_few_processes_and_a_note(monkeypatch: pytest.M
     counts = started(monkeypatch)
     result = fl.simulate("fedavg", federation(), rounds=1, engine={"workers": 1000})
     assert counts == [3]
-    assert [n for n in result.notes if "engine.workers = 1000: at most 4 processes are started" in n]
+    assert [n for n in result.notes if "engine.workers = 1000: at most 4 processes start" in n]
     quiet = fl.simulate("fedavg", federation(), rounds=1, engine={"workers": 2})
     assert counts == [3, 2]
     assert not [n for n in quiet.notes if "engine.workers" in n]
@@ -116,7 +116,7 @@ def test_a_thousand_workers_of_a_comparison_and_of_a_search_are_a_few_processes(
 def test_a_process_that_may_have_no_others_refuses_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of multiprocessing.Pool, where runs that take all cores take one."""
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="2 workers are wanted in a process that may have no others"):
+    with pytest.raises(ConfigError, match="2 workers cannot start, because this process may not start others"):
         WorkerPool([triple], 2)
     assert pools.cores() == 1
     assert [*WorkerPool([triple], pools.cores()).map(triple, torch.ones(1), [Task(0, torch.ones(1))])]
@@ -223,7 +223,7 @@ def test_a_worker_that_a_signal_has_stopped_is_reported_once(first: bool, monkey
             assert [*pool.map(stop, None, range(9))] == [*range(9)]
     finally:
         log.removeHandler(handler)
-    assert sum("a signal has stopped it; 'kill -CONT" in line for line in lines) == 1  # others may be slow
+    assert sum("a signal has stopped it. 'kill -CONT" in line for line in lines) == 1  # others may be slow
 
 
 def test_a_worker_that_takes_far_longer_than_the_others_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,4 +260,4 @@ def test_a_worker_that_takes_far_longer_than_the_others_is_reported(monkeypatch:
             list(pool.map(slow, None, [0.0, 0.0, math.inf]))
     finally:
         log.removeHandler(handler)
-    assert "the longest answer before took" in lines[-1]
+    assert "the longest earlier answer took" in lines[-1]

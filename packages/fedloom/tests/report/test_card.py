@@ -28,7 +28,7 @@ def test_the_command_writes_a_card_with_the_sites_of_the_leading_method(tmp_path
         table = table.filter(pc.equal(table[name], value))
     mean = float(lines[4][lines[0].index("AUROC")].split(" ± ")[0])
     assert mean == pytest.approx(pc.mean(table["value"]).as_py(), abs=0.005)
-    assert text.count("To be filled in") == 2
+    assert text.count("To be completed") == 2
     assert "No epsilon was recorded" in text
     assert "fedloom 0.1.0" in text
 
@@ -55,5 +55,5 @@ def test_a_card_that_people_filled_in_is_kept(tmp_path: Path) -> None:
     (tmp_path / "r" / "card.md").write_text("for the ward only")
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
-    assert "may hold what people wrote" in " ".join(result.output.split())
+    assert "may contain text by people. Move" in " ".join(result.output.split())
     assert (tmp_path / "r" / "card.md").read_text() == "for the ward only"

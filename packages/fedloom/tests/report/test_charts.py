@@ -73,7 +73,7 @@ def test_attackers_are_in_no_chart_and_no_mean(attacked: Path) -> None:
     ):
         rows = drawn[id].data[names]
         assert {row["client"] for row in rows} == {"site 2", "site 3", "site 5"}, id  # site 1 has no test part
-        assert "Clients that attacked are left out." in drawn[id].caption
+        assert "Attacking clients are left out." in drawn[id].caption
     flagged = {row["client"] for row in drawn["partition-0"].rows if "\N{BLACK FLAG}" in row["client"]}
     assert flagged == {"site 0 \N{BLACK FLAG}", "site 4 \N{BLACK FLAG}"}
     assert "2 of 6 clients attack (sign-flip)" in " ".join(notes(runs, method_rows(runs)))
@@ -184,7 +184,7 @@ def test_sparse_models_are_compared_with_dense_ones(tmp_path: Path) -> None:
 def test_a_method_without_traffic_has_no_curve_over_it(drawn: dict[str, Figure]) -> None:
     traffic = drawn["curves-accuracy-bytes"]
     assert "local" not in {row["method"] for row in traffic.rows}
-    assert "Not drawn, as they have none: local." in traffic.caption
+    assert "Not drawn, because they spent nothing: local." in traffic.caption
 
 
 def test_many_clients_are_drawn_from_the_worst_to_the_best(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_files_that_break_parsers_get_a_sentence(name: str, copy: Path) -> None:
 def test_a_pipe_in_a_directory_is_not_waited_for(file: str, copy: Path) -> None:
     (copy / file).unlink(missing_ok=True)
     os.mkfifo(copy / file)
-    assert f"{file} is no regular file" in outcome(copy)
+    assert f"{file} is not a regular file" in outcome(copy)
 
 
 def test_a_client_that_the_partition_has_not_is_refused(copy: Path) -> None:
@@ -245,5 +245,5 @@ def test_what_does_not_fit_together_is_said(copy: Path, monkeypatch: pytest.Monk
         raise KeyError("x")
 
     monkeypatch.setattr("fedloom.lab.report.page.make_figures", broken)
-    with pytest.raises(RunDirError, match=r"does not fit together \(KeyError: 'x'\)"):
+    with pytest.raises(RunDirError, match=r"contradict each other \(KeyError: 'x'\)"):
         report.write_report([copy], copy / "report.html")

@@ -207,7 +207,7 @@ def test_a_diverged_method_cannot_win_and_a_running_one_makes_it_provisional() -
     assert win(row("b", [0.9, 0.9], "failed")).row is None
 
 
-@pytest.mark.parametrize(("figure", "words"), [("accuracy", "ended well"), ("bytes", "reaches this result")])
+@pytest.mark.parametrize(("figure", "words"), [("accuracy", "finished"), ("bytes", "reaches this target")])
 def test_a_clear_lead_is_over_the_methods_that_were_compared(figure: str, words: str) -> None:
     best, behind = row("best", [0.9, 0.91, 0.92, 0.9, 0.93]), row("behind", [0.5, 0.52, 0.5, 0.51, 0.5])
     lost, few = row("lost", [0.95] * 5, "diverged"), row("few", [0.95, 0.96])
@@ -215,7 +215,7 @@ def test_a_clear_lead_is_over_the_methods_that_were_compared(figure: str, words:
     for rows in ([best, behind], [best, behind, lost], [best, behind, few]):
         values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
         said = overview.significance_text(compare.winner(replace(criterion, values=values), rows), rows)
-        some = f" that {words} with every seed" * (len(rows) > 2)
+        some = f" that {words} in every seed" * (len(rows) > 2)
         lead = "ahead of behind global." if figure == "accuracy" else "times behind global&#39;s."
         assert said.startswith(f"<b>Better</b> than every other method{some}: ")
         assert said.endswith(lead)

@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_is_a_sentence_and_nothing_is_lost(
     monkeypatch.setattr(Path, "write_text", write_text)
     for count in (0, 2, len(files) - 2):  # of the files one is a folder; the page comes last
         left[0] = count
-        with pytest.raises(CheckpointError, match="the disk is full; the results of the run are intact; free some"):
+        with pytest.raises(CheckpointError, match="the disk is full. The results of the run are intact. Free some"):
             report.write_report([small], out)
         assert sorted(tmp_path.rglob("*")) == files
         assert out.read_bytes() == page
@@ -193,7 +193,7 @@ def test_latex_is_escaped_and_rectangular(small: Path) -> None:
 @pytest.mark.parametrize(
     ("recording", "title"),
     [
-        (Recording(methods=2, seeds=1, clients=3, rounds=2, every=1), "One seed only"),
+        (Recording(methods=2, seeds=1, clients=3, rounds=2, every=1), "Only one seed, so there are"),
         (Recording(methods=3, seeds=2, clients=4, rounds=6, task="binary", classes=2), "AUROC"),
         (
             Recording(
@@ -243,7 +243,7 @@ def test_latex_has_six_columns_or_those_chosen(small: Path) -> None:
         == "Method & Model & MB up & Worst 10 \\% (\\%) \\\\"
     )
     with pytest.raises(
-        ConfigError, match=r"--columns: got 'acuracy'; the columns of these runs are .*accuracy_worst10"
+        ConfigError, match=r"--columns: got 'acuracy'. The columns of these runs are .*accuracy_worst10"
     ):
         latex(rows, "x", ["acuracy"])
 
@@ -262,7 +262,7 @@ def test_a_run_that_exploded_sets_no_axis_and_no_number_has_sixteen_digits(tmp_p
     )
     drawn = {figure.id: figure for figure in make_figures(read_runs([run]), method_rows(read_runs([run])))}
     for id in ("curves-rmse-round", "fairness", "clients", "each-client", "single-clients"):
-        assert "Far outside of the axis: local" in drawn[id].caption, id
+        assert "Far outside the axis: local" in drawn[id].caption, id
         domains = re.findall(r'"domain": \[(-?[\d.e+-]+), (-?[\d.e+-]+)\]', json.dumps(drawn[id].chart))
         assert domains, id
         assert all(float(end) < 100 for ends in domains for end in ends), id
@@ -309,7 +309,7 @@ def test_many_clients_are_a_sample_with_the_worst_by_name(tmp_path: Path) -> Non
     runs = read_runs([run])
     drawn = {figure.id: figure for figure in make_figures(runs, method_rows(runs))}
     rows = drawn["single-clients"].rows
-    best = next(row["row"] for row in rows if f"worst with {row['row']}" in drawn["single-clients"].caption)
+    best = next(row["row"] for row in rows if f"worst results of {row['row']}" in drawn["single-clients"].caption)
     worst = {row["client"]: row["value"] for row in rows if row["row"] == best}
     method, model = best.split(" · ")
     points = runs[0].series[Key(method, 0, model, "test", "accuracy")]

@@ -212,7 +212,7 @@ def test_repetitions_of_one_run_decide_nothing(folder: Path, tmp_path: Path) -> 
         assert one is not None
         assert (one.p, one.holm, one.significant) == (pytest.approx(p), pytest.approx(holm), rejected)
     (note,) = (note for note in overview.notes(runs, rows) if "repeat" in note)
-    assert note.startswith("With local, ditto, runs with other seeds repeat a run to the last digit")
+    assert note.startswith("With local, ditto, runs with other seeds are equal to the last digit, because")
 
 
 def test_the_result_table_marks_the_best_and_what_is_not_significantly_worse(run: Run, rows: list[Row]) -> None:

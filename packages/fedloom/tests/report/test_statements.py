@@ -119,7 +119,7 @@ def test_the_best_of_a_column_is_that_of_runs_on_equal_data(tmp_path: Path) -> N
         assert best in caption
         assert best.rpartition(" · ")[0] in [name for name, strong in bold if strong]
     assert sum(bool(strong) for _, strong in bold) == len(runs)
-    assert "of runs with equal data and attack" in page
+    assert "of runs with the same data and attack" in page
 
 
 @pytest.mark.parametrize(("hostile", "words"), [((0,), "1 of 6 clients attacks"), ((0, 4), "2 of 6 clients attack ")])
@@ -192,7 +192,7 @@ def test_methods_that_tune_where_they_are_scored_do_so_in_round_0() -> None:
         at_start = [row for row in rows if (row["round"], row["part"], row["metric"]) == (0, "test", "loss")]
         losses = {(row["model"], row["client"]): row["value"] for row in at_start}
         assert losses["personal", 0] != losses["global", 0]
-    assert "as FedAvg-FT and FedBABU, do so in round 0 too." in READING_TEXTS["Models"]
+    assert "as FedAvg-FT and FedBABU, also do so in round 0." in READING_TEXTS["Models"]
 
 
 def test_page_of_two_runs_counts_their_methods_once() -> None:

@@ -197,16 +197,16 @@ RATES = "client,speed,up,down\n"
     [
         (SPANS + "0,1,1,1,0,5\n0,1,1,1,3,8\n", r"row 2: client 0 is there in \[3, 8\) s, and until 5 s by an earlier"),
         (SPANS + "0,1,1,1,5,2\n", r"row 1: client 0 is there in \[5, 2\) s; end must be after start"),
-        (SPANS + "0,1,1,1,-5,2\n", "start must be at least 0"),
-        (SPANS + "0,1,1,1,80000,90000\n", "within devices.period = 86400; split an interval at its end into two rows"),
-        (SPANS + "0,1,1,1,0,\n", "start and end must both be there or both be empty, got 0, nothing"),
-        (SPANS + "0,1,1,1,a,b\n", "column start must hold numbers, got 'a'"),
+        (SPANS + "0,1,1,1,-5,2\n", "Start must be at least 0"),
+        (SPANS + "0,1,1,1,80000,90000\n", "within devices.period = 86400. Split an interval at its end into two rows"),
+        (SPANS + "0,1,1,1,0,\n", "start and end must both be given or both be empty, got 0, nothing"),
+        (SPANS + "0,1,1,1,a,b\n", "column start must contain numbers, got 'a'"),
         (SPANS + "0,1,1,1,0,3\n0,2,1,1,4,8\n", "row 2: client 0 has another speed than in row 1"),
         (RATES + "0,1,1,1\n0,1,1,1\n", "row 2: client 0 has row 1 too, and no start"),
         (RATES + "0,nan,1,1\n", "row 1: speed must be a number at least 0, got nothing"),
         (RATES + "0,1,0,1\n", "up must be a number above 0, got 0"),
         (RATES + "0.5,1,1,1\n", "client must be a whole number from 0, got 0.5"),
-        (RATES + "3,1,1,1\n", "client must count from 0 to 0, got 3 and not 0; number the clients anew"),
+        (RATES + "3,1,1,1\n", "client must be numbered from 0 to 0, got 3 instead of 0. Number the clients anew"),
         ("client,speed,speed,up,down\n0,1,2,1,1\n", "has the column speed 2 times"),
         ("client,speed,up,down,start\n0,1,1,1,0\n", "has one of the columns start and end"),
         ("", "cannot be read"),
@@ -244,9 +244,9 @@ def test_an_odd_trace_is_read(tmp_path: Path) -> None:
         ({"schedule": Deadline(seconds=1, partial=True), "devices": "equal"}, "take one of fednova, fedprox"),
         ({"schedule": Buffered(buffer=2), "devices": "equal", "aggregator": KRUM}, r"multi-krum needs m >= 2 f \+ 3"),
         ({"schedule": OverSelection(factor=4), "devices": "equal", "aggregator": KRUM}, r"got m = 2 rows"),
-        ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "could ask candidates"),
-        ({"schedule": "asynchronous", "devices": "equal", "attack": "alie"}, "honest uploads attack"),
-        ({"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4}, "cohorts are those of rounds"),
+        ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "cannot ask candidates"),
+        ({"schedule": "asynchronous", "devices": "equal", "attack": "alie"}, "honest uploads of a round"),
+        ({"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4}, "cohorts belong to rounds"),
     ],
 )
 def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) -> None:
@@ -263,7 +263,7 @@ def test_methods_that_mix_a_cohort_are_refused_one_by_one(method: str, cure: str
 
 
 def test_a_run_in_which_everyone_would_be_given_up_is_refused() -> None:
-    with pytest.raises(Refused, match="no client answers within 0.1 s, as the fastest one takes") as refused:
+    with pytest.raises(Refused, match="no client answers within 0.1 s, because the fastest client needs") as refused:
         run_rounds("fedavg", Equal(speed=1.0), Buffered(buffer=2, timeout=0.1))
     assert refused.value.rule == "deadline-unmet"
 

@@ -336,7 +336,7 @@ def test_a_disk_that_fills_up_at_any_moment(tmp_path, budget):
         try:
             run.play()
         except CheckpointError as error:
-            raised = re.search("the disk is full; .*free some space", str(error))
+            raised = re.search("the disk is full. Free some space", str(error))
         disk.hook = None
         run.close()
         assert list(folder.rglob("*.tmp")) == []
@@ -532,7 +532,7 @@ def test_json_that_is_none_of_ours_is_damaged(tmp_path, text):
 def test_another_experiment_is_refused(tmp_path):
     with pytest.raises(
         RunDirError,
-        match=r"of another run: its fingerprint is me, that of this one you, so code or data differ; choose another",
+        match=r"of another run: its fingerprint is me, that of this one you, so code or data differ. Choose another",
     ):
         two(tmp_path).resume("you")
     assert Checkpoints(tmp_path).generations() == [1, 2]

@@ -250,24 +250,24 @@ def test_an_unwritable_place_is_a_sentence(tmp_path):
     with pytest.raises(CheckpointError, match="could not be written: File name too long"):
         files.write_atomic(tmp_path / ("a" * 300), b"")
     for folder in (tmp_path, Path()):
-        with pytest.raises(CheckpointError, match=r"is a folder, not a file; give the name of a file, as .*NAME"):
+        with pytest.raises(CheckpointError, match=r"is a folder, not a file. Give the name of a file, as .*NAME"):
             files.write_atomic(folder, b"")
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
     path = tmp_path / "log"
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         files.append_synced(path, [b"x"])
     files.write_atomic(path, b"x")
     assert path.read_bytes() == b"x"
     os.mkfifo(tmp_path / ".log.tmp")
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         files.write_atomic(path, b"y")
     files.write_atomic(path, b"y")
     assert path.read_bytes() == b"y"
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(CheckpointError, match="is no regular file"), locks.lock(tmp_path):
+    with pytest.raises(CheckpointError, match="is not a regular file"), locks.lock(tmp_path):
         pass
 
 
@@ -284,7 +284,7 @@ def test_a_row_file_is_read_and_written_in_place(tmp_path):
     assert bytes(into) == b"abc\0\0"
     with pytest.raises(CheckpointError, match="cut short"):
         again.read([memoryview(bytearray(10))], (1 << 20) - 5)
-    with pytest.raises(CheckpointError, match="has not its 7 bytes"):
+    with pytest.raises(CheckpointError, match="is shorter than 7 bytes"):
         files.RowFile(tmp_path / "rows", 7, new=False)
     with pytest.raises(CheckpointError, match="missing"):
         files.RowFile(tmp_path / "none", 7, new=False)

@@ -350,7 +350,7 @@ def history(folder):
 def test_a_missing_journal_is_an_error(tmp_path, missing, generation):
     history(tmp_path)
     (tmp_path / f"journal-{missing}").unlink()
-    with pytest.raises(CheckpointError, match=f"checkpoint {generation} cannot be brought back.*--force"):
+    with pytest.raises(CheckpointError, match=f"checkpoint {generation} cannot be restored.*--force"):
         on_disk(tmp_path).rollback(generation)
 
 

@@ -205,7 +205,7 @@ def cured(error: pytest.ExceptionInfo[Exception], x: Any) -> Any:
 WRONG: dict[str, tuple[Any, str]] = {
     "whole numbers": (BYTES.astype(np.int64), r"got int64 values from 0 to 255; give bytes"),
     "floats to 255": (LARGE, r"got float32 values from 0 to 255; give bytes"),
-    "floats to 255 with fractions": (FLOATS * np.float32(254.5), r"from 0 to 254.5; if they go from 0 to 255, give x"),
+    "floats to 255 with fractions": (FLOATS * np.float32(254.5), r"from 0 to 254.5; if they are from 0 to 255, give x"),
     "16 bits": (BYTES.astype(np.uint16) * 257, r"got uint16 values from 0 to 65535; give floats: x divided"),
     "a rounding above 1": (FLOATS * np.float32(1 + 1.2e-7), r"from 0 to 1.00000012; they exceed it by rounding"),
     "a rounding below 0": (FLOATS - np.float32(1e-7) * (FLOATS == 0), r"from -1.00000001e-07 to 1; they exceed"),
@@ -255,17 +255,17 @@ def test_short_floats_are_floats(kind: Any, of_bytes: Models) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (BYTES[:0], "rows: no rows to predict; give at least one"),
-        (FLOATS[:0], "rows: no rows to predict; give at least one"),
+        (BYTES[:0], "rows: no rows to predict. Give at least one"),
+        (FLOATS[:0], "rows: no rows to predict. Give at least one"),
         ([], "the model takes|no rows"),
-        (np.full_like(FLOATS, np.nan), r"NaN or Inf in 48 samples \(first: 0\); repair them"),
+        (np.full_like(FLOATS, np.nan), r"NaN or Inf in 48 samples \(first: 0\). Repair them"),
         (FLOATS * 4 - 2, "give the samples before they were normalised"),
-        ((BYTES, Y), r"a tuple is features and targets \(x, y\), .* give x alone, or samples as a list"),
-        ((BYTES[0], BYTES[1]), "give x alone, or samples as a list"),
+        ((BYTES, Y), r"a tuple means features and targets \(x, y\), but it contains"),
+        ((BYTES[0], BYTES[1]), "targets. Give x alone, or the samples as a list"),
         (BYTES.astype(complex), "must be numbers, got complex"),
         (pd.DataFrame(BYTES.reshape(48, -1)), "is a table, but the model takes samples of shape 3x5x4"),
         (pa.table({"a": [1, 2]}), "is a table, but the model takes samples of shape 3x5x4"),
-        (Image.fromarray(LAST[0]), "is a single picture; give a list of pictures"),
+        (Image.fromarray(LAST[0]), "is a single picture. Give a list of pictures"),
         (torch.utils.data.DataLoader(TensorDataset(torch.from_numpy(BYTES))), "give its .dataset"),
     ],
 )
@@ -299,7 +299,7 @@ def test_a_model_trained_on_floats_takes_no_bytes(of_floats: Models) -> None:
 def test_raw_samples_of_another_type_are_refused(of_bytes: Models) -> None:
     one = of_bytes.model("global")
     np.testing.assert_allclose(one.scores(torch.from_numpy(FLOATS)), one.scores(torch.from_numpy(BYTES)), atol=1e-6)
-    with pytest.raises(DataError, match="samples are torch.int64, the model was trained on bytes; give uint8, or"):
+    with pytest.raises(DataError, match="samples are torch.int64, the model was trained on bytes. Give uint8, or"):
         one.scores(torch.from_numpy(BYTES).long())
 
 
@@ -323,7 +323,7 @@ def test_graphs_take_one_type_and_say_which(of_bytes: Models, of_floats: Models,
         program.scores(BYTES)
     export_model(of_bytes.model("global"), tmp_path / "m.pt2", "torch")
     program = load(tmp_path / "m.pt2")
-    with pytest.raises(DataError, match=r"the program takes bytes \(uint8\) only, got floats; give") as error:
+    with pytest.raises(DataError, match=r"the program accepts only bytes \(uint8\), got floats. Give") as error:
         program.predict(FLOATS)
     np.testing.assert_allclose(program.scores(cured(error, FLOATS)), of_bytes.predict_proba(BYTES), atol=1e-6)
     with pytest.raises(DataError, match="got int64 values"):
@@ -384,11 +384,13 @@ def test_a_node_of_a_flower_app_takes_floats_and_asks_about_bytes() -> None:
     for given in (TensorDataset(floats, y), Samples(lambda i: (floats[i], int(Y[i]))), (FLOATS, Y)):
         assert torch.equal(ff.Local(model, given).read().fed.data.x, want)
     for given in ((BYTES, Y), TensorDataset(torch.from_numpy(BYTES), y)):
-        with pytest.raises(ConfigError, match=r"are bytes \(uint8\), and whether the model divides them") as error:
+        with pytest.raises(
+            ConfigError, match=r"are bytes \(uint8\), and fedloom cannot know whether the model divides them. Give"
+        ) as error:
             ff.Local(model, given).read()
-        x = applied(str(error.value).split("give floats, as ")[1].split(", or ")[0], x=torch.from_numpy(BYTES))
+        x = applied(str(error.value).split("them. Give floats, as")[1].split(", or ")[0], x=torch.from_numpy(BYTES))
         torch.testing.assert_close(ff.Local(model, (x, y)).read().fed.data.x, want)
-    with pytest.raises(ConfigError, match="sample 0 is a list of 2; give a tuple, whose last entry is the target"):
+    with pytest.raises(ConfigError, match="sample 0 is a list of 2. Give a tuple that ends with the target"):
         ff.Local(model, Samples(lambda i: [floats[i], int(Y[i])])).read()
 
 
@@ -396,7 +398,10 @@ def test_a_run_shows_the_notes_on_its_data_however_it_is_started() -> None:
     data = fl.Dataset.create((LARGE, Y + 1))
     fed = fl.partitions.iid(clients=2)(data, seed=0)
     notes = fl.simulate("fedavg", fed, "softmax", rounds=1).notes
-    for words in ("data: x has numbers of up to 255; floats are taken as they are", "data: the data have no sample of"):
+    for words in (
+        "data: x contains numbers of up to 255. Floats are used without scaling",
+        "data: the data have no sample of",
+    ):
         assert [note.startswith(words) for note in notes].count(True) == 1
     by_hand = fl.Federation(data, fed.parts, fed.names)
     assert any("numbers of up to 255" in note for note in fl.simulate("fedavg", by_hand, rounds=1).notes)

@@ -102,7 +102,7 @@ def test_settings_and_summaries_that_have_changed_are_refused(name: str, old: by
     content = (run / name).read_bytes()
     (run / name).write_bytes(content.replace(old, new))
     for read in (fl.open_run, lambda path: report.write_report([path], path / "report.html")):
-        with pytest.raises(RunDirError, match=rf"{name} is damaged, or was changed"):
+        with pytest.raises(RunDirError, match=f"{name} is damaged or was changed"):
             read(run)
     (run / name).write_bytes(content.replace(b"sha256 of", b"none of").replace(old, new))  # has no digest then
     fl.open_run(run)
@@ -146,7 +146,7 @@ def test_a_pipe_in_the_place_of_models_is_not_waited_for(name: str, run: Path) -
     path = run / f"models/ditto-0/{name}.safetensors"
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(LayoutError, match="is no regular file"):
+    with pytest.raises(LayoutError, match="is not a regular file"):
         open_tensors(path)
     for words in (
         ("models",),

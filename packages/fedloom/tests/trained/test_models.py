@@ -178,7 +178,7 @@ def test_clients_are_found_by_number_and_by_name_and_unknown_ones_are_refused(fe
     assert len(models.personal) == 5
     with pytest.raises(IndexError):
         models.personal[5]
-    with pytest.raises(ConfigError, match="FedAvg has no 'personal' model; it has: global"):
+    with pytest.raises(ConfigError, match="FedAvg has no 'personal' model. Its models: global"):
         _ = run(fed, FedAvg()).models.personal
 
 
@@ -196,7 +196,7 @@ def test_new_data_is_refused_with_the_reason(fed: Federation, stranger: Dataset)
     refused("unknown class 'ten'", classes=(*stranger.classes[:9], "ten"))
     refused("values from 0 to 16", x=stranger.x.float())
     refused(
-        "a regression, the model was trained for a classification",
+        "a regression, but the model was trained for a classification",
         y=torch.zeros(60, 1),
         task="regression",
         classes=(),
@@ -224,9 +224,9 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
         facts.take(table("b,colour,y\n1,red,0\n2,blue,1\n"))
     with pytest.raises(DataError, match="has 'b' too"):
         facts.take(table("a,b,colour,y\n1,2,red,0\n2,3,blue,1\n"))
-    with pytest.raises(DataError, match="unknown level 'grey'; the model has blue, green, red"):
+    with pytest.raises(DataError, match="unknown level 'grey'. The model has blue, green, red"):
         facts.take(table("a,colour,y\n1,grey,0\n2,blue,1\n"))
-    with pytest.raises(DataError, match="no table with the columns a, colour"):
+    with pytest.raises(DataError, match="not a table with the columns a, colour"):
         facts.take(Dataset("plain", torch.zeros(3, 2), torch.tensor([0, 1, 1]), "binary", ("0", "1")))
 
 
@@ -314,7 +314,7 @@ def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Data
     assert far == sorted(far)
     assert torch.equal(models.adapt(stranger, steps=0).row, x)
     assert float((models.adapt(stranger, lr=1e-6).row - x).norm()) < 1e-3
-    with pytest.raises(ConfigError, match="epochs or steps, not both"):
+    with pytest.raises(ConfigError, match="epochs or steps, but not both"):
         models.adapt(stranger, epochs=1, steps=1)
     with pytest.raises(ConfigError, match="rounds must be at least 1"):
         models.adapt(stranger, rounds=0)
@@ -350,9 +350,9 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
         models.save(tmp_path)
         with pytest.raises(LayoutError, match="no single model"):
             Model.load(tmp_path / f"{name}.safetensors", NORMALISED)
-    with pytest.raises(LayoutError, match=r"holds no single model; it has rows\.00000000"):
+    with pytest.raises(LayoutError, match=r"does not contain a single model. It contains rows\.00000000"):
         fl.open_model(tmp_path / "personal.safetensors", nn.Linear(2, 2))
-    with pytest.raises(LayoutError, match=r"a folder; name a file of one model in it \(global.safetensors"):
+    with pytest.raises(LayoutError, match=r"a folder. Name a file of one model in it \(global.safetensors"):
         fl.open_model(tmp_path, NORMALISED)
     (tmp_path / "bad.safetensors").write_bytes(b"no model")
     with pytest.raises(LayoutError, match="no readable file"):

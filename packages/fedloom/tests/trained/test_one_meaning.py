@@ -197,24 +197,24 @@ def test_columns_in_other_units_are_named_with_the_share_beyond_the_training(
     file = hospitals.write(tmp_path / "si.csv", rows)
     words = ("predict", opened.path, file, "--method", "fedavg", "--client", "Amsel", "--out", tmp_path / "p.csv")
     said = call(*words, code=3)
-    assert "'glucose', 'creatinine': most numbers lie far beyond the training data" in said
+    assert "'glucose', 'creatinine': most numbers are far outside the training data" in said
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 1 + len(rows)
     for column in ("glucose", "creatinine"):
-        assert f"column {column!r}: 100% of the rows lie beyond" in said
+        assert f"column {column!r}: 100% of the rows are outside" in said
         assert said.count(f"column {column!r}: 100%") == 1
     assert "column 'age'" not in said
-    assert "column 'glucose': 100% of the rows lie beyond" in call(
+    assert "column 'glucose': 100% of the rows are outside" in call(
         "evaluate", opened.path, "--data", file, "--method", "fedavg", "--client", "Amsel"
     )
     usual = hospitals.write(tmp_path / "usual.csv", hospitals.patients("Amsel", seed=4))
-    assert "lie beyond" not in call("predict", opened.path, usual, "--method", "fedavg", "--out", tmp_path / "p.csv")
+    assert "are outside" not in call("predict", opened.path, usual, "--method", "fedavg", "--out", tmp_path / "p.csv")
 
 
 def test_a_single_number_far_beyond_the_training_is_named(opened: RunDirectory, tmp_path: Path) -> None:
     rows = hospitals.patients("Amsel", seed=4)
     file = hospitals.write(tmp_path / "far.csv", [{**rows[0], "age": -60}, *rows[1:]])
     said = call("predict", opened.path, file, "--method", "fedavg", "--client", "Amsel", "--out", tmp_path / "p.csv")
-    assert f"column 'age': 1 of {len(rows)} numbers lie far beyond" in said
+    assert f"column 'age': 1 of {len(rows)} numbers are far outside" in said
     assert "as -60 does" in said
 
 
@@ -254,7 +254,7 @@ def test_a_graph_takes_markers_and_decides_by_the_threshold_that_it_is_given(
         assert classes[sure].tolist() == labels[sure].tolist()
     for format in ("torch", "safetensors"):
         said = call(*words, "--format", format, "--out", tmp_path / "m", "--threshold", 0.05, code=2)
-        assert f"{format} holds no class that a threshold could decide" in said
+        assert f"{format} contains no class that a threshold could decide. Export" in said
     assert not (tmp_path / "m").exists()
     said = call(*words, "--format", "onnx", "--out", tmp_path / "m", "--threshold", 5, code=2)
     assert "must be a probability from 0 to 1" in said

@@ -192,12 +192,12 @@ def test_what_cannot_be_predicted_is_a_sentence(
         models.predict({**columns, "age": ["old"] * 27})
     with pytest.raises(DataError, match="column 'age': must be a list with a cell for each row"):
         models.predict({"age": 50.0, "pressure": 120.0, "ward": "A"})
-    with pytest.raises(DataError, match=r"is a table; give fl.Dataset.create\(table, LABEL, ...\)"):
+    with pytest.raises(DataError, match=r"is a table. Give fl.Dataset.create\(table, LABEL, ...\)"):
         models.model("global").score(pd.DataFrame(columns))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="trained on text columns"):
         models.predict(np.zeros((2, 3)))
     (file := tmp_path / "empty.csv").write_text("age,pressure,ward,site\n")
-    with pytest.raises(DataError, match="empty.csv: no rows to predict; give at least one"):
+    with pytest.raises(DataError, match="empty.csv: no rows to predict. Give at least one"):
         opened.predict(str(file))
     with pytest.raises(DataError, match="no rows to predict"):
         models.predict({"age": [], "pressure": [], "ward": []})

@@ -115,7 +115,7 @@ def container(module: Any) -> None:
 
 TEXT = {"as_string": MARK}
 EVAL = f"__import__('os').mkdir('{MARK}')"
-PLAIN, HOLDS, CALLS, SIZE = "is no plain tensor", "it holds '", "its graph calls '", "a size in its graph is"
+PLAIN, HOLDS, CALLS, SIZE = "is not a plain tensor", "it contains '", "its graph calls '", "a size in its graph is"
 ATTACKS: dict[str, tuple[Callable[[Parts], None], str]] = {
     "pickle of sample inputs": (added("data/sample_inputs/model.pt", saved(Bomb())), "Weights only load failed"),
     "bare pickle of sample inputs": (added("data/sample_inputs/model.pt", PICKLE), "Weights only load failed"),
@@ -204,7 +204,7 @@ def test_guards_of_a_file_are_not_evaluated(program: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_two_parts_of_one_name_are_refused(program: Path) -> None:
     name = "data/sample_inputs/model.pt"
-    with pytest.raises(LayoutError, match="one name"):
+    with pytest.raises(LayoutError, match="with this name"):
         load(written(parts_of(program), (name, saved(Bomb()))))
 
 

@@ -139,7 +139,7 @@ def test_the_report_speaks_of_it(whole: tuple[Path, list[SearchResult]]) -> None
     assert found[0].trials[0].params == {"local.lr": 0.05}
     text = (out / "tuning.md").read_text()
     assert "every setting once, by Optuna's GridSampler: fedavg (3), ditto (6)" in text
-    assert "trains for 3 rounds per seed, of fedavg 2 (seeds 0), whatever they cost" in text
+    assert "trains for 3 rounds per seed, of fedavg 2 (seeds 0), whatever their cost" in text
     assert "| ditto | global and personal |" in text
     assert "of the budget" not in text
 
@@ -173,7 +173,7 @@ def test_whose_rounds_count_is_part_of_the_search(whole: tuple[Path, list[Search
 
 
 def test_without_the_default_spaces_a_method_needs_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing to look for in fedavg"):
+    with pytest.raises(ConfigError, match="fedavg has no setting to search"):
         tuning(
             GRID.replace("[tune.space.all]", "[tune.space.ditto]", 1).replace("[tune.space.ditto]\nlam", "lam"),
             tmp_path,

@@ -15,10 +15,12 @@ from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say
 def cox(
     file: FileArgument,
     time: Annotated[
-        str | None, typer.Option(help="column with the time to the event or to the end of observation. As in [data]")
+        str | None,
+        typer.Option(help="column with the time to the event or to the end of observation (default: as in [data])"),
     ] = None,
     event: Annotated[
-        str | None, typer.Option(help="column with 1 if the time ends with an event, else 0. As in [data]")
+        str | None,
+        typer.Option(help="column with 1 if the time ends with an event, otherwise 0 (default: as in [data])"),
     ] = None,
     ties: Annotated[str, typer.Option(help="efron or breslow", autocompletion=one_of("efron", "breslow"))] = "efron",
     bins: Annotated[
@@ -26,11 +28,13 @@ def cox(
         typer.Option(min=0, help="width of agreed time bins. Sites then send secure sums only"),
     ] = None,
     min_events: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=1, help="with --bins: events of a site in a bin, and rows at risk, below which it sends nothing"
+            min=1,
+            help="with --bins: smallest number of events and of rows at risk in a bin. A site with fewer "
+            "sends nothing for the bin (else 5)",
         ),
-    ] = 5,
+    ] = None,
     stratify: Annotated[bool, typer.Option("--stratify", help="use a baseline hazard per site")] = False,
     penalty: PenaltyName = "none",
     strength: Strength = None,
@@ -61,32 +65,36 @@ def cox(
         chosen = read_strength(penalty, strength)
         held_out = None if test is None else tuple(test.split("=", 1))
         if held_out is not None and len(held_out) != 2:
-            raise ConfigError(f"--test names test rows by COLUMN=VALUE, as fold=test, got {test!r}")
+            raise ConfigError(f"--test selects test rows by COLUMN=VALUE, as fold=test, got {test!r}")
+        if bins is None and min_events is not None:
+            raise ConfigError("--min-events belongs to the sums of --bins. Give --bins too, or leave it out")
+        least = 5 if min_events is None else min_events
         if bins is not None and (penalty == "firth" or chosen == "cv"):
             raise ConfigError(
-                "sums of --bins are of one likelihood; give --penalty ridge with a --strength found without --bins"
+                "sums of --bins belong to one likelihood. Give --penalty ridge with a --strength found without --bins"
             )
         table = survival_rows(read(file).source, time, event, data_dir, held_out)
         say(*table.notes)
         if bins is not None and stratify:
             raise ConfigError(
-                "--stratify sends what one site alone has, so secure sums have nothing to add; leave one out"
+                "--stratify sends the figures of each site alone, so secure sums would protect nothing. Leave one out"
             )
         sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
         if bins is not None:
             secure = fit_secure_cox(
-                sites, agreement_on(sites, bins, min_events, ties, None if chosen == "cv" else chosen), table.columns
+                sites, agreement_on(sites, bins, least, ties, None if chosen == "cv" else chosen), table.columns
             )
             fit, losses = secure.fit, secure.losses
             say(
-                f"bins of {option(bins)}, at least {min_events} events and rows of a site: "
+                f"bins of {option(bins)}, with at least {least} events and rows per site: "
                 f"{losses.rare + losses.uncovered} of {losses.events} events are censored "
-                f"({losses.rare} in bins with too few, {losses.uncovered} late)"
+                f"({losses.rare} in bins with too few, {losses.uncovered} after the last bin)"
             )
             say(
-                f"rounding moves no coefficient by more than {significant(float(secure.bound.max()), 1)} "
-                "from the pooled fit of these rows"
+                "rounding changes every coefficient by at most "
+                f"{significant(float(secure.bound.max()), 1)} compared with the pooled fit of these "
+                "rows"
             )
         low, high = fit.interval()
         heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")

@@ -39,7 +39,7 @@ def glm(
         rows = rows_by_site(read(file).source, data_dir, centre=0.0, unit=1.0)
         families = {"binary": "logistic", "count": "poisson", "regression": "linear"}
         if rows.data.task not in families:
-            cure = "fedloom cox is its regression" if rows.data.task == "survival" else "take two classes of it"
+            cure = "use fedloom cox for it" if rows.data.task == "survival" else "choose two classes of it"
             raise ConfigError(f"{rows.data.name} is a {rows.data.task}; {cure}")
         family = families[rows.data.task]
         say(*rows.notes)

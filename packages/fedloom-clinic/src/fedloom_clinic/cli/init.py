@@ -22,14 +22,15 @@ def init(
         typer.Argument(help="file with a row per sample: CSV, Parquet, Excel, SPSS, Stata, SAS", show_default=False),
     ],
     client_column: Annotated[
-        str | None, typer.Option(help="column that names the client of a row, such as a hospital. '' for none")
+        str | None, typer.Option(help="column of a row's client, such as a hospital. '' for no column")
     ] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
     event: Annotated[
-        str | None, typer.Option(help="column with 1 for an event, if the target is the time to it. '' for none")
+        str | None, typer.Option(help="column with 1 for an event, if the target is the time to it. '' for no column")
     ] = None,
     subject: Annotated[
-        str | None, typer.Option(help="column of whom a row is, as a patient with several rows; '' for none")
+        str | None,
+        typer.Option(help="column of the subject of a row, such as a patient with several rows. '' for no column"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="experiment file to write (default: beside the table)")] = None,
     agree: Annotated[
@@ -59,10 +60,13 @@ def init(
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
         if place.is_dir():
-            raise ConfigError(f"{place} is a folder; give --out the path of the experiment file")
+            raise ConfigError(f"{place} is a folder. Give --out the path of the experiment file")
         document = place.with_name(f"{place.stem}.agreement.toml")
         for path in (place, document) if agree else (place,):
             check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
+        for text in values or ():
+            if not text.startswith("data."):
+                raise ConfigError(f"--set {text!r:.80}: init takes keys of [data] alone, as --set data.skip=2")
         options = apply_overrides({"data": {}}, "fedloom init", values or ())["data"]
         draft = Draft(Survey(table, **options), client_column, target, event, subject)
         say(*draft.report)
@@ -70,7 +74,9 @@ def init(
         data = None if draft.asks else _try(text, place)
         say(*(f"  {note}" for note in ([] if data is None else data.notes)))
         if agree and (data is None or draft.questions):
-            raise ConfigError(f"{table}: no agreement is written while a question is open: {draft.questions[0]}")
+            raise ConfigError(
+                f"{table}: an agreement cannot be written before this question is answered: {draft.questions[0]}"
+            )
         make_folder(place.parent)
         if agree and data is not None:
             agreement = draft.agreement(data)
@@ -80,12 +86,12 @@ def init(
             say(*(f"  {sentence}" for sentence in unnamed(data, agreement)))
         write_atomic(place, text.encode())
         if draft.questions:
-            say(f"\ndraft: {place}; it does not run before this is answered:")
+            say(f"\ndraft: {place}. It does not run before this is answered:")
             say(*(f"  {question}" for question in draft.questions))
             return
-        say(f"\ndraft: {place}; run it with: fedloom run {place}")
+        say(f"\ndraft: {place}. Run it with: fedloom run {place}")
         if agree:
-            say(f"agreement: {document}; fill in its units, and let every site read and sign it")
+            say(f"agreement: {document}. Fill in its units, and let every site read and sign it")
 
 
 def _try(text: str, place: Path) -> Dataset:

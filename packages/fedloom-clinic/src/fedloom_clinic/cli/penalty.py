@@ -19,8 +19,8 @@ Strength = Annotated[
     str | None,
     typer.Option(
         help=(
-            "strength of a ridge, per row and for columns of unit deviation, as lifelines' penalizer. Cv "
-            "(default): by cross-validated likelihood"
+            "strength of a ridge, per row and for columns of unit deviation, like lifelines' "
+            "penalizer (default: cv, by cross-validated likelihood)"
         ),
         show_default=False,
     ),
@@ -46,6 +46,6 @@ def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | Non
 def say_penalty(penalty: str, ridge: Ridge | None) -> None:
     """Write a sentence on the penalty of a regression and on its intervals."""
     if ridge is not None:
-        say(f"{ridge.words}; standard errors are of the penalized likelihood and leave out what shrinking costs")
+        say(f"{ridge.words}. Standard errors are of the penalized likelihood and ignore the bias of shrinkage")
     elif penalty == "firth":
-        say("Firth's penalty; intervals are Wald's, which are too short where columns separate the rows")
+        say("Firth's penalty. The intervals are Wald intervals, which are too short if columns separate the rows")

@@ -56,12 +56,12 @@ class Survey:
 
     def __init__(self, path: Path, **options: Any) -> None:
         if path.is_dir():
-            raise DataError(f"{path}: is a folder; give the file of a table")
+            raise DataError(f"{path}: is a folder. Give the file of a table")
         self.path = path
         self.options: dict[str, Any] = {**options}
         kind = source(path, **options)
         if not isinstance(kind, TableSource):
-            raise DataError(f"{path}: is no table but {type(kind).__name__.lower()}; give the file of a table")
+            raise DataError(f"{path}: is not a table but {type(kind).__name__.lower()}. Give the file of a table")
         if isinstance(kind, Csv):
             signs = kind.signs()
             kind = kind.with_(**signs._asdict())
@@ -79,11 +79,14 @@ class Survey:
             blocked = raw.problems.sentences()
         blocked += [f"more than one column is called {name!r}; {rename([name])}" for name in twice]
         if blocked:
-            raise DataError(f"{path}: no draft runs until this is repaired:" + "".join(f"\n  - {b}" for b in blocked))
+            raise DataError(
+                f"{path}: fedloom cannot draft an experiment before this is repaired:"
+                + "".join(f"\n  - {b}" for b in blocked)
+            )
         if not raw.names:
-            raise NoSamples(f"{path}: empty; a table needs a header row and rows below it")
+            raise NoSamples(f"{path}: empty. A table needs a header row and rows below it")
         if not cells[raw.names[0]]:
-            raise NoSamples(f"{path}: no rows below the header; an empty table")
+            raise NoSamples(f"{path}: no rows below the header, so the table is empty")
         self.columns = {name: ColumnProfile(name, np.array(column, object)) for name, column in cells.items()}
         self.rows = len(next(iter(cells.values())))
 

@@ -76,28 +76,30 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
         why = f"a client per {_bare(roles.site.name)}, unless it has fewer rows"
     else:
         partition = {"kind": "iid" if numeric else "dirichlet", "clients": roles.clients}
-        why = "no column names a site, so rows are dealt at random" + ("" if numeric else ", classes unevenly")
+        why = "no column names a site, so rows are assigned to clients at random" + (
+            "" if numeric else ", classes unevenly"
+        )
     local: dict[str, Any] = {"lr": _step(roles), "batch_size": 32, "epochs": 1}
     notes, horizon = {"lr": "'fedloom tune' finds a better one"}, ""
     if roles.task == "survival":
         local |= {"batch_size": "full", "epochs": 5}
-        notes["batch_size"] = "patients at risk at one time are of one batch"
+        notes["batch_size"] = "a batch compares patients at risk at the same time"
         assert roles.target is not None
         time = rounded(float(np.nanmedian(roles.target.values)))
         horizon = "[task]\n" + _lines({"horizon": time}, {"horizon": "the event is predicted by this time"})
     return "\n".join(
         [
-            f"# Drafted by 'fedloom init' from {_bare(roles.survey.path.name)}; change what you like.",
+            f"# Drafted by 'fedloom init' from {_bare(roles.survey.path.name)}. Change it as you like.",
             f"#   fedloom run {_bare(str(place))}",
             *([] if not roles.questions else [_lines({"questions": roles.questions}, {"questions": QUESTIONS_NOTE})]),
             _lines(
                 {"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]},
-                {"seeds": "repetitions; tests of differences need 5"},
+                {"seeds": "repetitions (tests of differences need 5)"},
             ),
             "[data]",
             _lines(_data(roles, agreement), _notes(roles)) + _proposals(roles),
             f"[partition]  # {why}",
-            _lines({**partition, "validation": 0.2}, {"validation": "share of a client's rows that may choose"}),
+            _lines({**partition, "validation": 0.2}, {"validation": "fraction of a client's rows for validation"}),
             '[model]\nkind = "softmax"  # linear; kind = "mlp" with hidden = [32] bends\n',
             "[local]",
             _lines(local, notes) + horizon,
@@ -147,18 +149,18 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
 def _notes(roles: ColumnRoles) -> dict[str, str]:
     """Render the comments on the keys of the data."""
     return {
-        "source": "from the folder where fedloom is called",
+        "source": "from the folder in which you run fedloom",
         "target": "what is predicted",
-        "event": "1 where the time ended by an event, 0 where it is censored",
-        "agreement": "what the columns mean at every site",
+        "event": "1 if the time ended with an event, 0 if it is censored",
+        "agreement": "meaning of the columns at every site",
         "client_column": "which site's row it is",
-        "subject": "which patient's row it is: all rows of one are in one part of a split",
+        "subject": "patient of a row: all rows of a patient are in the same part of a split",
         "categorical": "text: a feature per level",
         "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(roles.drop.items())[:MAX_SHOWN_NAMES]),
-        "missing": "cells that mean missing, beside empty ones, NA and the like",
+        "missing": "cells that mean missing, besides empty ones, NA and similar",
         "impute": "missing cells are filled per client from its training rows, and flagged",
         "unlabelled": "rows without target, site or subject are left out",
-        "centre": "(target - centre) / unit is learned, and errors are in this unit",
+        "centre": "the model learns (target - centre) / unit, and errors are in this unit",
     }
 
 
@@ -169,7 +171,7 @@ def _proposals(roles: ColumnRoles) -> str:
     """
     proposed = ""
     if roles.order is not None:
-        head = "# Test on later rows? Take the sign # from the next line: each client trains on its earlier rows.\n"
+        head = "# Test on later rows? Delete the # in front of the next line: each client trains on its earlier rows.\n"
         proposed = f"{head}# {_lines({'order': roles.order.name}, {})}"
     lines, table = list[str](), dict[str, dict[str, float]]()
     for name, shifts in roles.shifts.items():
@@ -180,7 +182,9 @@ def _proposals(roles: ColumnRoles) -> str:
                 lines.append(f"#   {_bare(name)} at {_bare(site)}: {medians}; {shift.units}\n")
     if not table:
         return proposed
-    head = "# Another unit? Ask the site. If so, take the sign # from the next line; factors multiply its numbers.\n"
+    head = (
+        "# Another unit? Ask the site. If so, delete the # in front of the next line. Factors multiply its numbers.\n"
+    )
     return f"{proposed}{head}# factors = {_inline(table)}\n{''.join(lines)}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +22,10 @@ from fedloom.data.survey.facts import (
     MAX_FEW_LEVELS,
     PER_LEVEL,
     ColumnProfile,
+    answers,
     repeats,
 )
+from fedloom.data.survey.findings import time_unit
 from fedloom.data.survey.leaks import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
@@ -70,13 +72,13 @@ class Draft:
         how = "".join(f", {k} {v!r}" for k, v in survey.options.items() if (k, v) != ("separator", ","))
         self.report = [f"{survey.path}: {survey.rows} rows, {len(survey.names)} columns{how}"]
         if first := [name for name in survey.names if is_number(name)]:
-            self.report.append(f"header: {_list(first)}: is it a row? Then put one with names above it")
+            self.report.append(f"header: {_list(first)}: is this a row of data? Then put a row of names above it")
         self._ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
         if by is not None and by == target:
-            raise ConfigError(f"{survey.path}: {by!r} cannot be the target and the site; name two columns")
+            raise ConfigError(f"{survey.path}: {by!r} cannot be the target and the site. Name two columns")
         if survey.rows < MIN_FEDERATION_ROWS:
             rows = f"{survey.rows} row{'s'[: survey.rows != 1]}"
-            raise DataError(f"{survey.path}: {rows}; a federation needs at least {MIN_FEDERATION_ROWS}")
+            raise DataError(f"{survey.path}: {rows}. A federation needs at least {MIN_FEDERATION_ROWS}")
         self.questions = list[str]()
         outcome = outcomes.outcome(survey, target, event)
         self._target, self._event, self._task = outcome.target, outcome.event, ""
@@ -118,11 +120,13 @@ class Draft:
         wrong = wrong or ("is the same in every row" if target.constant else None)
         if wrong or (target.kind == "text" and target.identifies):
             what = wrong or "differs in every row"
-            raise ConfigError(f"{survey.path}: the target {target.name!r} {what}, nothing can be learned; {self._ask}")
+            raise ConfigError(
+                f"{survey.path}: the target {target.name!r} {what}, so a model cannot learn it; {self._ask}"
+            )
         rows = survey.rows - target.missing
         if rows < MIN_FEDERATION_ROWS:
             raise DataError(
-                f"{survey.path}: {rows} rows with a target; a federation needs at least {MIN_FEDERATION_ROWS}"
+                f"{survey.path}: {rows} rows with a target. A federation needs at least {MIN_FEDERATION_ROWS}"
             )
         missing = target.odd if target.kind == "number" else []
         classes = {name: count for name, count in survey_levels(target).items() if name not in missing}
@@ -144,14 +148,38 @@ class Draft:
             ended = int(np.nansum(self._event.values))
             self._say(self._event, f"1 for an event: {ended} of {survey.rows} rows, the others are censored")
         if target.missing:
-            self._say(target, f"{target.missing} rows have no target; they are left out")
+            self._say(target, f"{target.missing} rows have no target and are left out")
         if not measured and (rare := {name: count for name, count in classes.items() if count < MIN_FEDERATION_ROWS}):
             names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:MAX_SHOWN_NAMES])
             self._say(
-                target, f"classes of fewer than {MIN_FEDERATION_ROWS} rows: {names}; merge them, or leave them out"
+                target, f"classes of fewer than {MIN_FEDERATION_ROWS} rows: {names}. Merge them, or leave them out"
             )
         if not measured:
             self._report_gaps(target)
+            self._ask_about_classes(target, classes)
+        if self._event is not None and (unit := time_unit(target.name, np.unique(target.numbers))):
+            self.questions.append(
+                f"the time {target.name!r} may hold dates as {unit}: is it a time since the start of observation? Name "
+                "another column by --target, or delete this question"
+            )
+
+    def _ask_about_classes(self, target: ColumnProfile, classes: Mapping[str, int]) -> None:
+        """Ask about classes that may be marks of missing cells, or a row of totals."""
+        if target.kind != "number" or len(classes) < 3:
+            return
+        numbers = dict(sorted((float(name), name) for name in classes))
+        counts = np.array([classes[name] for name in numbers.values()])
+        if far := answers(np.array([*numbers]), counts):
+            cells = _list([numbers[code] for code in far])
+            self.questions.append(
+                f"the target {target.name!r}: does the class {cells} mean missing? If so, add missing = [{cells}] and "
+                "unlabelled = 'drop' to [data]. Else delete this question"
+            )
+        elif single := [name for name, count in classes.items() if count == 1]:
+            self.questions.append(
+                f"the target {target.name!r}: the class {_list(single)} has one row: is it a row of totals, or an "
+                "error? Delete the row, or this question"
+            )
 
     @staticmethod
     def _named(chosen: ColumnProfile, is_given: bool, alternatives: Sequence[str]) -> str:
@@ -172,7 +200,7 @@ class Draft:
         sites = survey.sites(roles)[0] if by is None else [by]
         sure, doubtful = survey.subjects([*roles, *sites])
         if option and option in (*roles, by):
-            raise ConfigError(f"{survey.path}: {option!r} cannot be --subject and the target or site; name two columns")
+            raise ConfigError(f"{survey.path}: {option!r} cannot be --subject and the target or site. Name two columns")
         self._subject = survey.column(option, "--subject") if option else None
         if option is None and sure:
             self._subject = survey.columns[sure[0]]
@@ -183,10 +211,11 @@ class Draft:
                 f"{counts.min()} to {counts.max()} rows, which stay in one part of every split"
             )
             if lost := survey.rows - len(subject.present):
-                self._say(subject, f"{lost} rows have no subject; they are left out")
+                self._say(subject, f"{lost} rows have no subject and are left out")
         elif option is None and doubtful:
             self.report.append(
-                f"subject: no column is sure to say whose a row is; {_list(doubtful)} may (--subject does, '' for none)"
+                f"subject: no column certainly names the subject of a row. {_list(doubtful)} may "
+                "(give --subject, or '' for none)"
             )
         dates = [c for c in survey.columns.values() if c.kind == "date" and c.name not in roles]
         came = [
@@ -196,7 +225,7 @@ class Draft:
         ]
         self._order = came[0] if came else None
         if self._order is not None:
-            self._say(self._order, "dates; to test on later rows, name it in order (the draft has it in a comment)")
+            self._say(self._order, "dates. To test on later rows, name it in order (see the comment in the draft)")
 
     def _take_site(self, option: str | None) -> None:
         survey, target = self._survey, self._target
@@ -222,7 +251,7 @@ class Draft:
 
         self._site = survey.column(option, "--client-column") if option else None
         if self._site is not None and self._site is target:
-            raise ConfigError(f"{survey.path}: {option!r} is taken for the target; --target names another column")
+            raise ConfigError(f"{survey.path}: {option!r} would be the target. Name another column with --target")
         if option is None and len(sure := split(sure)) > 1:
             question = f"which column names the site of a row? It may be {_list(sure)}"
             flags = " or ".join([*(f"--client-column {outcomes.quoted(name)}" for name in sure), "--client-column ''"])
@@ -234,34 +263,33 @@ class Draft:
         if (site := self._site) is None:
             may = f"; {_list(doubtful)} may" if option is None and (doubtful := split(doubtful)) else ""
             if len(sure) < 2 or option is not None:
-                dealt = f"the rows are dealt to {self._clients} clients"
-                self.report.append(f"site: no column names one (--client-column does{may}); {dealt}")
+                dealt = f"the rows are assigned to {self._clients} clients"
+                self.report.append(f"site: no column names a site (--client-column does{may}). {dealt}")
             return
         names, counts = sizes(site)
         what = "rows" if subject is None else "subjects"
         keep, kept = counts >= MIN_SITE_ROWS, counts[counts >= MIN_SITE_ROWS]
         if len(kept) < 2:
             raise ConfigError(
-                f"{survey.path}: {len(kept)} of the {len(names)} sites of --client-column {site.name} have at least "
-                f"{MIN_SITE_ROWS} "
-                f"{what}, a federation needs two; {self._ask}"
+                f"{survey.path}: {len(kept)} of the {len(names)} sites of --client-column {site.name} "
+                f"have at least {MIN_SITE_ROWS} {what}, but a federation needs two; {self._ask}"
             )
         self.report.append(
             f"site: {self._named(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "
             f"{kept.max()} {what}"
         )
         if without_site := survey.rows - len(site.present):
-            self._say(site, f"{without_site} rows have no site; they are left out")
+            self._say(site, f"{without_site} rows have no site and are left out")
         if not keep.all():
-            self._say(site, f"sites of fewer than {MIN_SITE_ROWS} {what}, left out: {_list(names[~keep].tolist())}")
+            self._say(site, f"sites with fewer than {MIN_SITE_ROWS} {what}, left out: {_list(names[~keep].tolist())}")
         if (small := keep & (counts < MAX_FEW_LEVELS)).any():
             few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
-            self._say(site, f"sites of fewer than {MAX_FEW_LEVELS} {what}: {few}; their results are uncertain")
+            self._say(site, f"sites with fewer than {MAX_FEW_LEVELS} {what}: {few}. Their results are uncertain")
         if self._classes is not None:
             target = self._classes
             here = {n: has_target & (site.cells == n) for n in names[keep].tolist()}
             if lone := [n for n, rows in here.items() if len(set(target.cells[rows])) == 1]:
-                self._say(site, f"sites of one class only: {_list(lone)}")
+                self._say(site, f"sites with only one class: {_list(lone)}")
         self._rows = {name: has_target & (site.cells == name) for name in names[keep].tolist()}
         if self._classes is not None:
             self._say_events(self._classes)
@@ -306,11 +334,11 @@ class Draft:
                 self._report_gaps(c)
             elif c.odd:
                 self._odd += [odd for odd in c.odd if odd not in self._odd]
-                self._say(c, f"numbers, but for {_list(c.odd)}, which count as missing")
+                self._say(c, f"numbers, except for {_list(c.odd)}, which count as missing")
             if c.doubts:
                 self.questions.append(
-                    f"column {c.name!r}: do the cells {_list(c.doubts)} mean missing, as the draft has it? Repair them "
-                    "in the table, or delete this question"
+                    f"column {c.name!r}: do the cells {_list(c.doubts)} mean missing, as in the "
+                    "draft? Repair them in the table, or delete this question"
                 )
             if c.extremes:
                 self._odd += [odd for odd in map(level, c.extremes) if odd not in self._odd]
@@ -320,8 +348,9 @@ class Draft:
             for odd, clash in clashes.items():
                 if odd in c.extremes and clash:
                     self.questions.append(
-                        f"column {c.name!r}: does {odd} mean missing? It is an ordinary number in {_list(clash)}, "
-                        "and the draft takes it there too. Empty the cells of the table, or delete this question"
+                        f"column {c.name!r}: does {odd} mean missing? It is an ordinary number in "
+                        f"{_list(clash)}, but the draft treats it as missing there too. Empty the "
+                        "cells of the table, or delete this question"
                     )
             for sentence in by_site.sentences(c, self._rows):
                 self._say(c, sentence)
@@ -329,8 +358,12 @@ class Draft:
                 self._shifts[c.name] = shifted
             if c.missing:
                 self._impute = True
-                what = "most of it, think of leaving it out" if c.missing > survey.rows / 2 else "filled per client"
-                self._say(c, f"{c.missing} of {survey.rows} cells are missing ({c.missing / survey.rows:.0%}); {what}")
+                what = (
+                    "most of the column, so consider leaving it out"
+                    if c.missing > survey.rows / 2
+                    else "filled per client"
+                )
+                self._say(c, f"{c.missing} of {survey.rows} cells are missing ({c.missing / survey.rows:.0%}), {what}")
             self._width += (len(c.levels) if c.kind == "text" else 1) + bool(c.missing)
         if not self._width:
             raise ConfigError(f"{survey.path}: no column is left as a feature:\n" + "\n".join(self.report[1:]))
@@ -359,26 +392,28 @@ class Draft:
             and c.whole
             and repeats(c.name, c.levels, len(c.present))
         ):
-            return "numbers patients or the like, whose rows come again"
+            return "identifies patients or similar, and its values repeat"
         if what := c.quantity:
-            return f"numbers with {what}; plain numbers would be a feature"
+            return f"numbers with {what}. Plain numbers would be a feature"
         if c.identifies:
             return "names rows"
         if c.kind == "date":
-            return "dates; days_since makes a feature of them: days since another column, or since a date"
+            return "dates. days_since makes a feature of them: days since another column, or since a date"
         if c.kind == "text" and len(c.levels) > MAX_FEW_LEVELS and self._survey.rows < PER_LEVEL * len(c.levels):
-            return f"text of {len(c.levels)} levels in {self._survey.rows} rows; group them to use it"
+            return f"text of {len(c.levels)} levels in {self._survey.rows} rows. Group them to use it"
         if lone := by_site.lone_site(c, self._rows):
-            return f"has values at {lone!r} only, so it names that site"
+            return f"has values only at {lone!r}, so it identifies that site"
         shares = [by_site.score_column(c, one, self._kind_of(one)) for one in self._outcome]
         share = max(shares, key=lambda one: one.value, default=by_site.SingleColumnScore(0.0, ""))
         if share.value >= LEAK_SHARE:
-            return f"gives the target away by itself ({share.text}), as facts recorded afterwards do"
+            return f"alone predicts the target almost perfectly ({share.text}), like facts recorded afterwards"
         later = bool(LATER_NAME_PATTERN.search(c.name))
         if share.value >= SUSPICIOUS_SCORE or (later and share.value >= DOUBTFUL_IF_LATER):
-            self._say(c, f"nearly gives the target away ({share.text}); leave it out unless it is known beforehand")
+            self._say(
+                c, f"predicts the target almost perfectly ({share.text}). Leave it out unless it is known beforehand"
+            )
         elif later:
-            self._say(c, "is known only later, by its name; leave it out unless it is known beforehand")
+            self._say(c, "is known only later, judging by its name. Leave it out unless it is known beforehand")
         return ""
 
     def _kind_of(self, column: ColumnProfile) -> str:
@@ -388,7 +423,7 @@ class Draft:
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Levels that may mean missing."""
         if missing := [level for level in c.levels if level.strip().lower() in LEVELS_TOO]:
-            self._say(c, f"{_list(missing)} may mean missing; name such cells in missing, with impute = true")
+            self._say(c, f"{_list(missing)} may mean missing. Name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
         """Return the agreement that sites would sign, from the drafted data.
@@ -432,10 +467,10 @@ def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
     """
     assert isinstance(data.prepare, Table)
     named = {column.name: column.levels for column in agreement.column}
-    sentences, few = [], f"of fewer than {agreement.level_rows} rows (level_rows)"
+    sentences, few = [], f"with fewer than {agreement.level_rows} rows (level_rows)"
     for column in data.prepare.columns:
         if column.name not in named:
-            sentences.append(f"agreement: column {column.name!r} is left out, most of its levels are {few}")
+            sentences.append(f"agreement: column {column.name!r} is left out, because most of its levels are {few}")
         elif lost := len(column.names) - len(named[column.name]):
             sentences.append(f"agreement: column {column.name!r}: {lost} levels {few} are not named, but filled")
     return sentences

@@ -175,15 +175,17 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
         chosen = survey.column(event, "--event")
         if not is_event(chosen):
             held = ", ".join(map(repr, [*chosen.levels][:4]))
-            raise ConfigError(f"{survey.path}: --event {event} holds {held}; it must be 1 for an event, 0 for none")
+            raise ConfigError(
+                f"{survey.path}: --event {event} contains {held}. It must be 1 for an event and 0 for no event"
+            )
         if target is None and not times:
-            raise ConfigError(f"{survey.path}: no column looks like the time of --event {event}; name it by --target")
+            raise ConfigError(f"{survey.path}: no column looks like the time of --event {event}. Name it with --target")
         under = [c for c in times if FOLLOW_UP.search(c.name)]
         times = under if len(under) == 1 else times
         if target is None and len(times) > 1:
             names = [c.name for c in times]
             return TableOutcome(
-                None, question=_question(survey, f"which is the time of {event!r}", names, f"--event {event}")
+                None, question=_question(survey, f"which column is the time of {event!r}", names, f"--event {event}")
             )
         time = times[0] if target is None else survey.column(target, "--target")
         return TableOutcome(time, chosen, note=_late_entry(survey, time, chosen))
@@ -222,7 +224,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
     ranked = sorted(points, key=lambda name: -points[name])
     if not ranked:
         ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
-        raise ConfigError(f"{survey.path}: no column looks like the target; name one by --target; {ask}")
+        raise ConfigError(f"{survey.path}: no column looks like the target. Name one with --target; {ask}")
     if pairs:
         pair = {c.name for c in (*times, *events, *doubts)}
         rival = next((points[name] for name in ranked if name not in pair), 0)
@@ -239,7 +241,10 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
             if not entry:
                 drop = f"{_flags(times[0].name, '')} drafts it without the event"
                 if CENSORED_PATTERN.search(events[0].name):
-                    drop += f"; 1 in {events[0].name!r} is taken for an event, since rows with 0 have longer times"
+                    drop += (
+                        f". The value 1 in {events[0].name!r} probably means an event, because rows with "
+                        "0 have longer times"
+                    )
                 return TableOutcome(
                     times[0], events[0], note=drop, alternatives=tuple(n for n in ranked if points[n] and n not in pair)
                 )
@@ -391,11 +396,11 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
         if column.name == target or not _may_be_event(column):
             continue
         levels, ended = {*column.numbers.tolist()}, int((column.numbers == 1).sum())
-        what = f"{time.name!r} beside {column.name!r} may be a time to event"
+        what = f"{time.name!r} together with {column.name!r} may be a time to event"
         flags = _flags(time.name, column.name)
         if levels == {0.0, 1.0}:
             return (
-                f"{what}: {flags} where 1 is an event ({ended} of {len(column.numbers)} rows), not where 1 is censored"
+                f"{what}: {flags} if 1 is an event ({ended} of {len(column.numbers)} rows), but not if 1 means censored"
             )
         if levels == {1.0, 2.0}:
             return f"{what}, but is coded 1 and 2: write 1 for an event and 0 for none, then {flags}"
@@ -410,5 +415,7 @@ def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> st
         if column.kind == "number" and ENTRY_PATTERN.search(column.name) and column not in (time, event):
             here = ~np.isnan(column.values) & ~np.isnan(time.values)
             if here.any() and (column.values[here] <= time.values[here]).mean() >= MIN_ENTRY_SHARE:
-                return f"{column.name!r} looks like a late entry: rows count as at risk from time 0 on; leave it out"
+                return (
+                    f"{column.name!r} looks like a late entry, but rows count as at risk from time 0 on. Leave it out"
+                )
     return ""

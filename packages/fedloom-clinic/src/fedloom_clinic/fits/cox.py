@@ -340,7 +340,7 @@ def newton(
             raise no_finite_fit(direction, names, intercepts, MIN_SUPPORT_SHARE, exact=separation is None)
     if not ended:
         raise DataError(
-            f"the fit has not converged after {MAX_NEWTON_STEPS} steps; look at the columns {', '.join(names)}"
+            f"the fit has not converged after {MAX_NEWTON_STEPS} steps. Look at the columns {', '.join(names)}"
         )
     return beta, here
 
@@ -365,7 +365,7 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
     rows = np.concatenate(parts)
     same = (rows == rows[:1]).all(0)
     if same.any():
-        raise DataError(f"{names[int(same.argmax())]} is the same in every row; leave it out")
+        raise DataError(f"{names[int(same.argmax())]} has the same value in every row. Leave it out")
 
 
 def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, Floats]:
@@ -397,8 +397,8 @@ def _check(sites: Sequence[SurvivalSite]) -> None:
     for k, site in enumerate(sites):
         wrong = ~((site.time >= 0) & np.isfinite(site.time))
         if wrong.any():
-            raise DataError(f"site {k}: {int(wrong.sum())} times are below 0 or not finite; repair them")
+            raise DataError(f"site {k}: {int(wrong.sum())} times are negative or not finite. Repair them")
         if not np.isin(site.event, (0, 1)).all():
             raise DataError(f"site {k}: events must be 0 or 1, got {np.unique(site.event)[:5].tolist()}")
     if not any(site.event.any() for site in sites):
-        raise DataError("no row has an event; nothing can be fitted")
+        raise DataError("no row contains an event, so nothing can be fitted")

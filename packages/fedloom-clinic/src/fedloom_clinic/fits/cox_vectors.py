@@ -112,7 +112,7 @@ def bin_ends(width: float, last: float) -> Floats:
         ConfigError: the width is not above 0, or makes too many bins.
     """
     if not 0 < width < float("inf") or last / width > MOST_BINS:
-        raise ConfigError(f"bins of {width:g} for times up to {last:g}: give a width for at most {MOST_BINS} bins")
+        raise ConfigError(f"bins of {width:g} for times up to {last:g} are more than {MOST_BINS}. Give a larger width")
     ends: Floats = width * np.arange(1, np.ceil(last / width) + 1)
     return ends
 
@@ -179,8 +179,9 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
             inside = np.zeros(len(filled), bool)
     if not ends:
         raise Refused(
-            f"{int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a bin, and without "
-            f"{missing} of them {fewest} must; agree on wider bins or on a smaller least count"
+            f"{int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a bin, "
+            f"but {fewest} must have them even if {missing} are missing. Agree on wider bins or on a "
+            "smaller minimum count"
         )
     if terms.stratify:
         return terms
@@ -228,8 +229,8 @@ class SiteVectors:
             raise DataError("a sum of the Cox regression is not finite: the coefficients are too large for the rows")
         if np.abs(multiples).max(initial=0) >= MAX_SITE_SUM:
             raise DataError(
-                f"a sum of {np.abs(multiples).max() * self._terms.step:g} has no room at step {self._terms.step:g}; "
-                "take a larger one"
+                f"a sum of {np.abs(multiples).max() * self._terms.step:g} is too large for step "
+                f"{self._terms.step:g}. Use a larger step"
             )
         counts = np.array([*self.losses, len(self._site.x)])
         return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
@@ -284,19 +285,19 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
         ConfigError: no rows of so many sites give the sum.
     """
     if len(vector) != terms.length:
-        raise Refused(f"a sum of a Cox regression has {terms.length} numbers, got {len(vector)}")
+        raise Refused(f"a sum of a Cox regression must have {terms.length} numbers, got {len(vector)}")
     numbers, p, bins = vector.view(np.int64), len(terms.low), len(terms.ends)
     counts = [int(count) for count in numbers[-VECTOR_COUNTS:]]
     losses, rows = BinningLoss(*counts[:-1]), counts[-1]
     events = losses.events - losses.uncovered - losses.rare
     if min(counts) < 0 or not events <= losses.events <= losses.rows or not events <= rows <= losses.rows:
-        raise Refused("the counts of a Cox regression contradict each other: a site's vector is wrong")
+        raise Refused("the counts of a Cox regression contradict each other: a site sent a wrong vector")
     values: Floats = (numbers[:-VECTOR_COUNTS] * terms.step).astype(np.float64)
     error, squares = sites * terms.step, None
     if terms.ridge is not None:
         values, first, second = np.split(values, [-2 * p, -p])
         if np.abs(first).max() > rows + error or second.min() < -error or second.max() > rows + error:
-            raise Refused("the sums of columns of a Cox regression are out of range: a site's vector is wrong")
+            raise Refused("the sums of columns of a Cox regression are out of range: a site sent a wrong vector")
         squares = second - first**2 / max(rows, 1)
     upper = np.triu_indices(p)
 
@@ -309,7 +310,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
         value, gradient, information = float(values[0]), values[1 : p + 1], full(values[p + 1 :])
         largest = events + error
         if value > error or np.abs(gradient).max() > 2 * largest or np.abs(information).max() > largest:
-            raise Refused("the likelihood of a Cox regression is out of range: a site's vector is wrong")
+            raise Refused("the likelihood of a Cox regression is out of range: a site sent a wrong vector")
         return Opened(Likelihood(value, gradient, information), None, losses, rows, squares)
     triangle = len(upper[0])
     parts = np.split(values, np.cumsum([bins, bins * p, bins * triangle] * 2 + [bins]))
@@ -318,7 +319,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
     )
     sums = RiskSums(risk, tied, np.rint(parts[6]), parts[7].reshape(bins, p))
     if not _plausible(sums, events, rows, error):
-        raise Refused("the sums of a Cox regression are out of range: a site's vector is wrong")
+        raise Refused("the sums of a Cox regression are out of range: a site sent a wrong vector")
     shift = float(np.abs(beta).sum())
     here = likelihood(sums, beta, terms.ties)
     return Opened(here._replace(value=here.value - events * shift), sums, losses, rows, squares)

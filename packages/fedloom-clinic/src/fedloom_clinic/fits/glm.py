@@ -161,7 +161,7 @@ def fit_glm(
         exact = at(beta)
         spent = len(beta) if ridge is None else float(np.trace(inverse @ exact.information))
         if count <= spent:
-            raise DataError(f"{count} rows for {len(beta)} coefficients leave no residual; leave columns out")
+            raise DataError(f"{count} rows for {len(beta)} coefficients leave no residual. Leave columns out")
         scale = (sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value) / (count - spent)
     back = np.eye(len(beta))  # coefficients as they are measured are linear in these
     back[first:, first:] = np.diag(1 / spread)
@@ -210,7 +210,7 @@ def _check(sites: Sequence[GlmSite], family: str) -> None:
     if family == "poisson" and (y < 0).any():
         raise DataError(f"counts must be at least 0, got {y.min():g}")
     if (y == y[0]).all():
-        raise DataError(f"the target is {y[0]:g} in every row; nothing can be fitted")
+        raise DataError(f"the target is {y[0]:g} in every row, so nothing can be fitted")
 
 
 def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[str] | None) -> None:
@@ -222,6 +222,6 @@ def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[s
         ends = {"logistic": (0.0, 1.0), "poisson": (0.0,)}.get(family, ())
         if any((site.y == end).all() for end in ends):
             raise DataError(
-                f"site {name}: the target is {site.y[0]:g} in every row, so its intercept has no limit; give all sites "
-                "one intercept, or leave the site out"
+                f"site {name}: the target is {site.y[0]:g} in every row, so its intercept has no "
+                "finite value. Give all sites one intercept, or leave the site out"
             )

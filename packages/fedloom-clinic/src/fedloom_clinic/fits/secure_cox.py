@@ -76,7 +76,7 @@ def fit_secure_cox(
             k = int(beyond.argmax())
             raise DataError(
                 f"site {place}: {names[k]} has {beyond[k]} values outside the agreed {terms.low[k]:g} to "
-                f"{terms.high[k]:g}; repair them, or agree on another range"
+                f"{terms.high[k]:g}. Repair them, or agree on another range"
             )
     check_terms(terms)
     vectors = [SiteVectors(site, terms) for site in sites]
@@ -90,9 +90,9 @@ def check_terms(terms: CoxAgreement) -> None:
         ConfigError: bins are not ascending, or a range is empty.
     """
     if not terms.stratify and (not len(terms.ends) or not (np.diff(terms.ends) > 0).all()):
-        raise ConfigError("time bins must rise")
+        raise ConfigError("time bins must increase")
     if not (terms.high > terms.low).all():
-        raise ConfigError("every agreed range must rise")
+        raise ConfigError("the ends of every agreed range must increase")
 
 
 def fit_of_sums(
@@ -120,11 +120,11 @@ def fit_of_sums(
     if not events:
         outside = f"; {losses.uncovered} of {losses.events} events are after the last bin" if losses.uncovered else ""
         raise DataError(
-            f"no bin has {terms.least} events at a site; agree on wider bins or on a smaller least count{outside}"
+            f"no bin has {terms.least} events at a site. Agree on wider bins or on a smaller minimum count{outside}"
         )
     spread = np.sqrt(np.maximum(first.likelihood.information.diagonal(), 0) / events)  # of columns among rows at risk
     if not (spread > sites * terms.step).all():
-        raise DataError(f"{names[int(spread.argmin())]} is the same in every row at risk; leave it out")
+        raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Leave it out")
 
     def at(gamma: Floats) -> Likelihood:
         """Return the likelihood at coefficients of columns of unit spread."""
@@ -136,7 +136,7 @@ def fit_of_sums(
                 return impossible(len(beta))
             last, here = beta, open_sum(vectors, terms, beta, sites)
             if here.losses != losses or here.rows != first.rows:
-                raise Refused("a site's rows have changed between two steps of the Cox regression; begin it anew")
+                raise Refused("a site's rows have changed between two steps of the Cox regression. Start it again")
         value, gradient, information = here.likelihood
         return Likelihood(value, gradient / spread, information / np.outer(spread, spread))
 

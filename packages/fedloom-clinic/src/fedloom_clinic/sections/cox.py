@@ -12,7 +12,7 @@ from fedloom.formats import p_value, significant
 from fedloom.lab.sections import Row, Run, Section, csv_of, read_columns, scrolling
 from fedloom.rundir import analysis_file
 
-COX_TEXT = "Hazard ratios per unit of a column over the rows of all clients, from sums alone."
+COX_TEXT = "Hazard ratios per unit of a column over the rows of all clients, computed from sums only."
 HEADS = ("Column", "Hazard ratio", "95 % from", "to", "Coefficient", "Standard error", "p")
 NAMES = (
     "column", "coefficient", "standard_error", "low", "high", "p", "bound", "likelihood", "rows", "events",
@@ -62,7 +62,7 @@ def cox_words(row: dict[str, Any]) -> str:
     rows, events, beyond, rare, left_out, bins, least = (
         int(row[name]) for name in ("rows", "events", "late_lost", "rare_lost", "left_out", "bins", "least")
     )
-    text = f"{rows} rows of all sites with {events} events, by sums; ties by {row['ties'].title()}"
+    text = f"{rows} rows of all sites with {events} events, fitted from sums. Ties by {row['ties'].title()}"
     text += f", {bins} time bins, one baseline hazard." if bins else ", a baseline hazard for every site, exact times."
     lost = [
         f"{count} {what}"
@@ -77,7 +77,7 @@ def cox_words(row: dict[str, Any]) -> str:
     text += f" {left_out} further rows have a missing cell, or a number beyond the agreed range." if left_out else ""
     if "ridge" in row:
         strength = significant(row["ridge"])
-        text += f" A ridge of strength {strength} shrinks the coefficients; intervals leave out what that costs."
+        text += f" A ridge of strength {strength} shrinks the coefficients. The intervals ignore the bias of shrinkage."
     bound = row["bound"]
     moved = f"no coefficient by more than {significant(bound, 1)}" if math.isfinite(bound) else "by an unknown amount"
     return f"{text} Rounding moves {moved}."

@@ -26,10 +26,11 @@ from fedloom.rundir import analysis_file
 
 LEFT_OUT_COLUMNS = ("method", "seed", "client", "scaling", "metric", "value")
 LEFT_OUT_TEXT = (
-    "Every site in turn as one that was not there: trained on the others, and scored on all of its samples. Left out: "
-    "columns are scaled by the medians of the other sites, as a new site would use the model. On its own rows: "
-    "the site scales columns by its own samples first. Beside them its result with the same method where it takes "
-    "part, on its test samples, and where it trains alone. Mean over seeds ± half the width of the 95 % interval."
+    "Each site in turn is treated as a new site: the method trains on the other sites and is scored "
+    "on all samples of this site. Left out: columns are scaled by the medians of the other sites, as "
+    "for a new site. On its own rows: the site scales columns with its own samples first. The table "
+    "also shows the site's result with the same method when it takes part, on its test samples, and "
+    "when it trains alone. Mean over seeds ± half the width of the 95 % interval."
 )
 
 

@@ -22,7 +22,7 @@ from fedloom.lab.sections import (
 from fedloom.rundir import analysis_file
 
 REFERENCES_TEXT = (
-    "Scikit-learn's models, fitted at each site on its own rows, beside training alone and the federated method."
+    "Scikit-learn's models, fitted at each site on its own rows, compared with training alone and the federated method."
 )
 
 

@@ -18,7 +18,7 @@ deploy = typer.Typer(
     cls=Words,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Run an experiment at real sites, by Flower over TLS. Data stay at the sites. Models travel.",
+    help="Run an experiment at real sites with Flower over TLS. Data stay at the sites. Only models leave them.",
 )
 app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
@@ -38,13 +38,15 @@ def init(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="directory to write (default: the file's name)")] = None,
     method: Annotated[str | None, typer.Option(help="label of the method, if the experiment has several")] = None,
-    rounds: Annotated[int | None, typer.Option(help="communication rounds, if not the experiment's", min=1)] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="communication rounds (default: as in the experiment)", min=1)
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the run (default: the experiment's first)", min=0)] = None,
     host: Annotated[str, typer.Option(help="host name or address at which sites reach the server")] = "localhost",
-    gate_port: Annotated[int, typer.Option(help="port at which sites reach the server")] = 8443,
+    proxy_port: Annotated[int, typer.Option(help="port at which sites reach the server")] = 8443,
     port: Annotated[int, typer.Option(help="port of the server on loopback, behind the reverse proxy")] = 18000,
     quorum: Annotated[
-        int | None, typer.Option(help="accepted replies that a round needs (default: more than half)")
+        int | None, typer.Option(help="number of accepted replies that a round needs (default: more than half)")
     ] = None,
     norm_bound: Annotated[
         float | None,
@@ -56,7 +58,8 @@ def init(
         int | None,
         typer.Option(
             help=(
-                "most samples that a site may claim for a part (default: the largest client's, or 10^8 with --own-data)"
+                "largest number of samples that a site may claim for a part (default: the largest "
+                "client's, or 10^8 with --own-data)"
             ),
             min=1,
         ),
@@ -69,12 +72,13 @@ def init(
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
     days: Annotated[int, typer.Option(help="validity of certificates, in days")] = 365,
     own_data: Annotated[
-        bool, typer.Option("--own-data", help="every site has its own data, instead of a share of the experiment's")
+        bool,
+        typer.Option("--own-data", help="use the own data of every site, instead of a share of the experiment's data"),
     ] = False,
     fixed_data: Annotated[
         bool,
         typer.Option(
-            "--fixed-data", help="refuse a site whose samples change during the run. Otherwise log the change"
+            "--fixed-data", help="reject a site whose samples change during the run. Otherwise log the change"
         ),
     ] = False,
     secure_aggregation: Annotated[
@@ -82,21 +86,23 @@ def init(
     ] = False,
     threshold: Annotated[
         int | None,
-        typer.Option(help="sites that a masked sum needs before it is opened (default: more than two thirds)"),
+        typer.Option(
+            help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"
+        ),
     ] = None,
     changes: Annotated[
         int | None,
-        typer.Option(help="how often a site may leave the masked sums, or return to them; 4 by default", min=0),
+        typer.Option(help="how often a site may leave the masked sums, or return to them (default: 4)", min=0),
     ] = None,
     data_name: Annotated[
-        str, typer.Option(help="name of the data, by which sites remember sums and budgets over experiments")
+        str, typer.Option(help="name of the data. Sites remember sums and budgets under this name across experiments")
     ] = "data",
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
     """Write the directory of a new deployment.
 
-    It contains certificates, keys, settings, systemd units, a gate, and the five commands to run it.
+    It contains certificates, keys, settings, systemd units, a reverse proxy, and the five commands to run it.
 
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
@@ -109,7 +115,14 @@ def init(
         from fedloom_sites.deploy.ops.directory import Location
         from fedloom_sites.deploy.ops.plan import plan
 
-        options = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
+        options = {
+            "host": host,
+            "proxy_port": proxy_port,
+            "port": port,
+            "home": home,
+            "programs": programs,
+            "days": days,
+        }
         place = make(
             Location,
             {**options, "quorum": quorum, "metrics_port": metrics_port},
@@ -136,13 +149,13 @@ def init(
 
 @deploy.command()
 def analyze(
-    name: Annotated[str, typer.Argument(help="analysis by sums, as fedloom list analyses has it", show_default=False)],
+    name: Annotated[str, typer.Argument(help="analysis by sums, from 'fedloom list analyses'", show_default=False)],
     file: FileArgument,
     values: Annotated[
         list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="what the sites agree on, as min_subjects=5; may be repeated")
+        list[str] | None, typer.Option("--rule", help="an agreed limit, such as min_subjects=5 (may be repeated)")
     ] = None,
     sites: Annotated[int | None, typer.Option(help="number of sites (default: the partition's clients)")] = None,
     names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,
@@ -150,14 +163,17 @@ def analyze(
         Path | None, typer.Option(help="directory to write (default: the names of file and analysis)")
     ] = None,
     own_data: Annotated[
-        bool, typer.Option("--own-data", help="every site has its own data, instead of a share of the experiment's")
+        bool,
+        typer.Option("--own-data", help="use the own data of every site, instead of a share of the experiment's data"),
     ] = False,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="the server receives masked sums only")
+        bool, typer.Option("--secure-aggregation", help="the server receives only masked sums")
     ] = False,
     threshold: Annotated[
         int | None,
-        typer.Option(help="sites that a masked sum needs before it is opened (default: more than two thirds)"),
+        typer.Option(
+            help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"
+        ),
     ] = None,
     data_dir: DataDir = None,
     trust: Trust = False,
@@ -207,22 +223,29 @@ def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
         )
         say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
     elif planned.sends:
-        say("no norm_bound, for want of data here: one site can move the model as far as it likes; say --norm-bound")
+        say(
+            "no norm_bound, because the experiment's data are not on this machine, so one site can move "
+            "the model as far as it likes. Give --norm-bound"
+        )
     if planned.most_samples is None and planned.by_samples:
-        say("a site counts by the samples that it claims, up to 10^8: say the largest site's with --most-samples")
+        say(
+            "the weight of a site is its claimed number of samples, up to 10^8. Limit it to the size of "
+            "the largest site with --most-samples"
+        )
     if planned.threshold is not None:
         from fedloom_sites.deploy.secure.protocol import colluders
 
         count = colluders(len(planned.sites), planned.threshold)
         say(
-            f"secure aggregation: sums of at least {planned.threshold} sites, of scores too; a dishonest server "
-            f"may collude with {count} of them and learns no other site's upload"
+            f"secure aggregation: sums of at least {planned.threshold} sites, also for scores. A "
+            f"dishonest server may collude with {count} of them and still learns no upload of another "
+            "site"
         )
     if planned.code.files:
-        say(f"user code, copied to all of them: {', '.join(planned.code.files)}")
+        say(f"user code, copied to all sites: {', '.join(planned.code.files)}")
     if planned.code.installed:
-        say(f"user code, to be installed at all of them: {', '.join(planned.code.installed)}")
-    say(f"directions: {folder / 'README.md'}; to try it on this machine: fedloom deploy local {folder}")
+        say(f"user code, to be installed at all sites: {', '.join(planned.code.installed)}")
+    say(f"instructions: {folder / 'README.md'}. To try it on this machine: fedloom deploy local {folder}")
 
 
 @deploy.command()
@@ -245,7 +268,7 @@ def check(
             say(f"{finding.level:<8}{finding.sentence}")
             refused += finding.level == "refused"
         if refused:
-            say(f"the site cannot take part: {refused} of the findings must be mended", err=True)
+            say(f"the site cannot take part: {refused} of the findings must be repaired", err=True)
             raise typer.Exit(1)
 
 
@@ -279,7 +302,7 @@ def rehearse(
                 "verdict",
                 "the server tried",
                 "it learned",
-                "rule that stopped it, or what remains",
+                "rule that stopped it, or the remaining risk",
             )
             print_texts(titles, ([row[column] for column in columns] for row in rows), width=FILE_COLUMNS, names=True)
         if opened:
@@ -309,7 +332,7 @@ def local(
         try:
             deployment = run_all(directory, say, port)
         except KeyboardInterrupt:
-            say("interrupted; every process has ended; run the same command again to go on", err=True)
+            say("interrupted. Every process has ended. Run the same command again to go on", err=True)
             raise typer.Exit(130) from None
         rows = deployment.table()
         if rows:
@@ -381,11 +404,11 @@ def stop(
         server = server_of(folder)
         if undo:
             discard(stop_file(server))
-            say("the next start resumes the run; start the run's service, or the run, again")
+            say("the next start resumes the run. Start the run's service, or the run, again")
             return
         write_atomic(stop_file(server), b"")
         runs = "it stops after the current round" if is_in_use(server.checkpoints) else "no run is in progress"
-        say(f"{runs}; to resume later: fedloom deploy stop {folder} --undo, then start the run again")
+        say(f"{runs}. To resume later: fedloom deploy stop {folder} --undo, then start the run again")
 
 
 @deploy.command("verify-log")
@@ -412,4 +435,4 @@ def verify_log(
             logs = [server_of(place).audit]
         for log in logs:
             end = check_log(log)
-            say(f"{log}: {end.lines} lines, each follows the line before; the last has SHA-256 {end.digest}")
+            say(f"{log}: {end.lines} lines in an unbroken chain. The last line has SHA-256 {end.digest}")

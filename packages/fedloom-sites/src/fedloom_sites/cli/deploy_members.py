@@ -31,10 +31,13 @@ def renew(
 
         new, again = renew_certificate(directory, host, days)
         if again:
-            say("a renewal before was killed: its files are removed, and certificate and key are made anew together")
+            say(
+                "an earlier renewal was interrupted. Its files are removed, and certificate and key are "
+                "made again together"
+            )
         say(
-            f"copy {new} and its key to the server, reload the gate (nginx -s reload) and restart the superlink's "
-            "unit, which holds the old certificate too; a run survives that"
+            f"copy {new} and its key to the server, reload the reverse proxy (nginx -s reload) and "
+            "restart the superlink's unit, which uses the old certificate too. A run survives that"
         )
 
 
@@ -64,10 +67,13 @@ def add(
         place = Location.model_validate(machine_folders(server_file(directory).parent) | given)
         change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")
-        say(f"keys of {name}: SHA-256 {change.keys}; send both to every site by another way than this folder")
-        say(f"1. {change.folder / 'approval'} to every site; there: fedloom deploy approve SITE FOLDER --digest DIGEST")
+        say(f"keys of {name}: SHA-256 {change.keys}. Send both to every site by another way than this folder")
+        say(
+            f"1. {change.folder / 'approval'} to every site. At the site: fedloom deploy approve SITE "
+            "FOLDER --digest DIGEST"
+        )
         say(f"2. {change.folder / 'site'} to {name}, as its site folder")
-        say(f"3. {change.folder / 'server'} over the server's folder; let nodes/{name}.pub in; run the experiment")
+        say(f"3. {change.folder / 'server'} over the server's folder. Let nodes/{name}.pub in. Run the experiment")
 
 
 @deploy.command()
@@ -179,7 +185,7 @@ def remove(
         from fedloom_sites.deploy.ops.members import remove as remove_member
 
         server = remove_member(directory, name)
-        say(f"{name} is out: {len(server.sites)} sites, quorum {server.quorum}; its key: fedloom deploy revoke")
+        say(f"{name} is out: {len(server.sites)} sites, quorum {server.quorum}. Its key: fedloom deploy revoke")
 
 
 @deploy.command()
@@ -195,4 +201,4 @@ def revoke(
     with errors():
         from fedloom_sites.deploy.ops.admitted import revoke as revoke_key
 
-        say(f"node {revoke_key(directory, name)} of {name} is not let in any more")
+        say(f"node {revoke_key(directory, name)} of {name} can no longer connect")

@@ -37,7 +37,7 @@ def models(
             check_output_folder(out)
         models_there = owned(folder)
         if not models_there:
-            say("no model yet: a site has one after the first round that it took part in")
+            say("no model yet: a site has a model after its first round")
         for one in models_there:
             path = one.model.path if out is None else export_state_dict(one, out, force=force)
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
@@ -97,7 +97,7 @@ def evaluate(
         from fedloom_sites.deploy.site.models import importances, new_rows, statistics_note, used
 
         if importance is (rows is not None):
-            raise ConfigError("give a file of rows with labels, or --importance, which is of the site's own test part")
+            raise ConfigError("give a file of rows with labels, or --importance, which uses the site's own test part")
         notes = statistics_note(site, model)
         if rows is None:
             heads = ("column", "metric", "cost of permuting", "standard deviation")

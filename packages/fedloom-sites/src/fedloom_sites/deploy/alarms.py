@@ -52,20 +52,22 @@ class Alarms:
                 self._count(earlier)
         self._count(line)
         kind, t, alarms = line.get("kind"), line.get("round"), list[str]()
-        what = f"the newest is of the kind {kind}, round {t}"
-        if line.get("status") != "ok" and _is_due(self._refused, MAX_REFUSALS):
-            alarms.append(f"{self._refused} messages of the server were refused; {what}: {reason}")
+        what = f"the newest message is of the kind {kind}, round {t}"
+        if line.get("status") == "refused" and _is_due(self._refused, MAX_REFUSALS):
+            alarms.append(f"this site rejected {self._refused} messages of the server. {what}: {reason}")
         repeats = self._answers[str(line.get("asked"))]
         if kind != "hello" and _is_due(repeats, MAX_REPEATS):
-            alarms.append(f"the server has sent one message {repeats} times; it {what.removeprefix('the newest ')}")
+            alarms.append(
+                f"the server has sent the same message {repeats} times. It {what.removeprefix('the newest message ')}"
+            )
         if kind == "keys" and _is_due(self._sessions[int(t or 0)], MAX_SESSIONS):
-            alarms.append(f"the server has begun {self._sessions[int(t or 0)]} sessions for round {t}")
-        return [f"ALARM: {one}; ask the coordinator, and keep the log {SENT_FILE}" for one in alarms]
+            alarms.append(f"the server has started {self._sessions[int(t or 0)]} sessions for round {t}")
+        return [f"ALARM: {one}. Ask the coordinator, and keep the log {SENT_FILE}" for one in alarms]
 
     def _count(self, line: Mapping[str, Any]) -> None:
         if line.get("what") != "sent":
             return
-        self._refused += line.get("status") != "ok"
+        self._refused += line.get("status") == "refused"
         message = str(line.get("asked"))
         self._answers[message] += 1
         if line.get("kind") == "keys" and self._answers[message] == 1:
@@ -90,7 +92,7 @@ def site_status(site: Site) -> dict[str, Any]:
     return {
         "site": site.site,
         "messages": len(sent),
-        "refused": sum(line.get("status") != "ok" for line in sent),
+        "refused": sum(line.get("status") == "refused" for line in sent),
         "repeated": sum(count - 1 for count in message.values()),
         "last": sent[-1].get("time") if sent else None,
         "alarms": [

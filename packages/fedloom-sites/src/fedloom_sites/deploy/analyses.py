@@ -71,10 +71,10 @@ class AgreedAnalysis:
     def rules(self) -> Rules:
         """Rules before the number of absent sites is known.
 
-        A rule that equals the rule of a simulation was not agreed on, since recorded agreements contain every rule.
+        A value of 1 never stands for itself, see `check_rules`.
         """
-        rules, unchanged = self.analysis.rules or Rules(), Rules()
-        agreed = {name for name in Rules.model_fields if getattr(rules, name) != getattr(unchanged, name)}
+        rules = self.analysis.rules or Rules()
+        agreed = _stated_rules(rules)
         questions = rules.questions if "questions" in agreed else self.analysis.most_questions
         least = rules.min_subjects if "min_subjects" in agreed else DEFAULT_LEAST
         if self.threshold is not None:
@@ -134,7 +134,9 @@ class AgreedAnalysis:
         """
         analysis, order = self.analysis, self.analysis.order
         if step >= self.rules.questions:
-            raise Broken(f"the analysis {self.name} has {self.rules.questions} steps at most, step {step} is one more")
+            raise Broken(
+                f"the analysis {self.name} has at most {self.rules.questions} steps, so step {step} is too many"
+            )
         question, wanted = Question.decode(message, analysis.questions), order[min(step, len(order) - 1)]
         if question.name != wanted:
             raise Broken(f"step {step} of the analysis {self.name} asks {wanted!r}, got {question.name!r}")
@@ -151,7 +153,7 @@ class AgreedAnalysis:
         """
         reply = answer_question(self.analysis, question, rows, terms, bounds, "this site")
         if reply.neutral:
-            raise Refused("too few subjects have a part in the sums, or one of them outweighs all others")
+            raise Refused("too few subjects contribute to the sums, or one of them outweighs all others")
         vector = form.encode(reply.values, reply.clipped, reply.rows)
         return vector, reply.clipped, len(self.analysis.used(rows, terms)) > 0
 
@@ -178,7 +180,8 @@ class AnswerForm:
         limbs = 1 + np.ceil(np.maximum(bits - SUM_BITS, 0) / LIMB_BITS).astype(int)
         if (limbs > MAX_LIMBS).any():
             raise TooLarge(
-                f"an answer has numbers of {bits.max():.0f} bits, {SUM_BITS + LIMB_BITS * (MAX_LIMBS - 1)} are the most"
+                f"a number of an answer needs {bits.max():.0f} bits, at most "
+                f"{SUM_BITS + LIMB_BITS * (MAX_LIMBS - 1)} are allowed"
             )
         self._limbs = limbs
         self.length = int(limbs.sum()) + FACT_COUNT
@@ -211,7 +214,7 @@ class AnswerForm:
             Broken: no answers within the bounds from this number of sites have this sum.
         """
         if len(total) != self.length:
-            raise Broken(f"a sum of this question has {self.length} numbers, got {len(total)}")
+            raise Broken(f"a sum for this question must have {self.length} numbers, got {len(total)}")
         whole = total.view(np.int64)
         clipped, rows = (int(fact) for fact in whole[-FACT_COUNT:])
         sums, at = [0] * len(self._limbs), 0
@@ -226,7 +229,9 @@ class AnswerForm:
         slack = step / 2 + 1e-12 * torch.maximum(low.abs(), high.abs())
         inside = (values >= sites * (low.clamp(max=0) - slack)) & (values <= sites * (high.clamp(min=0) + slack))
         if not bool(inside.all()) or not 0 <= clipped <= sites * len(values) or rows < 0:
-            raise Broken("the sum of the answers is out of range: a site's vector is wrong, or a mask is still on it")
+            raise Broken(
+                "the sum of the answers is out of range: a site sent a wrong vector, or a mask was not removed"
+            )
         return values, clipped, rows
 
 
@@ -257,6 +262,31 @@ def agreed_analyses(
     return agreed
 
 
+def _stated_rules(rules: Rules) -> set[str]:
+    """Return the names of the rules that were agreed on. Older agreements contain every rule of a simulation."""
+    unchanged = {name for name in Rules.model_fields if getattr(rules, name) == getattr(Rules(), name)}
+    is_older = rules.model_fields_set == {*Rules.model_fields}
+    return {*rules.model_fields_set} - (unchanged if is_older else {name for name in unchanged if name != "questions"})
+
+
+def check_rules(analysis: Analysis) -> None:
+    """Raise if an agreement would switch off a rule of real sites.
+
+    Raises:
+        ConfigError: ``min_subjects`` or ``min_clients`` is 1.
+    """
+    rules = analysis.rules
+    if rules is None or rules.model_fields_set == {*Rules.model_fields}:
+        return
+    for name in ("min_subjects", "min_clients"):
+        if name in rules.model_fields_set and getattr(rules, name) == 1:
+            raise ConfigError(
+                f"the analysis {name_of(analysis)} has the rule {name} = 1, and real sites hide what is of one",
+                rule="analysis-rule-of-one",
+                fix=f"leave {name} out of rules, which takes the value of real sites, or give 2 or more",
+            )
+
+
 def check_analyses(
     job: Job, experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
 ) -> None:
@@ -272,9 +302,10 @@ def check_analyses(
             name = name_of(analysis)
             if accounted(job.setting.upload_transform, job.setting.aggregator) is not None:
                 raise Refused(
-                    f"sums of the analysis {name} have no noise, and a delta covers all that leaves a site; leave one "
-                    "out"
+                    f"sums of the analysis {name} carry no noise, but the agreed delta requires noise "
+                    "on everything that leaves a site. Leave one out"
                 )
+            check_rules(analysis)
             analysis.check(schema, job.setting)
             analysis.check_sites(schema, masked=threshold is not None)
     agreed = agreed_analyses(experiment, samples, clients, threshold, first)
@@ -283,8 +314,8 @@ def check_analyses(
     if digits > most:
         cells = ", ".join(f"{one.flags} of {name}" for name, one in agreed.items() if one.flags)
         raise ConfigError(
-            f"the analyses have more cells ({cells}) than the {4 * most} that {clients} sites can list; agree on fewer "
-            "bins or groups"
+            f"the analyses need {cells} cells, but {clients} sites can list at most {4 * most}. Agree "
+            "on fewer bins or groups"
         )
 
 

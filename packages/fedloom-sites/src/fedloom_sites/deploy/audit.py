@@ -96,7 +96,7 @@ def verify_log(path: Path) -> LogEnd:
             line that shows the change.
     """
     if not path.exists():
-        raise RunDirError(f"there is no log {path}; give the folder of a server or of a site that has run, or a log")
+        raise RunDirError(f"there is no log {path}. Give the folder of a server or of a site that has run, or a log")
     before = ""
     lines = _lines(_content(path))
     for k, line in enumerate(lines, 1):
@@ -105,7 +105,7 @@ def verify_log(path: Path) -> LogEnd:
         if not is_torn and (entry is None or (entry.get("number"), entry.get("before")) != (k, before)):
             raise RunDirError(
                 f"{path}: line {k} does not follow the line before, so one of them was changed, removed or put in "
-                "after it was written; compare the log with a copy of it"
+                "after it was written. Compare the log with a copy of it"
             )
         before = _digest(line)
     return LogEnd(len(lines), before)

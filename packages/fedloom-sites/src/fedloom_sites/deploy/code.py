@@ -63,7 +63,9 @@ def code_of(settings: Mapping[str, object]) -> Code:
     for name in sorted({path.partition(":")[0] for path in _paths(settings)}):
         source = Path(getattr(sys.modules[name], "__file__", None) or "")
         if source.suffix != ".py":
-            raise ConfigError(f"user code {name!r} has no source file; write it as a module in a .py file")
+            raise ConfigError(
+                f"the source file of user code {name!r} cannot be found. Write the code as a module in a .py file"
+            )
         source = source.resolve()
         if is_installed(source):
             installed[name] = digest(source.read_bytes())
@@ -72,13 +74,15 @@ def code_of(settings: Mapping[str, object]) -> Code:
         for path in sorted(_files(root, name.partition(".")[0])):
             key, data = path.relative_to(root).as_posix(), path.read_bytes()
             if files.setdefault(key, data) != data:
-                raise ConfigError(f"user code {key} is in two folders, {root} is one; rename one, or install them")
+                raise ConfigError(
+                    f"user code {key} exists in two folders, one of them {root}. Rename one, or install them"
+                )
     size = sum(map(len, files.values()))
     if size > MAX_CODE_BYTES:
         raise ConfigError(
-            f"user code is {len(files)} files of {size >> 20} MiB together, at most {MAX_CODE_BYTES >> 20} MiB "
-            "are copied; move "
-            "the module to a folder of its own, or install it at the server and every site"
+            f"the user code has {len(files)} files ({size >> 20} MiB together), but at most "
+            f"{MAX_CODE_BYTES >> 20} MiB are copied. Move the module to a folder of its own, or "
+            "install it at the server and every site"
         )
     return Code(files, installed)
 
@@ -98,9 +102,9 @@ def check_code(shared: Shared) -> None:
         except ModuleNotFoundError:
             spec = None
         if spec is None or spec.origin is None:
-            raise ConfigError(f"user code {module!r} is not installed here; install the version the server has")
+            raise ConfigError(f"user code {module!r} is not installed here. Install the same version as the server")
         code = Path(spec.origin).read_bytes()
-        check_agreed(f"module {module!r}", "user code", code, wanted, "install the version the server has")
+        check_agreed(f"module {module!r}", "user code", code, wanted, "install the same version as the server")
 
 
 def read_agreed(shared: Shared, **engine: Any) -> Experiment:
@@ -160,7 +164,7 @@ class _Loader(SourceFileLoader):
         self._wanted = wanted
 
     def path_stats(self, path: object) -> Mapping[str, Any]:
-        raise OSError("compiled files are not looked at")
+        raise OSError("compiled files are not compared")
 
     def get_data(self, path: Any) -> bytes:
         data = super().get_data(path)

@@ -63,8 +63,8 @@ def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
     """
     if (count := len(GroupSums(job, names, 0).names)) > MAX_FIGURES // 2:
         raise ConfigError(
-            f"the analysis groups makes {len(names)} groups, whose {count} numbers do not fit into a message; give "
-            "bounds, or columns of fewer levels"
+            f"the analysis groups makes {len(names)} groups, and their {count} numbers do not fit "
+            "into a message. Give bounds, or choose columns with fewer levels"
         )
 
 
@@ -213,7 +213,7 @@ class GroupSums:
             len(self._keys), self._width
         )
         if bool((np.abs(values) > count * MAX_SUM).any()) or bool((values[:, :1] < 0).any()):
-            raise Broken("the sum over a group of samples is out of range: a mask is still on it")
+            raise Broken("the sum over a group of samples is out of range: a mask was not removed")
         rows = zip(self._keys, torch.from_numpy(values), strict=True)
         return [score for (kind, group), sums in rows for score in self._together(kind, group, sums)]
 

@@ -106,7 +106,9 @@ def _measurement(scale: float) -> Any:
 class SharedMean(PrivateMean):
     """`PrivateMean` under secure aggregation: the server sums rows that the sites have clipped and given noise."""
 
-    survivors: int = Field(ge=1, description="smallest number of sites in a sum. Their noise together is the mean's")
+    survivors: int = Field(
+        ge=1, description="smallest number of sites in a sum. Their noise together is the noise of the mean"
+    )
 
     @property
     def linear(self) -> bool:
@@ -133,7 +135,7 @@ class SharedMean(PrivateMean):
         limit = int(count * math.isqrt(bound + 1) + 40 * self.scale * math.sqrt(count)) + count
         if bool(((totals > limit) | (totals < -limit)).any()):
             raise Refused(
-                f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it"
+                f"the sum of {count} sites is out of range: a site sent a wrong vector, or a mask was not removed"
             )
         total: np.ndarray[Any, Any] = np.ldexp(totals.astype(np.float64), exponent)
         return total

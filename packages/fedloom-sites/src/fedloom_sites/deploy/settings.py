@@ -80,7 +80,7 @@ class Secure(Value):
     """Secure aggregation: the server receives masked sums (`fedloom_sites.deploy.secure.protocol`)."""
 
     threshold: int = Field(
-        ge=MIN_SITES, description="sites that a sum needs before it is unmasked. More than half of all"
+        ge=MIN_SITES, description="number of sites that a sum needs before it is unmasked. More than half of all sites"
     )
     keys: tuple[PublicKey, ...] = Field(
         min_length=MIN_SITES, max_length=MAX_SITES, description="signing keys, by number of the site"
@@ -92,35 +92,37 @@ class Secure(Value):
         MAX_SAFE_SHARE,
         gt=0,
         le=1,
-        description="largest share of one site in the weight of a sum. A sum with a larger share is not opened",
+        description="largest share of one site in the weight of a sum. A sum with a larger share is not decrypted",
     )
     scores: Literal["masked", "per-site", "off"] = Field(
         "masked",
         description=("masked: the server receives sums of scores. per-site: every site's own scores. off: no scores"),
     )
     names: tuple[Name, ...] = Field(
-        (), max_length=MAX_SITES, description="names of the sites, by number, by which their sums are remembered"
+        (),
+        max_length=MAX_SITES,
+        description="names of the sites, by number. Sites remember their sums under these names",
     )
     changes: int = Field(
         MAX_CHANGES,
         ge=0,
-        description="how often a site may leave the sums over the same data, or return; each reveals one difference of "
-        "that site",
+        description="how often a site may leave the sums over the same data, or return. Each change reveals one "
+        "difference of that site",
     )
     steady: int | None = Field(
         None,
         ge=0,
-        description="sites of every sum that have never left the sums over the same data; no combination of sums is of "
-        "fewer, but of sites that have; none: the threshold",
+        description="number of sites in every sum that never left the sums over the same data. Every combination "
+        "of sums contains at least this many sites, except sites that left (None: the threshold)",
     )
 
     @model_validator(mode="after")
     def _majority(self) -> Secure:
         n = len(self.keys)
         if self.names and (len(self.names) != n or len({*self.names}) != n):
-            raise ValueError(f"names must be of all {n} sites, each once, got {len(self.names)}")
+            raise ValueError(f"names must list all {n} sites, each once, got {len(self.names)}")
         if not min_threshold(n) <= self.threshold <= n:
-            raise ValueError(f"threshold of {n} sites must be within {min_threshold(n)}..{n}, got {self.threshold}")
+            raise ValueError(f"threshold must be from {min_threshold(n)} to {n} for {n} sites, got {self.threshold}")
         return self
 
     @property
@@ -143,33 +145,37 @@ class Shared(Value):
     clients: int = Field(ge=1, description="sites of the experiment, whether or not they take part")
     samples: InputSpec = Field(description="description of a sample. For a table its columns, levels and flags")
     fixed_data: bool = Field(
-        False, description="refuse a site whose samples change during a run. Otherwise log the change"
+        False, description="reject a site whose samples change during a run. Otherwise log the change"
     )
     code: dict[CodePath, Digest] = Field(
         {}, description="SHA-256 of the files of user code in the folder code, by path"
     )
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
-    versions: dict[str, str] = Field({}, description="versions of Python and of packages where the directory was made")
+    versions: dict[str, str] = Field(
+        {}, description="versions of Python and of packages on the machine that made the directory"
+    )
     start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")
     models_per_round: PositiveInt = Field(
         3,  # an honest server needs one, and another one where it lost its newest checkpoint; the third is for a twin
-        description="models that a site answers per round and kind of message. Repeated messages do not count",
+        description="largest number of models that a site answers per round and kind of message. Repeated "
+        "messages do not count",
     )
     models_in_run: PositiveInt | None = Field(
         None,  # one for every round and for the first model, and as many again where every checkpoint is lost once
-        description="models that a site answers in all rounds (default: twice the number of rounds, plus two)",
+        description="largest number of models that a site answers in all rounds (default: twice the number of "
+        "rounds, plus two)",
     )
     secure: Secure | None = Field(None, description="secure aggregation (default: the server receives single uploads)")
     data_name: Name = Field(
         "data",
-        description="name of the data; what a site remembers of opened sums, and its budgets, hold for all experiments "
-        "on data of one name",
+        description="name of the data. A site's memory of decrypted sums and its budgets hold for all "
+        "experiments on data with this name",
     )
 
     @model_validator(mode="after")
     def _keys_of_all(self) -> Self:
         if self.secure is not None and len(self.secure.keys) != self.clients:
-            raise ValueError(f"secure.keys must be of all {self.clients} sites, got {len(self.secure.keys)}")
+            raise ValueError(f"secure.keys must list the keys of all {self.clients} sites, got {len(self.secure.keys)}")
         return self
 
     @property
@@ -194,14 +200,15 @@ class Site(Shared):
     share: Literal["all", "partition"] = Field(
         "all",
         description=(
-            "all: the source holds this site's samples only. partition: the site takes its client's share of the cut"
+            "data of the site. all: the source contains only this site's samples. partition: the "
+            "site takes its client's part"
         ),
     )
     state: Path = Field(Path("state"), description="folder of models and state, which never leave the site")
     memory: Path | None = Field(
         None,
-        description="folder of what the site remembers of its data over experiments, the same for all its deployments; "
-        "none: the folder state",
+        description="folder of the site's memory of its data across experiments, the same for all its "
+        "deployments (None: the folder state)",
     )
     snapshot: str | None = Field(
         None,
@@ -209,19 +216,24 @@ class Site(Shared):
         description="date of the snapshot of the data that the site reads (fedloom deploy snapshot; default: the data)",
     )
     server: Annotated[str, AfterValidator(_address)] = Field(description="address of the server, host:port")
-    ca: Path = Field(Path("ca.crt"), description="certificate of the authority that signed the server's certificate")
+    ca: Path = Field(
+        Path("ca.crt"), description="certificate of the certificate authority that signed the server's certificate"
+    )
     node_key: Path = Field(Path("node-key"), description="private key of the connection (ECDSA P-384, OpenSSH format)")
     signing_key: Path = Field(Path("signing-key"), description="private key of the replies (Ed25519, OpenSSH format)")
     port: Port = Field(9094, description="port on loopback for the site's own processes")
     threads: int = Field(1, ge=1, description="threads of local training")
     free_disk: int = Field(1024, ge=0, description="megabytes that must be free on the state's disk")
-    message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays that the site reads from one message")
+    message_limit: int = Field(
+        1 << 30, ge=1, description="largest number of bytes of arrays that the site reads from one message"
+    )
     model_change: float | None = Field(
         None,
         gt=1,
         description=(
-            "largest ratio, in either direction, between the norm of a received model (or of a layer) and "
-            "the model that the site last trained from. A model beyond it is refused (default: no limit)"
+            "largest ratio, in either direction, between the norm of a received model (or of a "
+            "layer) and the model that the site last trained from. The site rejects other models "
+            "(default: no limit)"
         ),
     )
     dead_units: float | None = Field(
@@ -229,9 +241,9 @@ class Site(Shared):
         gt=0,
         lt=1,
         description=(
-            "largest share of a layer's units without a response to any sample of the site. A model "
-            "beyond it, such as one crafted to read samples, is refused. Not used with a delta (default: "
-            "no limit)"
+            "largest fraction of a layer's units without a response to any sample of the site. The "
+            "site rejects other models, such as a model crafted to read samples. Not used with a "
+            "delta (default: no limit)"
         ),
     )
     approval: bool = Field(False, description="train only after the run's digest was approved (fedloom deploy approve)")
@@ -256,13 +268,13 @@ class Site(Shared):
     @classmethod
     def _names_source(cls, data: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(data.get("source"), str):
-            raise ValueError("needs source, a data set's name or a path")
+            raise ValueError("must contain source, a data set's name or a path")
         return data
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Site:
         if self.client >= self.clients:
-            raise ValueError(f"client must be within 0..{self.clients - 1}, got {self.client}")
+            raise ValueError(f"client must be from 0 to {self.clients - 1}, got {self.client}")
         return self
 
 
@@ -271,28 +283,28 @@ class Member(Value):
 
     site: Name = Field(description="name of the site")
     client: int = Field(ge=0, description="number of the site, from 0")
-    node_key: PublicKey = Field(description="public key of its connection")
-    signing_key: PublicKey = Field(description="public key of its replies")
+    node_key: PublicKey = Field(description="public key of the site's connection")
+    signing_key: PublicKey = Field(description="public key of the site's replies")
 
 
 class Server(Shared):
     """Settings of the server: sites, waiting times, accepted messages, folders."""
 
     sites: tuple[Member, ...] = Field(min_length=1, description="sites that may take part")
-    quorum: int = Field(ge=1, description="accepted replies that a round needs")
+    quorum: int = Field(ge=1, description="number of accepted replies that a round needs")
     deadline: PositiveFloat = Field(600.0, description="seconds after which a round with a quorum closes")
     ttl: PositiveFloat = Field(1200.0, description="lifetime of a message in seconds, and the longest wait of a round")
     pace: float = Field(
         10.0,
         gt=1,
         description=(
-            "wait for a slow site, as a multiple of the other sites' median seconds (at least 30 s, at "
-            "most until the deadline), once there is a quorum"
+            "longest wait for a slow site after a quorum has answered, as a multiple of the other "
+            "sites' median seconds (at least 30 s, at most until the deadline)"
         ),
     )
     patience: PositiveFloat = Field(
         600.0,
-        description="seconds to wait for a quorum, and to leave a refused site alone",
+        description="seconds to wait for a quorum, and before the server asks a rejected site again",
     )
     absent_after: PositiveInt = Field(
         3,
@@ -307,13 +319,15 @@ class Server(Shared):
     epsilon: PositiveFloat | None = Field(
         None, description="largest epsilon of a client. The run stops before it is exceeded"
     )
-    examples_limit: int = Field(100_000_000, ge=1, description="most training samples that a site may claim")
-    message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays in one reply")
+    examples_limit: int = Field(
+        100_000_000, ge=1, description="largest number of training samples that a site may claim"
+    )
+    message_limit: int = Field(1 << 30, ge=1, description="largest number of bytes of arrays in one reply")
     body_limit: int = Field(
-        16 << 20, ge=6 << 20, description="most bytes of one HTTP request. A part of a message has 5 MB"
+        16 << 20, ge=6 << 20, description="largest number of bytes of one HTTP request. A part of a message has 5 MB"
     )
     address: str = Field(
-        "127.0.0.1", description="address on which the server listens. Loopback behind a reverse proxy"
+        "127.0.0.1", description="address on which the server listens. Use loopback behind a reverse proxy"
     )
     port: Port = Field(18000, description="port on which the server listens")
     metrics_port: Port | None = Field(None, description="port of Prometheus metrics (default: no endpoint)")
@@ -321,7 +335,7 @@ class Server(Shared):
     public: str = Field(
         "", description="host:port of the reverse proxy to which sites connect (empty: sites connect to the server)"
     )
-    ca: Path = Field(Path("ca.crt"), description="certificate of the authority")
+    ca: Path = Field(Path("ca.crt"), description="certificate of the certificate authority")
     certificate: Path = Field(Path("server.crt"), description="certificate of the server")
     key: Path = Field(Path("server.key"), description="private key of the certificate")
     secret: Path = Field(Path("superexec.secret"), description="32 random bytes shared by the server's own processes")
@@ -350,15 +364,17 @@ class Server(Shared):
             values = [getattr(member, what) for member in self.sites]
             twice = [v for v in values if values.count(v) > 1]
             if twice:
-                raise ValueError(f"sites: every {what} once, got {twice[0]!r} twice")
+                raise ValueError(f"sites: every {what} may occur once, got {twice[0]!r} twice")
         if max(member.client for member in self.sites) >= self.clients:
-            raise ValueError(f"sites: every client must be within 0..{self.clients - 1}")
+            raise ValueError(f"sites: every client must be from 0 to {self.clients - 1}")
         if self.quorum > len(self.sites):
             raise ValueError(f"quorum must be at most the {len(self.sites)} sites, got {self.quorum}")
         if self.secure is not None:
             wrong = [m.site for m in self.sites if self.secure.keys[m.client] != m.signing_key]
             if wrong:
-                raise ValueError(f"secure.keys must have the signing key of each site at its number, not so {wrong[0]}")
+                raise ValueError(
+                    f"secure.keys must list the signing key of each site at its number, which is wrong for {wrong[0]}"
+                )
         if self.ttl < self.deadline:
             raise ValueError(f"ttl ({self.ttl} s) must be at least the deadline ({self.deadline} s)")
         return self
@@ -405,8 +421,8 @@ def check_version(shared: Shared) -> None:
     """
     if shared.version != __version__:
         raise ConfigError(
-            f"fedloom is {__version__} here, the experiment runs {shared.version}; install that, or agree on a patch "
-            "release with fedloom deploy upgrade"
+            f"fedloom is {__version__} here, but the experiment runs {shared.version}. Install that version, or agree "
+            "on a patch release with fedloom deploy upgrade"
         )
 
 
@@ -419,7 +435,9 @@ def placed(value: V, folder: Path) -> V:
     paths = {name: folder / v for name in type(value).model_fields if isinstance(v := getattr(value, name), Path)}
     for name, path in paths.items():
         if "\0" in str(path):
-            raise ConfigError(f"{folder}: {name} = {str(path)!r} holds the character NUL, and no path does; correct it")
+            raise ConfigError(
+                f"{folder}: {name} = {str(path)!r} contains the character NUL, which no path may contain. Correct it"
+            )
     return value.model_copy(update=paths)
 
 
@@ -462,8 +480,7 @@ def check_agreed(
     got = digest(content)
     if got != wanted:
         raise ConfigError(
-            f"{what} is not the {kind} that was agreed on: its SHA-256 is {got[:16]}..., agreed was {wanted[:16]}...; "
-            f"{cure}"
+            f"{what} is not the agreed {kind}: its SHA-256 is {got[:16]}..., but {wanted[:16]}... was agreed; {cure}"
         )
 
 
@@ -478,6 +495,6 @@ def _read(kind: type[V], path: Path, what: str) -> V:
         if release == __version__:
             raise
         raise ConfigError(
-            f"{error}; the file is of fedloom {release}, here it is {__version__}: install that"
+            f"{error}. The file was written by fedloom {release}, but this is {__version__}. Install that version"
         ) from None
     return placed(value, path.parent.resolve())

@@ -3,7 +3,7 @@
 try:
     import flwr as _flwr  # noqa: F401  # all of the package needs it
 except ModuleNotFoundError as error:
-    sentence = f"fedloom_sites.flower needs {error.name}; install it with: pip install fedloom-sites"
+    sentence = f"fedloom_sites.flower needs {error.name}. Install it with: pip install fedloom-sites"
     raise ModuleNotFoundError(sentence, name=error.name) from None
 
 from fedloom_sites.flower.analyses import Analyses, analyze

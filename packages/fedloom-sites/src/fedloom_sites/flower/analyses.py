@@ -27,6 +27,7 @@ from fedloom.analyses import (
     Question,
     analysis_of,
     client_rows,
+    needs_run,
     require_questions,
     run_questions,
 )
@@ -35,7 +36,14 @@ from fedloom.data import Federation
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, DataError, FedloomError, Refused, WireError, sentence_of
 from fedloom.rundir import place_of
-from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, TooLarge, schema_of_agreement, stem_of
+from fedloom_sites.deploy.analyses import (
+    AgreedAnalysis,
+    AnswerForm,
+    TooLarge,
+    check_rules,
+    schema_of_agreement,
+    stem_of,
+)
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
 
@@ -66,7 +74,7 @@ class Analyses:
             analysis = analysis_of(given, {})
             if name_of(analysis) == name:
                 return agreed_analysis(analysis, self.agreement, clients)
-        raise ConfigError(f"this node answers no analysis {name!r}: name it in Local(analyses=Analyses(...))")
+        raise ConfigError(f"this node does not answer the analysis {name!r}. Name it in Local(analyses=Analyses(...))")
 
 
 def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clients: int) -> AgreedAnalysis:
@@ -79,9 +87,8 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
     schema = schema_of_agreement(agreed, "app")
     require_questions(analysis)
     if analysis.uses_models:
-        raise ConfigError(
-            f"the analysis {name_of(analysis)} reads the models of a run, and an app's analyses have none"
-        )
+        raise needs_run(analysis)
+    check_rules(analysis)
     analysis.check(schema)
     analysis.check_sites(schema, masked=False)
     return AgreedAnalysis(name_of(analysis), analysis, schema, clients, None)
@@ -101,13 +108,13 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
             influence on this decision.
     """
     if analyses is None:
-        raise ConfigError("this node answers no analyses: give them as Local(..., analyses=Analyses(...))")
+        raise ConfigError("this node answers no analyses. Give them as Local(..., analyses=Analyses(...))")
     name, step, seat = str(values["analysis"]), int(values["step"]), int(values["client"])
     one = analyses.find(name, int(values["clients"]))
     if fed.data.task != one.schema.task or fed.data.x[0].numel() != len(one.schema.columns):
         raise ConfigError(
-            f"the agreement has {len(one.schema.columns)} columns for a {one.schema.task}, the samples have "
-            f"{fed.data.x[0].numel()} for a {fed.data.task}"
+            f"the agreement has {len(one.schema.columns)} columns for a {one.schema.task}, but the "
+            f"samples have {fed.data.x[0].numel()} for a {fed.data.task}"
         )
     rows = replace(client_rows(fed, 0), place=seat)
     flags = one.publish(rows)
@@ -115,7 +122,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
         return RecordDict({VALUES_RECORD: write_values(rows=len(rows), flags=f"{flags:x}")})
     sizes, bits = [int(size) for size in values["sizes"]], [int(text, 16) for text in values["flags"]]
     if not 0 <= seat < len(sizes) == len(bits) == one.clients or (sizes[seat], bits[seat]) != (len(rows), flags):
-        raise Refused("the message gives this node other samples or cells than it has")
+        raise Refused("the message states other samples or cells for this node than it has")
     public, content = one.public(sizes, dict(enumerate(bits)), 0), bytes(values["question"])
     question, bounds = one.read_question(step, content, public)
     form = AnswerForm(bounds, one.clients)
@@ -149,9 +156,9 @@ def _enter(state: RecordDict, name: str, step: int, question: str, course: str, 
         else {"rows": rows, "course": course, "steps": {}}
     )
     if record["course"] != course:
-        raise Refused(f"the analysis {name} was begun by other terms: nodes, sizes or cells have changed")
+        raise Refused(f"the analysis {name} was started with other terms: nodes, sizes or cells have changed")
     if record["steps"].setdefault(f"{step}", question) != question:
-        raise Refused(f"step {step} of the analysis {name} was answered already, for another question")
+        raise Refused(f"step {step} of the analysis {name} was already answered, for another question")
     state[f"{STEPS_PREFIX}{name}"] = ConfigRecord({"steps": json.dumps(record)})
     return bool(record["rows"] == rows)
 
@@ -213,8 +220,8 @@ def analyze(
         if may_retry:
             return nothing, Info(len(nodes), 0, silent, 0)
         raise DataError(
-            f"{silent} of {len(nodes)} nodes have no answer to step {step + 1} of the analysis {one.name}; the log of "
-            "each such node has the reason"
+            f"{silent} of {len(nodes)} nodes did not answer step {step + 1} of the analysis "
+            f"{one.name}. The log of each such node states the reason"
         )
 
     state, log = run_questions(value, public, ask, place)
@@ -243,8 +250,8 @@ def _send(
             if "error" in head:
                 raise WireError(str(head["error"])[:500])
         except FedloomError as error:
-            raise DataError(f"node {node} has no answer: {error}") from None
+            raise DataError(f"node {node} sent no answer: {error}") from None
         replies[node] = head, reply.content
     if missing := [node for node in nodes if node not in replies]:
-        raise DataError(f"nodes {', '.join(map(str, missing))} did not answer within {timeout:g} s; call it again")
+        raise DataError(f"nodes {', '.join(map(str, missing))} did not answer within {timeout:g} s. Call it again")
     return [replies[node] for node in nodes]

@@ -107,7 +107,7 @@ class FlowerClients(RemoteClients):
         def read(reply: RecordDict) -> tuple[Tensor, Tensor]:
             answer = tensors_of(reply, "answers").get("sampler")
             if answer is None or answer.dim() != 2 or len(answer) != 1:
-                raise WireError("it has no answer [1, k] to the sampler")
+                raise WireError("it contains no answer [1, k] to the sampler")
             return answer.to(self._job.oracle.dtype), _work(head_of(reply))
 
         return self._replies(clients, messages, read)
@@ -163,7 +163,7 @@ class FlowerClients(RemoteClients):
                 log(WARNING, "fedloom: node %s did not answer: %s", node, reply.error.reason)
                 continue
             if client is None or client in values:
-                log(WARNING, "fedloom: node %s was not asked; its reply is left out", node)
+                log(WARNING, "fedloom: node %s was not asked, so its reply is ignored", node)
                 continue
             try:
                 values[client] = self._read(client, reply, read)
@@ -171,7 +171,7 @@ class FlowerClients(RemoteClients):
                 reason = (
                     str(error) if isinstance(error, FedloomError) else f"it cannot be read ({type(error).__name__})"
                 )
-                log(WARNING, "fedloom: the reply of node %s is left out: %s", node, reason)
+                log(WARNING, "fedloom: the reply of node %s is ignored: %s", node, reason)
         return values
 
     def _read(self, client: int, reply: Message, read: Callable[[RecordDict], T]) -> T:
@@ -183,14 +183,14 @@ class FlowerClients(RemoteClients):
                 self.refusals[client] = str(values["error"])[:500]
             raise WireError(str(values["error"])[:500])
         if "client" in values and values["client"] != client:
-            raise WireError(f"it is of client {values['client']}, not {client}")
+            raise WireError(f"it belongs to client {values['client']}, not to {client}")
         return read(reply.content)
 
     def _output(self, reply: RecordDict, t: int) -> ClientOutput:
         """Return a client's decoded output after a check of its round and of the shapes of the method."""
         values = head_of(reply)
         if values.get("round") != t:
-            raise WireError(f"it is of round {values.get('round')}, not {t}")
+            raise WireError(f"it belongs to round {values.get('round')}, not to {t}")
         upload = fields_like(self._idle, tensors_of(reply, "up"), "upload")
         answers = {name: rows.to(self._job.oracle.dtype) for name, rows in tensors_of(reply, "answers").items()}
         weigher, sampler = (self._answer(answers, name) for name in ("weigher", "sampler"))
@@ -199,7 +199,7 @@ class FlowerClients(RemoteClients):
     def _answer(self, answers: Mapping[str, Tensor], name: str) -> Tensor | None:
         rows = answers.get(name)
         if name == "weigher" and rows is None and self._job.setting.aggregation_weights.probes:
-            raise WireError("it has no answer to the weigher")
+            raise WireError("it contains no answer to aggregation_weights")
         if rows is not None and (rows.dim() != 2 or len(rows) != 1 or not bool(rows.isfinite().all())):
             raise WireError(f"its answer to the {name} must be finite numbers [1, k]")
         return rows
@@ -237,5 +237,5 @@ def _work(values: Mapping[str, Any]) -> Tensor:
 def _metrics(reply: RecordDict) -> dict[str, float]:
     record = reply.get("metrics")
     if not isinstance(record, MetricRecord):
-        raise WireError("it has no metrics")
+        raise WireError("it contains no metrics")
     return {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}

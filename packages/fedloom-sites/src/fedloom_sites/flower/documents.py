@@ -28,7 +28,7 @@ STRATEGY_FIELDS = [
 """Fields of a setting that a strategy takes, which exclude the app's fields and the fields of simulations."""
 REPLACEMENT_HINTS = tomllib.loads((files("fedloom_sites.flower") / "cures.toml").read_text(encoding="utf-8"))
 """Replacements of Flower's strategies and their options, and of choices that have no use in an app."""
-SCORED_BY_NODES = "nodes score their own parts; compute it there, with personal_model(context)"
+SCORED_BY_NODES = "nodes score their own parts. Compute it there, with personal_model(context)"
 UNREAD_CHOICES = {
     "engine": REPLACEMENT_HINTS["unread"]["engine"],
     "evaluate": dict.fromkeys(sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES)
@@ -40,8 +40,8 @@ OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate
 CLIPPING_KEY = "clipping_norm"
 """Key by which Flower's strategies with differential privacy make a mod clip."""
 PRIVACY_HINT = (
-    "in the place of Flower's DifferentialPrivacy strategies, clip and add noise with an upload transform: "
-    "upload_transform={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
+    "instead of Flower's DifferentialPrivacy strategies, clip and add noise with an upload "
+    "transform: upload_transform={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
 )
 """Advice instead of a strategy that wraps a strategy of fedloom."""
 
@@ -57,7 +57,7 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
         raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
     if algorithm not in REGISTRY:
         if cure := REPLACEMENT_HINTS["strategies"].get(algorithm.lower().replace("-", "").replace("_", "")):
-            raise ConfigError(f"{algorithm!r} is a strategy of Flower's; use {cure}")
+            raise ConfigError(f"{algorithm!r} is one of Flower's own strategies. Use {cure}")
         raise unknown("algorithm", algorithm, REGISTRY)
     for name, value in choices.items():
         if name not in (*STRATEGY_FIELDS, *fields_of(REGISTRY[algorithm])) and (cure := _hint(name, value)):
@@ -69,17 +69,32 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
     try:
         return json.dumps(_plain({"algorithm": algorithm, **choices}))
     except TypeError as error:
-        raise ConfigError(f"a strategy takes names, numbers, tables and values of fedloom: {error}") from error
+        raise ConfigError(f"a strategy accepts names, numbers, tables and values of fedloom: {error}") from error
 
 
 def _hint(key: str, value: object) -> str:
     """Return a hint on the replacement of an option of Flower's strategies, or of an argument of `Strategy.start`."""
     if key in REPLACEMENT_HINTS["options"]:
-        return f"{key} is an option of Flower's own strategies; use {REPLACEMENT_HINTS['options'][key]}"
+        return f"{key} is an option of Flower's own strategies. Use {REPLACEMENT_HINTS['options'][key]}"
     if key in OF_START:
         return f"{key} is an argument of start: strategy.start(grid, arrays, {key}=...)"
     cures = [cures[key] for cures in UNREAD_CHOICES.values() if key in cures]
     return f"it has no effect in an app: {cures[0]}" if cures else ""
+
+
+NO_CHOICES = {
+    "attack": ("attacks are simulated", "deploy-attack", "leave {attack} out"),
+    "devices": ("real nodes take their own time", "deploy-devices", "leave {devices} out"),
+    "schedule": ("real nodes take their own time", "deploy-schedule", "leave {schedule} out"),
+    "early_stop": (
+        "a simulation looks at its own rounds",
+        "deploy-early-stop",
+        "leave {early_stop} out, and choose the rounds",
+    ),
+    "task": ("nodes have the loss and the metrics", "app-task", "leave {task} out, and give Local the loss"),
+    "rounds": ("Flower counts rounds", "app-rounds", "give the number of rounds to start, as num_rounds"),
+}
+"""Choices of a simulation that an app lacks: the reason, the rule, and the fix."""
 
 
 def resolved_document(setting: Setting) -> str:
@@ -102,7 +117,8 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
     content = json.loads(document)
     for text in _texts(content):
         if ":" in text:
-            raise Refused(f"{text!r} names code; a strategy takes the names of fedloom's own parts only")
+            raise Refused(f"{text!r} names code, but a strategy accepts only the names of fedloom's own parts")
+    _check_choices(content)
     tables = {name: table.keys() for name, table in Setting.tables().items() if name in STRATEGY_FIELDS}
     places = Setting.places(
         tables=tables,
@@ -112,6 +128,24 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
         call="Strategy({name!r}, Net(), {key}={value!r})",
     )
     return Setting.read(content, content["algorithm"], places).changed({"model": model, "rounds": rounds, **more})
+
+
+def _check_choices(content: Mapping[str, Any]) -> None:
+    """Raise if a choice of a simulation has no meaning in an app.
+
+    Raises:
+        Refused: the choice, which the message names.
+    """
+    for name, (why, rule, fix) in NO_CHOICES.items():
+        if content.get(name) is not None:
+            raise Refused(f"{name} is no choice of an app: {why}", rule=rule, fix=fix)
+    evaluate = content.get("evaluate")
+    if isinstance(evaluate, Mapping) and evaluate.get("clients") is not None:
+        raise Refused(
+            "evaluate.clients is for simulation, and every node scores models",
+            rule="deploy-scored-clients",
+            fix="leave {evaluate.clients} out",
+        )
 
 
 def check_counts(**counts: tuple[Any, int]) -> None:
@@ -133,14 +167,14 @@ def check_nodes_suffice(name: str, setting: Setting) -> None:
     """
     if setting.pooled:
         raise Refused(
-            f"{name} pools the data of all clients, which nodes do not give",
+            f"{name} pools the data of all clients, but nodes do not share their data",
             rule="deploy-pooled-data",
             fix="choose another method",
         )
     for table, rule in (("devices", "deploy-devices"), ("schedule", "deploy-schedule")):
         if getattr(setting, table) not in (None, Synchronous()):
             raise Refused(
-                "devices and schedule are of virtual time, and real nodes take their own",
+                "devices and schedule simulate times, but real nodes take the time that they need",
                 rule=rule,
                 fix=f"leave {{{table}}} out",
             )
@@ -148,7 +182,7 @@ def check_nodes_suffice(name: str, setting: Setting) -> None:
     kinds = upload_fields(type(resolved.method)).values()
     if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):
         raise Refused(
-            f"sampler {resolved.sampler.kind!r} looks at the clients' models, but {name} uploads a "
+            f"sampler {resolved.sampler.kind!r} reads the clients' models, but {name} uploads a "
             "difference to a state that stays at the client",
             rule="deploy-sampler-models",
             fix="choose another {sampler}",
@@ -188,10 +222,12 @@ def refuse_privacy(config: Mapping[str, object]) -> None:
         ConfigError: the calling strategy is wrapped.
     """
     if CLIPPING_KEY in config:
-        raise ConfigError(f"config has {CLIPPING_KEY!r}, by which no node of fedloom clips; {PRIVACY_HINT}")
+        raise ConfigError(f"config contains {CLIPPING_KEY!r}, but nodes of fedloom do not clip by it; {PRIVACY_HINT}")
     frame = inspect.currentframe()
     while frame is not None:
         caller = type(frame.f_locals.get("self")).__name__
         if caller.startswith("DifferentialPrivacy"):
-            raise ConfigError(f"{caller} clips arrays of models, and nodes of fedloom send none; {PRIVACY_HINT}")
+            raise ConfigError(
+                f"{caller} clips arrays of models, but nodes of fedloom send no such arrays; {PRIVACY_HINT}"
+            )
         frame = frame.f_back

@@ -89,8 +89,9 @@ class Local:
             return setting
         if channel is not None and not isinstance(channel, GaussianNoise):
             raise Refused(
-                "this node adds its own noise (Local(upload_transform=...)), and an upload passes one transform: "
-                f"leave the strategy's upload_transform {type(channel).__name__} out"
+                "this node adds its own noise (Local(upload_transform=...)), and an upload can have "
+                f"only one transform. Leave the strategy's upload_transform {type(channel).__name__} "
+                "out"
             )
         if (
             channel is not None
@@ -117,7 +118,7 @@ class Local:
             what = error.errors()[0]
             where = ".".join(map(str, ("upload_transform", *what["loc"])))
             raise ConfigError(
-                f"Local: {where}: {what['msg']}, got {what['input']!r:.80}; give the node's noise as "
+                f"Local: {where}: {what['msg']}, got {what['input']!r:.80}. Give the node's noise as "
                 "fl.channels.GaussianNoise(clip=1.0, sigma=1.0)"
             ) from None
 
@@ -130,7 +131,9 @@ class Local:
         self._noise()
         bound: Any = self.norm_bound
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
-            raise ConfigError(f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}; or leave it out")
+            raise ConfigError(
+                f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}. Leave it out for no bound"
+            )
 
     def read(self) -> NodeProblem:
         """Read the samples and return the local problem.
@@ -147,7 +150,7 @@ class Local:
         try:
             torch.zeros(1, device=self.device)
         except Exception as error:
-            raise ConfigError(f"device: {str(self.device)!r} is not there ({str(error)[:100]}); use 'cpu'") from error
+            raise ConfigError(f"device: {str(self.device)!r} does not exist ({str(error)[:100]}). Use 'cpu'") from error
         sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
         parts = {
             part: read_samples(part, samples, self.keys, self.subject)
@@ -155,7 +158,7 @@ class Local:
             if samples is not None
         }
         if "train" not in parts:
-            raise ConfigError("trainset is None; a node needs training samples")
+            raise ConfigError("trainset is None. A node needs training samples")
         inputs = {
             name: _join_entries(name, [one.inputs[name] for one in parts.values()]) for name in parts["train"].inputs
         }
@@ -170,8 +173,9 @@ class Local:
             labels = y.reshape(len(y), -1).squeeze(1).long()
             if labels.dim() > 1:
                 raise ConfigError(
-                    f"targets of the shape {[*y.shape[1:]]} do not go with outputs of {[*signature.outputs]}: a model "
-                    "gives a number per class, and with a label per position [L] a row of them for each, [L, C]"
+                    f"targets of shape {[*y.shape[1:]]} do not fit outputs of {[*signature.outputs]}. "
+                    "A model must return one number per class. With one label per position [L], it "
+                    "must return one row per position, [L, C]"
                 )
             classes = range(2) if task == "binary" else range(math.prod(signature.outputs))
             samples = Dataset("node", x, labels, task, tuple(map(str, classes)), design=_design(parts))
@@ -201,7 +205,9 @@ class Local:
                 loss = _loss_of_app(self.loss, y[0], signature.outputs)
                 fault = _fault(loss, outputs, targets)
             if fault:
-                raise ConfigError(f"loss: {fault}; of a label per position it gets the labelled positions")
+                raise ConfigError(
+                    f"loss: {fault}. With one label per position, the loss receives the labelled positions"
+                )
             objective = Objective(loss=loss)
         return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
 
@@ -252,7 +258,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         first, second = sorted(shapes)[:2]
-        raise ConfigError(f"{name}: samples have the shapes {[*first]} and {[*second]}; pad all parts to one length")
+        raise ConfigError(f"{name}: samples have the shapes {[*first]} and {[*second]}. Pad all parts to one length")
     return torch.cat(parts)
 
 
@@ -315,5 +321,5 @@ def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
         return f"{loss.__name__} fails on {shapes} ({type(error).__name__}: {str(error)[:150]})"
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         got = [*mean.shape] if isinstance(mean, Tensor) else type(mean).__name__
-        return f"{loss.__name__} must give one number for a batch, their mean for one, got {got} for {shapes}"
+        return f"{loss.__name__} must return one number for a batch, for example the mean, got {got} for {shapes}"
     return ""

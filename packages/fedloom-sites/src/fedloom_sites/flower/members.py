@@ -24,13 +24,14 @@ RUN_FILE = "run.json"
 NODE_POLL_SECONDS = 1.0
 """Seconds between two searches for nodes."""
 MODS_HINT = (
-    "mods that change one record of the model do not fit, as a method sends rows: leave the mod out, and clip or add "
-    "noise with an upload transform of the strategy, such as upload_transform={'kind': 'clip', 'bound': 1.0}"
+    "mods that change one record of the model do not fit, because a method sends rows. Leave the mod "
+    "out, and clip or add noise with an upload transform of the strategy, such as "
+    "upload_transform={'kind': 'clip', 'bound': 1.0}"
 )
 """Advice for a node whose mods reject messages."""
 STRANGE_NODE_REASON = (
-    "it is not of the run in the folder: a node keeps its number where it has a key, and in a simulation every run of "
-    "Flower has new nodes; to begin anew, name another folder"
+    "it does not belong to the run in the folder. A node keeps its number if it has a key, and in a "
+    "simulation every run of Flower has new nodes. To start again, name another folder"
 )
 """Reason why a node takes no part in a run that began without it."""
 
@@ -64,14 +65,14 @@ def introduction(reply: Message) -> Introduction:
         raise WireError(str(values["error"])[:500])
     sizes = values.get("sizes")
     if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
-        raise WireError("its numbers of samples make no sense")
+        raise WireError("its numbers of samples are invalid")
     try:
         schema = InputSpec.model_validate_json(str(values.get("schema")))
     except ValueError as error:
-        raise WireError("its schema of samples makes no sense") from error
+        raise WireError("its schema of samples is invalid") from error
     signature = Signature.read(str(values.get("signature")))
     if signature.inputs and (sum(signature.widths),) != schema.shape:
-        raise WireError("its signature of samples is not that of their shape")
+        raise WireError("its signature of samples does not fit their shape")
     return Introduction(schema, signature, sizes)
 
 
@@ -101,7 +102,7 @@ class SavedRun(NamedTuple):
         for name, new, old in (("run", document, self.document), ("model", parameters, self.parameters)):
             if new != old:
                 raise ConfigError(
-                    f"{folder} has another {name}: {old[:200]}, and this is {new[:200]}; name another folder"
+                    f"{folder} belongs to another {name}: {old[:200]}, but this is {new[:200]}. Name another folder"
                 )
 
     def introduction(self, node: int) -> Introduction:
@@ -131,7 +132,9 @@ def introductions(
     while len(nodes := _awaited(grid, saved, strangers)) < min_nodes and (left := end - time.monotonic()) > 0:
         if len(nodes) != logged:
             logged = len(nodes)
-            log(INFO, "fedloom: waiting %.0f s at most for %s nodes, of which %s are there", left, min_nodes, logged)
+            log(
+                INFO, "fedloom: waiting at most %.0f s for %s nodes, of which %s are connected", left, min_nodes, logged
+            )
         time.sleep(NODE_POLL_SECONDS)
     content = RecordDict({VALUES_RECORD: write_values(parameters=parameters)})
     messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
@@ -153,7 +156,7 @@ def introductions(
         log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
     if most is None or len(introduced) < min_nodes:
         why = "".join(f"; node {node}: {reason}" for node, reason in [*reasons.items(), *strangers.items()][:3])
-        raise ConfigError(f"{len(introduced)} nodes are there and fit, {min_nodes} are needed{why}")
+        raise ConfigError(f"{len(introduced)} suitable nodes are connected, but {min_nodes} are needed{why}")
     return {node: introduced[node] for node in nodes if node in introduced}
 
 
@@ -192,7 +195,7 @@ def read_run(folder: Path) -> SavedRun | None:
         schema, signature = InputSpec.model_validate(content["schema"]), Signature.read(content["signature"])
         return SavedRun(members, schema, signature, content["document"], content["parameters"])
     except (ValueError, TypeError, KeyError, WireError) as error:
-        raise CheckpointError(f"{path} is damaged; name another folder to begin anew") from error
+        raise CheckpointError(f"{path} is damaged. Name another folder to start again") from error
 
 
 def write_run(folder: Path, saved: SavedRun) -> None:

@@ -78,11 +78,11 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
             messages.
     """
     if not isinstance(app, ClientApp):
-        raise ConfigError(f"client takes the app, as in @client(app) after app = ClientApp(), got {app!r:.80}")
+        raise ConfigError(f"client needs the app, as in @client(app) after app = ClientApp(), got {app!r:.80}")
 
     def decorate(function: LocalFunction) -> LocalFunction:
         if not callable(function):
-            raise ConfigError(f"@client(app) takes a function of Flower's context, got {type(function).__name__}")
+            raise ConfigError(f"@client(app) decorates a function of Flower's context, got {type(function).__name__}")
         node = _Node(function, app)
         answers = {
             "query": {DEFAULT_ACTION: node.hello, "ask": node.ask, ANALYZE_ACTION: node.analyze},
@@ -114,8 +114,8 @@ def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) 
 
 def _already_registered(kind: str) -> ConfigError:
     return ConfigError(
-        f"@client(app): the app has a function of its own under @app.{kind}(), or a client_fn, for messages that "
-        f"fedloom answers; remove it, or name it, as in @app.{kind}('mine')"
+        f"@client(app): the app already has a function under @app.{kind}(), or a client_fn, for "
+        f"messages that fedloom answers. Remove it, or give it a name, as in @app.{kind}('mine')"
     )
 
 
@@ -132,7 +132,7 @@ def personal_model(context: Context) -> dict[str, Tensor]:
     """
     state = tensors_of(context.state, MODEL_KEY)
     if not state:
-        raise ConfigError("this node has no model yet: it gets one when the strategy evaluates")
+        raise ConfigError("this node has no model yet. It receives one when the strategy evaluates")
     return {name: values.clone() for name, values in state.items()}
 
 
@@ -160,8 +160,8 @@ class _Node:
         def handler(message: Message, context: Context) -> Message:
             if VALUES_RECORD not in message.content:
                 reason = (
-                    "this node runs fedloom_sites.flower, the message is of another strategy; use "
-                    "fedloom_sites.flower.Strategy"
+                    "this node runs fedloom_sites.flower, but the message comes from another "
+                    "strategy. Use fedloom_sites.flower.Strategy"
                 )
                 return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
             try:
@@ -182,8 +182,9 @@ class _Node:
         mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
         for name in SECURE_MODS & {*mods}:
             raise Refused(
-                f"{name} needs the server's workflow of Flower's secure aggregation, which no strategy of its message "
-                "API has; leave it out, and use fedloom deploy for secure sums"
+                f"{name} needs the server workflow of Flower's secure aggregation, but strategies of "
+                "Flower's message API have no such workflow. Leave it out, and use fedloom deploy "
+                "for secure sums"
             )
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
@@ -332,7 +333,7 @@ class _Node:
             self._recall(context, run, accepted)
         tensors = tensors_of(context.state, newest)
         if accepted and newest not in context.state and any(store.template for store in stores.values()):
-            raise _Lost(f"the state of round {accepted} is not at this node any more; it begins anew")
+            raise _Lost(f"the state of round {accepted} is no longer on this node, so it starts again")
         for group, store in stores.items():
             store.reset()
             if accepted:

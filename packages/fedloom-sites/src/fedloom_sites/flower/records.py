@@ -101,7 +101,7 @@ def fields_like(template: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
         raise WireError(f"the {what} has the arrays {got}, expected {wanted}")
     for name, value in tensors.items():
         if value.is_floating_point() != getattr(template, name).is_floating_point():
-            raise WireError(f"the {what} {name!r} has numbers of type {value.dtype}")
+            raise WireError(f"the {what} {name!r} contains numbers of type {value.dtype}")
     return type(template)(*[tensors[name].to(like) for name, like in template._asdict().items()])
 
 
@@ -115,10 +115,10 @@ def head_of(records: RecordDict) -> dict[str, Any]:
     record = records.get(VALUES_RECORD)
     if not isinstance(record, ConfigRecord) or "release" not in record:
         raise WireError(
-            f"the message has no record {VALUES_RECORD!r}: the other side does not run fedloom_sites.flower"
+            f"the message contains no record {VALUES_RECORD!r}, so the other side does not run fedloom_sites.flower"
         )
     if record["release"] != __version__:
-        raise Refused(f"the other side runs fedloom {record['release']!s}, this one {__version__}")
+        raise Refused(f"the other side runs fedloom {record['release']!s}, but this is {__version__}")
     return dict(record)
 
 
@@ -139,22 +139,22 @@ def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
     """
     if not isinstance(arrays, ArrayRecord):
         got = type(arrays).__name__
-        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}; give ArrayRecord(model.state_dict())")
+        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}. Give ArrayRecord(model.state_dict())")
     try:
         values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
     except Exception as error:
         raise ConfigError(
-            f"initial_arrays: no values of torch ({error}); give ArrayRecord(model.state_dict())"
+            f"initial_arrays: not readable as torch values ({error}). Give ArrayRecord(model.state_dict())"
         ) from error
     for name in [*expected, *values]:
         if name not in values or name not in expected:
             has, lacks = ("the model", "initial_arrays") if name in expected else ("initial_arrays", "the model")
-            raise ConfigError(f"{has} has {name!r}, but not {lacks}; give ArrayRecord(model.state_dict())")
+            raise ConfigError(f"{has} contains {name!r}, but {lacks} does not. Give ArrayRecord(model.state_dict())")
         shape, expected_shape = [*values[name].shape], [*expected[name].shape]
         if shape != expected_shape:
-            raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, the model's has {expected_shape}")
+            raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, but in the model {expected_shape}")
         if not values[name].isfinite().all():
-            raise ConfigError(f"initial_arrays: {name!r} has NaN or infinity; give a model with finite values")
+            raise ConfigError(f"initial_arrays: {name!r} contains NaN or infinity. Give a model with finite values")
     return values
 
 
@@ -186,16 +186,17 @@ def check_alike(node: str, server: str) -> None:
         got, want = facts.get(name, ["none"]), expected.get(name, ["none"])
         if (got[0], len(got)) != (want[0], len(want)):
             raise Refused(
-                f"parameter {name!r} of the node's model has the shape {_described(got)}, that of the server "
-                f"{_described(want)}"
+                f"parameter {name!r} has the shape {_described(got)} in the node's model, but "
+                f"{_described(want)} at the server"
             )
         if any(
             not math.isclose(a, b, rel_tol=FROZEN_TOLERANCE, abs_tol=FROZEN_TOLERANCE)
             for a, b in zip(got[1:], want[1:], strict=True)
         ):
             raise Refused(
-                f"{name!r} does not train, and its values at the node are not those of the server (mean and spread "
-                f"{got[1]:.6g} and {got[2]:.6g}, there {want[1]:.6g} and {want[2]:.6g}); load the same at every node"
+                f"{name!r} is not trained, and its values at the node differ from those at the server "
+                f"(mean and spread {got[1]:.6g} and {got[2]:.6g}, at the server {want[1]:.6g} and "
+                f"{want[2]:.6g}). Load the same values at every node"
             )
 
 

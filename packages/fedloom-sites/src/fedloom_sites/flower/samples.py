@@ -89,12 +89,12 @@ class Signature(NamedTuple):
             parts = tuple(Input(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in inputs)
             signature = cls(parts, tuple(map(int, outputs)), bool(fields), bool(positions))
         except (TypeError, ValueError) as error:
-            raise WireError("its signature of samples makes no sense") from error
+            raise WireError("its signature of samples is invalid") from error
         sizes = [*signature.outputs, *(size for part in signature.inputs for size in part.shape)]
         if any(part.dtype not in INPUT_DTYPES for part in signature.inputs) or not all(
             0 < size < MAX_EXACT_INTEGER for size in sizes
         ):
-            raise WireError("its signature of samples makes no sense")
+            raise WireError("its signature of samples is invalid")
         return signature
 
 
@@ -181,8 +181,8 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
     owners = None
     if subject is not None:
         if not isinstance(batch, Mapping) or subject not in batch:
-            have = f"they have {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "they are no dicts"
-            raise ConfigError(f"subject: samples of {part}set have no entry {subject!r}; {have}")
+            have = f"they have {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "they are not dicts"
+            raise ConfigError(f"subject: samples of {part}set contain no entry {subject!r}; {have}")
         named = batch[subject]
         owners = named.tolist() if isinstance(named, Tensor) else list(named)
         batch = {name: value for name, value in batch.items() if name != subject}
@@ -191,7 +191,7 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
         absent = [name for name in names if name not in batch]
         if absent:
             entries = ", ".join(map(repr, batch))
-            raise ConfigError(f"keys: samples of {part}set have no {absent[0]!r}; they have {entries}")
+            raise ConfigError(f"keys: samples of {part}set contain no {absent[0]!r}. Their entries: {entries}")
         *inputs, y = (batch[name] for name in names)
         names = names[:-1]
     else:
@@ -200,17 +200,15 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
     values = dict(zip(names, inputs, strict=True))
     for name, value in {**values, "target": y}.items():
         if not isinstance(value, Tensor):
-            cure = (
-                ", or name the entries that count: Local(..., keys=('image', 'label'))" if type(batch) is dict else ""
-            )
+            cure = ", or name the relevant entries: Local(..., keys=('image', 'label'))" if type(batch) is dict else ""
             raise ConfigError(
-                f"{part}set: {name!r} of the samples is no tensor and no number but {type(value).__name__}; leave it "
-                f"out{cure}"
+                f"{part}set: {name!r} of the samples must be a tensor or a number, got "
+                f"{type(value).__name__}. Leave it out{cure}"
             )
     counts = {len(value) for value in (*inputs, y)}
     if counts == {0} or len(counts) > 1 or not inputs:
         raise ConfigError(
-            f"{part}set needs as many samples as targets, and one at least, got "
+            f"{part}set needs one target for each sample, and at least one sample, got "
             f"{' and '.join(str(len(value)) for value in (*inputs, y))}"
         )
     return NodeSamples(values, y, owners)
@@ -232,12 +230,13 @@ def _batch(part: str, samples: Any) -> Any:
             raise ConfigError(f"{part}set is empty; {cure}")
         if join is collate and isinstance(every[0], list) and not are_many([every[0]]):
             raise ConfigError(
-                f"{part}set: sample 0 is a list of {len(every[0])}; give a tuple, whose last entry is the target"
+                f"{part}set: sample 0 is a list of {len(every[0])}. Give a tuple that ends with the target"
             )
         if join is not collate and varies(lambda: join(every[:COLLATED_AGAIN]), COLLATED_AGAIN):
             raise ConfigError(
-                f"{part}set: the collate_fn of the DataLoader makes other batches of the same samples, as by random "
-                "masks; samples are read once, so every round would have the same draw: take the random change out"
+                f"{part}set: the collate_fn of the DataLoader makes different batches from the same "
+                "samples, for example with random masks. Samples are read once, so every round would "
+                "have the same draw. Take the random change out"
             )
         batch = join(every)
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:
@@ -265,7 +264,8 @@ def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
         return every
     name = type(sampler if usual else loader.batch_sampler).__name__
     raise ConfigError(
-        f"{part}set: the DataLoader draws by a {name}, but batches are drawn by the strategy's local; give its Dataset"
+        f"{part}set: the DataLoader draws with a {name}, but the strategy's local settings draw the "
+        "batches. Give its Dataset"
     )
 
 
@@ -278,8 +278,9 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
     targets = [name for name in batch if name in TARGET_KEYS]
     if len(targets) != 1 or len(batch) < 2:
         raise ConfigError(
-            f"{part}set: of samples with {', '.join(map(repr, batch))} it is not known which entry is the target; name "
-            "the inputs, then the target: Local(..., keys=('image', 'character'))"
+            f"{part}set: in samples with {', '.join(map(repr, batch))}, fedloom does not know which "
+            "entry is the target. Name the inputs, then the target: Local(..., keys=('image', "
+            "'character'))"
         )
     return (*(name for name in batch if name != targets[0]), targets[0])
 
@@ -308,13 +309,15 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
         else:
             if values[0].dtype == torch.uint8:
                 raise ConfigError(
-                    "samples are bytes (uint8), and whether the model divides them is not known; give floats, as x / "
-                    "255, or x.float() if the model itself divides by 255"
+                    "samples are bytes (uint8), and fedloom cannot know whether the model divides "
+                    "them. Give floats, as x / 255, or x.float() if the model itself divides by 255"
                 )
             return x, signature
     for name, value in inputs.items():
         if not value.is_floating_point() and int(value.abs().max()) >= MAX_EXACT_INTEGER:
-            raise ConfigError(f"input {name!r} has whole numbers of {MAX_EXACT_INTEGER} and more; number them from 0")
+            raise ConfigError(
+                f"input {name!r} contains whole numbers of {MAX_EXACT_INTEGER} and more. Number them from 0"
+            )
     kinds = ["float" if v.is_floating_point() else "bool" if v.dtype == torch.bool else "int64" for v in values]
     by_name = len(values) > 1 and not names[0].isdigit()
     parts = tuple(
@@ -342,7 +345,7 @@ def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature
     except Exception as error:
         inputs = ", ".join(f"{part.name} {[*part.shape]} {part.dtype}" for part in parts)
         raise ConfigError(
-            f"the model does not take a sample of {inputs or f'shape {[*x.shape[1:]]}'}: {str(error)[:200]}"
+            f"the model does not accept a sample of {inputs or f'shape {[*x.shape[1:]]}'}: {str(error)[:200]}"
         ) from error
     finally:
         module.train(training)
@@ -350,7 +353,7 @@ def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature
     if not isinstance(rows, Tensor) or rows.dim() < 1 or len(rows) != len(two):
         got = f"shape {[*rows.shape]}" if isinstance(rows, Tensor) else type(rows).__name__
         raise ConfigError(
-            "the model must give a tensor with a row per sample, or a dict or object whose 'logits' are one, got "
-            f"{got} for {len(two)} samples"
+            "the model must return a tensor with one row per sample, or a dict or object whose "
+            f"'logits' are such a tensor, got {got} for {len(two)} samples"
         )
     return Signature(parts, tuple(rows.shape[1:]), rows is not outputs)

@@ -52,7 +52,7 @@ ROUND_KEY = "server-round"
 """Key of a round in the configs of Flower's strategies."""
 CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
-    "evaluate_config": "for scores of your own, add @app.evaluate('mine') to the nodes",
+    "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
 }
 """Replacements of Flower's configs."""
 LONG_RUN_ROUNDS = 1000
@@ -142,15 +142,20 @@ class Strategy(FlowerStrategy):
         self._clients = self._job = None
         self._before = done = self._begin(initial_arrays, grid).round
         if (newest := self._arrays()) is None:
-            log(WARNING, "fedloom: %s has no global model: result.arrays is empty; nodes have the models", self._name)
+            log(
+                WARNING,
+                "fedloom: %s has no global model, so result.arrays is empty. The nodes have the models",
+                self._name,
+            )
             if evaluate_fn:
-                log(WARNING, "fedloom: evaluate_fn is not called, as it scores a global model")
+                log(WARNING, "fedloom: evaluate_fn is not called, because it scores a global model")
                 evaluate_fn = None
         elif running_statistics(self._model):
             log(
                 WARNING,
-                "fedloom: no message has statistics of normalisation layers: evaluate_fn and result.arrays have those "
-                "of initial_arrays; before scoring, let the model see samples in training mode, or use client_metrics",
+                "fedloom: no message contains statistics of normalization layers, so evaluate_fn and "
+                "result.arrays use the statistics of initial_arrays. Before scoring, run the model "
+                "on samples in training mode, or use client_metrics",
             )
         arrays = newest if done and newest else initial_arrays
         self._current = [arrays]
@@ -165,8 +170,8 @@ class Strategy(FlowerStrategy):
         if self.state is not None and self.state.round and not self.state.trained:
             raise RunStopped(
                 Stop.UNUSABLE,
-                f"no reply was used in any of {self.state.round} rounds, so that nothing was trained; the log has the "
-                "reasons",
+                f"fedloom used no reply in any of {self.state.round} rounds, so nothing was trained. "
+                "The log states the reasons",
             )
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
             setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
@@ -189,8 +194,9 @@ class Strategy(FlowerStrategy):
             self._current = [arrays]
         if not any(arrays is record or arrays == record for record in self._current):
             raise ConfigError(
-                f"round {server_round}: the arrays are not those that aggregate_train gave, and nodes would train from "
-                f"those; a strategy around this one, or a subclass, must leave them as they are; {PRIVACY_HINT}"
+                f"round {server_round}: the arrays differ from those that aggregate_train returned, "
+                "and nodes would train from them. A strategy around this one, or a subclass, must "
+                f"not change them; {PRIVACY_HINT}"
             )
         clients, job, state = self._running
         server_round += self._before
@@ -239,7 +245,7 @@ class Strategy(FlowerStrategy):
                 first, reason = next(iter(answering.refusals.items()))
                 raise RunStopped(
                     Stop.FAILED,
-                    f"round {before.round + 1}: all {self._asked} nodes that were asked refused it; node "
+                    f"round {before.round + 1}: all {self._asked} nodes rejected the request. Node "
                     f"{self._members[first]}: {reason}",
                 ) from error
             none = f"round {before.round + 1}: none of its nodes answered"
@@ -311,8 +317,9 @@ class Strategy(FlowerStrategy):
             ConfigError: always.
         """
         raise ConfigError(
-            "fedloom_sites.flower.Strategy is of Flower's message API, and this server is the older one, of server_fn "
-            "or start_server; call strategy.start(grid, arrays) in a function under @app.main() of a ServerApp"
+            "fedloom_sites.flower.Strategy belongs to Flower's message API, but this server uses the "
+            "older API with server_fn or start_server. Call strategy.start(grid, arrays) in a "
+            "function under @app.main() of a ServerApp"
         )
 
     def summary(self) -> None:
@@ -360,7 +367,9 @@ class Strategy(FlowerStrategy):
             ConfigError: no run has begun.
         """
         if self._clients is None or self._job is None or self.state is None:
-            raise ConfigError("no round has begun; call configure_train, whose messages have the replies, or start")
+            raise ConfigError(
+                "no round has started. Call configure_train, which sends the messages of a round, or start"
+            )
         return self._clients, self._job, self.state
 
     def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:
@@ -370,7 +379,7 @@ class Strategy(FlowerStrategy):
         if keys:
             log(
                 WARNING,
-                "fedloom: %s has %s, which no node reads; %s",
+                "fedloom: %s contains %s, which nodes do not read; %s",
                 name,
                 ", ".join(map(repr, keys)),
                 CONFIG_HINTS[name],
@@ -382,7 +391,7 @@ class Strategy(FlowerStrategy):
         here, before = set(grid.get_node_ids()), clients.reachable
         clients.reachable = {node for node in self._members if node in here}
         for node in sorted(before - here):
-            log(WARNING, "fedloom: node %s has left; the run continues without it until it is back", node)
+            log(WARNING, "fedloom: node %s has disconnected. The run continues without it until it is back", node)
 
     def _save(self) -> None:
         """Write a checkpoint, if the run has a folder."""
@@ -436,8 +445,8 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
     derived = {key: value for key, value in options.items() if value != of_many.get(key)}
     if derived:
         cure = f"Strategy({name!r}, ..., {'=..., '.join(derived)}=...)"
-        why = "follows from the number of rounds, which only start has, and is that of one round"
-        log(WARNING, "fedloom: %s %s; set it: %s", derived, why, cure)
+        why = "follows from the number of rounds, which only start knows, so this value is for one round"
+        log(WARNING, "fedloom: %s %s. Set it: %s", derived, why, cure)
 
 
 def _scores(answer: Any) -> MetricRecord | None:
@@ -449,7 +458,7 @@ def _scores(answer: Any) -> MetricRecord | None:
     if answer is None or isinstance(answer, MetricRecord):
         return answer
     raise ConfigError(
-        f"evaluate_fn must give a MetricRecord or None, got {answer!r:.80}; return MetricRecord({{'accuracy': ...}})"
+        f"evaluate_fn must give a MetricRecord or None, got {answer!r:.80}. Return MetricRecord({{'accuracy': ...}})"
     )
 
 

@@ -28,7 +28,8 @@ def map_command(
     ] = None,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 60m or 2h")] = None,
     list_: Annotated[
-        bool, typer.Option("--list", help="list all setups: recorded cells, estimated time on this machine")
+        bool,
+        typer.Option("--list", help="list all setups with their recorded cells and the estimated time on this machine"),
     ] = False,
     page: Annotated[
         Path | None, typer.Option(help="write the page of the map to this file, and the setups' pages beside it")
@@ -45,7 +46,7 @@ def map_command(
     protocol: Annotated[
         str,
         typer.Option(
-            help="rounds: as many rounds as FedAvg. gradients: as many gradients as FedAvg",
+            help="unit of the budget. rounds: as many rounds as FedAvg. gradients: as many gradients as FedAvg",
             autocompletion=one_of("rounds", "gradients"),
         ),
     ] = "rounds",
@@ -58,7 +59,7 @@ def map_command(
         typer.Option(help="folder of the records, read and written. Records of several machines can be merged"),
     ] = None,
     data_dir: DataDir = None,
-    workers: Annotated[str, typer.Option(help="cells at a time, or 'auto'")] = "1",
+    workers: Annotated[str, typer.Option(help="number of cells to compute at a time, or 'auto'")] = "1",
     join: Join = False,
     executor: ExecutorName = None,
 ) -> None:
@@ -145,7 +146,7 @@ def map_command(
             from fedloom_studies.map.elsewhere import measure_elsewhere
 
             if join or budget is not None:
-                raise ConfigError("an executor starts the work itself: leave --join and --budget out")
+                raise ConfigError("an executor starts the work itself. Leave --join and --budget out")
             ended = measure_elsewhere(
                 open_executor(executor),
                 todo,
@@ -164,7 +165,7 @@ def map_command(
             now = fill_reused(read_records(recorded, equal), read_records(recorded))
             print_rows(standing_table([judge(one, now) for one in wanted], methods))
         if not ended:
-            say("stopped: the same command resumes from here", err=True)
+            say("stopped. The same command resumes from here", err=True)
             raise typer.Exit(130)
 
 

@@ -41,7 +41,7 @@ def reproduce(
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="processes, or 'auto'")] = "1",
     device: Annotated[str, typer.Option(help="device of the runs: cpu, cuda or cuda:N")] = "cpu",
-    list_: Annotated[bool, typer.Option("--list", help="list all recipes: data, state, time taken")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="list all recipes with their data, state and time")] = False,
     all_: Annotated[bool, typer.Option("--all", help="run the next unfinished recipes in order")] = False,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
     page: Annotated[
@@ -87,8 +87,9 @@ def reproduce(
     if tables_of_others and page is None:
         raise typer.BadParameter("--others needs --page, the file to write")
     with errors():
+        from fedloom.engine.setting import Engine
         from fedloom.outputs import check_output_folder
-        from fedloom.values import choose
+        from fedloom.values import choose, make
         from fedloom_studies.appendices import check_page
         from fedloom_studies.reproduce.recipe import RECIPE_SCALES
         from fedloom_studies.store import choose_folder
@@ -124,12 +125,13 @@ def reproduce(
                 raise typer.BadParameter("--verify needs NAME")
             if device != "cpu":
                 raise typer.BadParameter(
-                    "--verify computes on the CPU, since a GPU rounds otherwise; leave --device out"
+                    "--verify computes on the CPU, because a GPU rounds differently. Leave --device out"
                 )
             _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
             return
         from fedloom.lab.experiment import open_executor
 
+        make(Engine, {"device": device}, "--device", Engine.model_fields)
         engine = None if executor is None else open_executor(executor)
         time = TimeBudget(None if budget is None else seconds(budget))
         if works_through:
@@ -149,7 +151,7 @@ def reproduce(
                 or not run_with(seed_numbers)
                 or (decide and not _decided(one, how_much, recorded, run_with))
             ):
-                say(f"stopped at {one.name}: the same command resumes from here", err=True)
+                say(f"stopped at {one.name}. The same command resumes from here", err=True)
                 raise typer.Exit(130)
 
 
@@ -266,7 +268,7 @@ def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str,
                     workers=worker_count(workers), budget=budget, show=count_progress,
                 ) if budget.left > 0 else None  # fmt: skip
             if done is None or not done.complete:
-                say(f"stopped at {name}: the same command resumes from here", err=True)
+                say(f"stopped at {name}. The same command resumes from here", err=True)
                 raise typer.Exit(130)
             _print_verdicts(recipe, done)
 
@@ -283,7 +285,7 @@ def _verify(
 
     summary = read_summary(results, recipe.name, scale)
     if summary is None:
-        raise ConfigError(f"{results} holds no summary of {recipe.name} at {scale} scale; run the recipe first")
+        raise ConfigError(f"{results} contains no summary of {recipe.name} at {scale} scale. Run the recipe first")
     with TemporaryDirectory() as folder:
         differences = verify(
             recipe, summary, Path(folder) / "run", data_dir=data_dir, only=only,
@@ -326,7 +328,7 @@ def _list(scale: Scale, results: Path, data_dir: Path | None, estimated: bool) -
 def _seeds(text: str | None) -> list[int]:
     parts = [] if text is None else text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise ConfigError(f"--seeds must be numbers with commas between, e.g. 1,10,100, got {text!r}")
+        raise ConfigError(f"--seeds must be numbers separated by commas, e.g. 1,10,100, got {text!r}")
     return [int(part) for part in parts]
 
 

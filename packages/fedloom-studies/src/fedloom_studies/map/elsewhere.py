@@ -71,7 +71,9 @@ def measure_elsewhere(
                 continue
             record = read_record(json.loads(reply.files[RECORD_FILE]))
             if record.source and record.source != _source(cell):
-                raise FedloomError(f"{cell.where}: the worker has other code of the method; give it the same version")
+                raise FedloomError(
+                    f"{cell.where}: the worker has another version of the method's code. Give it the same version"
+                )
             record_cell(record, results)
             say(f"{cell.where}: {record.status}{record.reason and f': {record.reason}'}")
         return not interrupted()
@@ -97,8 +99,8 @@ def compute_cell(_experiment: str, unit: str) -> bytes:
         try:
             if _checksum(cell.setup, None) != fields["checksum"]:
                 raise DataError(
-                    "the data of this worker are others than those of the map; give it the same files, in the folder "
-                    "that FEDLOOM_DATA names"
+                    "the data of this worker differ from the data of the map. Give it the same "
+                    "files, in the folder that FEDLOOM_DATA names"
                 )
             gradients = GradientBudget(cell.setup, None) if cell.protocol == "gradients" else None
             work = CellWork(cell, folder, None, TimeBudget(), hide_progress, gradients)

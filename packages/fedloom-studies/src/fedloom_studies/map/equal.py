@@ -28,13 +28,13 @@ from fedloom_studies.map.statements import (
 GRADIENTS_PROTOCOL: Protocol = "gradients"
 Records = Mapping[tuple[str, str], CellRecord]
 EQUAL_GRADIENTS_TEXT = """\
-FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked. Every run takes
-as many gradients as FedAvg takes at equal rounds, to within a tenth, in as many rounds as these buy. What is spent
-before the first round and after the last one counts.{dearer} Settings are searched anew, with the same trials, seeds
-and data. A method that takes FedAvg's gradients at equal rounds has the same work here, so its change is not tested:
-its runs are reused, or were made again. Measured: {cells}, {reused} of them reused and {repeated} made again. *Lower*
-and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests over seeds,
-Holm's correction over the methods of a setup whose work differs)."""
+This protocol compares FedAvg, local training, FedAvg-FT and {picked} methods that a rule selected in advance. Every
+run takes as many gradients as FedAvg takes at equal rounds, to within a tenth. The number of rounds follows from this
+budget, which includes work before the first round and after the last round.{dearer} The search for settings is
+repeated with the same trials, seeds and data. If a method already takes FedAvg's gradients at equal rounds, its runs
+are reused or repeated, and its change is not tested. The table is based on {cells}: {reused} reused and {repeated}
+repeated. *Lower* and *higher* list methods with a mean that differs significantly from their mean at equal rounds
+(paired t tests over seeds, with Holm's correction over the methods of a federation whose work differs)."""
 
 
 class BothProtocols(NamedTuple):
@@ -97,12 +97,12 @@ def changes_in_words(c: BothProtocols) -> str:
     if not c.changes:
         return ""
     lower, higher = c.changed(-1), c.changed(1)
-    named = [f" {word} {'is' if len(names) < 2 else 'are'} {list_names(names)}." if names else ""
+    named = [f" {word}: {list_names(names)}." if names else ""
              for word, names in (("Lower", lower), ("Higher", higher))]  # fmt: skip
     return (
-        f"Of {len(c.changes)} methods that take other work than FedAvg at equal rounds, {len(lower) or 'none'} "
-        f"{'is' if len(lower) < 2 else 'are'} significantly lower at equal gradients, and {len(higher) or 'none'} "
-        f"{'is' if len(higher) < 2 else 'are'} significantly higher.{''.join(named)}"
+        f"{len(c.changes)} methods take more or fewer gradients than FedAvg at equal rounds. At equal gradients, "
+        f"{len(lower) or 'no method'} {'is' if len(lower) < 2 else 'are'} significantly lower, and "
+        f"{len(higher) or 'no method'} {'is' if len(higher) < 2 else 'are'} significantly higher.{''.join(named)}"
     )
 
 
@@ -114,11 +114,11 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
     yield EQUAL_GRADIENTS_TEXT.format(
         picked=len(methods) - 3, cells=share_of_cells(len(records), len(methods) * len(comparisons)),
         reused=sum(record.status == REUSED_STATUS for record in records), dearer=_dearer(comparisons),
-        repeated=sum(len(c.repeated) for c in comparisons) or "none",
+        repeated=sum(len(c.repeated) for c in comparisons) or "no result",
     )  # fmt: skip
     begun = [c for c in comparisons if c.gradients.reference]
     if begun:
-        titles = ["your clients", "cells", "best mean", "better than the better of local and FedAvg", "lower", "higher"]
+        titles = ["your clients", "results", "best mean", "better than the baseline", "lower", "higher"]
         yield from ("", f"| {' | '.join(titles)} |")
         yield "|---|---|---|---|---|---|"
     for c in begun:
@@ -152,7 +152,7 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
         methods = [f"{name} ({significant(share, 2)} times)" for name, share in times.items() if share > 1.1]
         if methods:
             named.append(f"{enumerated(methods)} in *{c.rounds.setup.title}*")
-    return f" A run has at least one round, and so takes more with {enumerated(named)}." if named else ""
+    return f" Every run lasts at least one round, so it takes more gradients with {enumerated(named)}." if named else ""
 
 
 def equal_section(c: BothProtocols) -> Iterator[str]:
@@ -160,8 +160,15 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
     setup, j = c.rounds.setup, c.gradients
     yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
     if j.standings:
-        titles = ["at equal rounds", "at equal gradients", "change", "rounds", "of FedAvg's gradients", "chosen"]
-        yield from ("", f"| method | {' | '.join(titles)} | |", f"|{'---|' * (len(titles) + 2)}")
+        titles = [
+            "at equal rounds",
+            "at equal gradients",
+            "change",
+            "rounds",
+            "share of FedAvg's gradients",
+            "chosen settings",
+        ]
+        yield from ("", f"| method | {' | '.join(titles)} | remarks |", f"|{'---|' * (len(titles) + 2)}")
     fedavg = j.of(REFERENCE_METHODS[1])
     for s in j.standings:
         before, change = c.rounds.of(s.method), c.changes.get(s.method)
@@ -174,7 +181,7 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
     yield ""
     for record in c.records.values():
         if record.status not in (DONE_STATUS, REUSED_STATUS):
-            yield f"- {record.method}: {record.status}: {record.reason}"
+            yield f"- {record.method} is {record.status}: {record.reason}"
     missing = [name for name in methods_of(GRADIENTS_PROTOCOL) if name not in c.records]
     if missing:
         named = join_with_commas(missing) if c.records else "every method"
@@ -186,11 +193,11 @@ def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
     """Return remarks on a cell: stale, reused, significant changes and gains."""
     record, standing, change = c.records[method], c.gradients.of(method), c.changes.get(method)
     old = stale(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
-    remarks = [f"stale: {old}"] if old else []
-    remarks += ["the same runs"] if record.status == REUSED_STATUS else []
-    remarks += ["the same work, run again"] if method in c.repeated else []
+    remarks = [f"stale ({old})"] if old else []
+    remarks += ["reused runs"] if record.status == REUSED_STATUS else []
+    remarks += ["same work, repeated"] if method in c.repeated else []
     if standing is not None and (standing.better or standing.worse):
-        remarks.append(f"{standing.verdict} than the better of local and FedAvg")
+        remarks.append(f"{standing.verdict} than the baseline")
     if change is not None and change.significant:
         remarks.append(f"significantly {'higher' if change.mean > 0 else 'lower'} than at equal rounds")
-    return "; ".join(remarks)
+    return ", ".join(remarks)

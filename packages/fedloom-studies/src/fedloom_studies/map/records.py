@@ -152,8 +152,8 @@ def stale(cell: Cell, record: CellRecord) -> str:
     """
     try:
         if record.digest != cell.digest:
-            return "of another protocol"
-        return "" if record.source == cell.source else "of another commit of the method"
+            return "another protocol"
+        return "" if record.source == cell.source else "another version of the method"
     except FedloomError:  # the protocol of what is not applicable cannot be resolved, nor code that is not here
         return ""
 

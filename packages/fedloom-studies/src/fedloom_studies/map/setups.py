@@ -75,7 +75,7 @@ class Setup:
     def training(self) -> str:
         """Description of the model, the rounds and the tuning."""
         model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
-        tuned = f"{self.trials} trials a method" if self.trials > 1 else "not tuned, every method as it comes"
+        tuned = f"{self.trials} trials per method" if self.trials > 1 else "not tuned, default settings"
         kind = self.document["model"]["kind"]
         return f"{kind}{f' ({model})' if model else ''}, {self.document['rounds']} rounds, {tuned}"
 

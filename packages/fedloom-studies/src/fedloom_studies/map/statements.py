@@ -52,15 +52,15 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
         rows.append((max(gains.values()), f"| {link} | {chosen.method} | {gain} | {' | '.join(cells)} | {cost} |"))
     if not rows:
         return
-    heads = ("your clients", "take", "over the better of local and FedAvg", "points over FedAvg", "over training alone")
+    heads = ("your clients", "use", "gain over the baseline", "gain over FedAvg", "gain over local training")
     yield f"| {' | '.join(heads)} | cost |"
     yield "|---|---|---|---|---|---|"
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     yield ""
     yield (
-        "The largest gains come first. The interval beside a method is the one that decides; the means of the next two "
-        "columns have no test. *Inconclusive*: no method is better, and the seeds are too few to rule out a gain of "
-        f"{WANTED_POINTS} points. Verdicts are about these samples, with other splits and starts."
+        "Gains are in points, and the largest gains come first. The interval of the gain over the baseline decides "
+        "the verdict. The next two columns are means without a test. *Inconclusive*: no method is better, and the "
+        f"seeds are too few to rule out a gain of {WANTED_POINTS} points."
     )
 
 
@@ -75,15 +75,15 @@ def recommended(j: SetupVerdict) -> Standing | None:
 def planned(j: SetupVerdict) -> str:
     """Return a sentence on the number of seeds that would decide a setup, by the common spread of the gains."""
     if not j.needed:
-        return "too few methods with seeds enough to plan"
-    return f"{j.needed} seeds show {WANTED_POINTS} points"
+        return "too few results for a plan"
+    return f"{j.needed} seeds detect {WANTED_POINTS} points"
 
 
 def _state_better_reference(j: SetupVerdict) -> str:
     """Return a sentence on the better of local and FedAvg, if it is decided."""
     worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
     return (
-        f"; {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
+        f". {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
         if worse
         else ""
     )
@@ -93,18 +93,21 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
     """Render the page's first paragraphs on methods better than the better of local and FedAvg."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
-        return "No setup has results of both local and FedAvg yet."
+        return "No federation has results of both local training and FedAvg yet."
     won = [(j.setup.title, better) for j in whole if (better := [s for s in rivals_of(j) if s.better])]
     none = len(whole) - len(won)
-    first = f"**In {none} of {len(whole)} setups no method is better than the better of local training and FedAvg.**"
+    first = f"**In {none} of {len(whole)} federations, no method is better than the baseline.**"
     rest = ["\n".join(f"- *{title}*: {list_names(s.method for s in better)}" for title, better in won)] if won else []
     tested = [j for j in whole if j.needed]
     blind = sum(not j.decides for j in tested)
     last = (
-        f"In {blind} of {len(tested)} setups the seeds are too few to show {WANTED_POINTS} points with a probability "
-        f"of {percent(DETECTION_PROBABILITY)}: there, a verdict that is missing is no evidence against a method."
+        f"In {blind} of {len(tested)} federations, the seeds are too few to detect a gain of {WANTED_POINTS} points "
+        f"with a probability of {percent(DETECTION_PROBABILITY)}. An inconclusive verdict in these federations is no "
+        "evidence against a method."
     )
-    return "\n\n".join([f"{first} Better are:" if rest else first, *rest, *([last] if tested else [])])
+    return "\n\n".join(
+        [f"{first} In the others, these methods are better:" if rest else first, *rest, *([last] if tested else [])]
+    )
 
 
 def rivals_of(j: SetupVerdict) -> list[Standing]:
@@ -118,29 +121,30 @@ def sentences(j: SetupVerdict) -> list[str]:
     Return one sentence if the records support no statement.
     """
     if not j.reference:
-        return [f"Not run to the end: {len(j.records)} cells, local and FedAvg not both." if j.records else "Not run."]
+        return [f"Incomplete: {len(j.records)} results, without local training or FedAvg." if j.records else "Not run."]
     local, fedavg = (j.of(method) for method in REFERENCE_METHODS[:2])
     assert local is not None
     assert fedavg is not None
     gain = fedavg.gain or -(local.gain or NO_DIFFERENCE)
     first = (
-        f"FedAvg reaches {write_percent(fedavg.figures['mean'])}, local training "
-        f"{write_percent(local.figures['mean'])}: "
-        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients gain from FedAvg, the mean change is "
-        f"{signed(gain)} points, {pair_verdict(gain, higher=True)}."
+        f"The clients' mean {local.record.metric} is {write_percent(fedavg.figures['mean'])} % with FedAvg and "
+        f"{write_percent(local.figures['mean'])} % with local training. FedAvg helps "
+        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients. The mean difference to local training is "
+        f"{signed(gain)} points ({pair_verdict(gain, higher=True)})."
     )
     rivals = rivals_of(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
-    named = f" Better {'is' if len(won) < 2 else 'are'} {list_names(_gain(s) for s in won)}." if won else ""
+    several = "s are" if len(won) > 1 else " is"
+    named = f" The better method{several} {list_names(_gain(s) for s in won)}." if won else ""
     rest = len(rivals) - len(won) - len(lost)
     second = (
-        f"Of {len(rivals)} other methods {len(won) or 'none'} {'is' if len(won) < 2 else 'are'} better than the better "
-        f"of the two, {len(lost) or 'none'} {'is' if len(lost) < 2 else 'are'} worse, and {rest or 'none'} "
-        f"{'is' if rest < 2 else 'are'} inconclusive.{named}"
+        f"Of the {len(rivals)} other methods, {_count(len(won))} better than the baseline, {_count(len(lost))} worse, "
+        f"and {_count(rest)} inconclusive.{named}"
     )
     top = j.rivals[0]
     third = (
-        f"The best mean is that of {top.method}, {write_percent(top.figures['mean'])}.{_pooled(j.of(POOLED_METHOD))}"
+        f"The method with the best mean is {top.method} ({write_percent(top.figures['mean'])} %)."
+        f"{_pooled(j.of(POOLED_METHOD))}"
     )
     return [first, second, third, *_power(j)]
 
@@ -149,12 +153,19 @@ def _power(j: SetupVerdict) -> Iterator[str]:
     """Yield the sentence on the number of seeds that decide. Yield no sentence if no gain is tested."""
     if j.needed:
         seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
-        enough = f"*{planned(j)}*, and {seeds} were run" if not j.decides else f"{planned(j)}, as {seeds} were run"
-        yield f"The gains have a spread of {spread} points over seeds in common, at which {enough}."
+        enough = planned(j) if j.decides else f"*{planned(j)}*"
+        yield (
+            f"The gains vary over seeds with a standard deviation of {spread} points. At this spread, {enough}, and "
+            f"{seeds} were run."
+        )
 
 
 def _pooled(standing: Standing | None) -> str:
-    return f" One model on the pooled data reaches {write_percent(standing.figures['mean'])}." if standing else ""
+    return f" One model on the pooled data scores {write_percent(standing.figures['mean'])} %." if standing else ""
+
+
+def _count(methods: int) -> str:
+    return f"{methods or 'no method'} {'is' if methods < 2 else 'are'}"
 
 
 def join_with_commas(values: Iterable[object]) -> str:
@@ -180,8 +191,8 @@ def list_names(names: Iterable[str], most: int = 5) -> str:
 
 
 def share_of_cells(run: int, cells: int) -> str:
-    """Return the number of a protocol's cells with a record: 9 of 12 cells so far, or all 12 cells."""
-    return f"all {cells} cells" if run == cells else f"{run} of {cells} cells so far"
+    """Return the number of a protocol's cells with a record: 9 of 12 results so far, or all 12 results."""
+    return f"all {cells} results" if run == cells else f"{run} of {cells} results so far"
 
 
 def signed(difference: Estimate | TestedDifference) -> str:

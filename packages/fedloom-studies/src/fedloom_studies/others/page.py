@@ -33,11 +33,10 @@ LOOPS_TABLE = "q-FFL against AFL, UCI adult"
 Figures = Mapping[str, Mapping[str, float]]
 OTHERS_TEXT = """# Tables of others
 
-These tables were printed by other programs, on data that anybody can fetch. fedloom repeats each with its authors'
-data, split, seeds and settings. Then it asks the same question in a fair test. The page is generated from recorded
-runs.
+This page repeats tables of other programs, on public data. fedloom first uses the authors' data, split, seeds and
+settings. A fair test with equal tuning follows. A program generates this page from recorded runs.
 
-Two commands repeat the first table in about two minutes. The first fetches four files of UCI, 70 kB in all:
+Two commands repeat the first table in about two minutes. The first command downloads four files from UCI (70 kB):
 
 <!-- not run: fetches files -->
 ```sh
@@ -45,17 +44,17 @@ fedloom data heart --data-dir DATA --fetch
 fedloom reproduce flamby-heart --data-dir DATA
 ```
 """
-WORDS_TEXT = """## How cells are called
+WORDS_TEXT = """## Words for cells
 
 | word | meaning |
 |---|---|
 | *exact* | the mean over seeds has the printed digits |
-| *close* | it differs by at most the table's limit, which stands beside the count |
-| *spread* | it differs by more, and by at most two standard errors of both means |
-| *explained* | it differs by more than this, for the reason below the table |
+| *close* | the mean differs by at most the table's limit (beside the count) |
+| *spread* | the mean differs by more, but by at most two standard errors of both means |
+| *explained* | the mean differs by more than two standard errors, for the reason below the table |
 
-Cells without a printed figure are not counted. A [verdict](papers.md#how-claims-are-judged) of a fair test is by the
-rules of the papers' page.
+The counts include only cells with a printed figure. The [rules for verdicts](papers.md#how-claims-are-judged) are the
+same as for paper reproductions.
 """
 
 
@@ -115,11 +114,11 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 def overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
     """Render the page of all tables, with additional figures beside some of them."""
-    lines = [OTHERS_TEXT, "| table | cells | the fair test |", "|---|---|---|"]
+    lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
     for table, group in groups.items():
         published, fair = _split(group)
-        counted = "; ".join(_count(one, summaries[one.name]) for one in published)
-        verdicts = "; ".join(_say_verdicts(one, summaries[one.name]) for one in fair) or "not asked"
+        counted = ", ".join(_count(one, summaries[one.name]) for one in published)
+        verdicts = ", ".join(_say_verdicts(one, summaries[one.name]) for one in fair) or "none"
         lines.append(f"| [{table}](#{_anchor(table)}) | {counted} | {verdicts} |")
     lines.append("")
     for table, group in groups.items():
@@ -152,7 +151,7 @@ def _count(recipe: Recipe, summary: RecipeSummary | None) -> str:
     if not words:
         return state(recipe, _current(recipe, summary))
     counts = ", ".join(f"{words.count(word)} {word}" for word in CellWord if word in words)
-    return f"{counts} of {len(words)} (limit {_limit(recipe)})"
+    return f"{counts}, of {len(words)} cells (limit {_limit(recipe)})"
 
 
 def _limit(recipe: Recipe) -> str:
@@ -167,8 +166,8 @@ def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     words = [one.words for one in judge.claims(recipe, done.numbers)]
     counted = ", ".join(count_claims(words.count(word), word) for word in dict.fromkeys(words))
     best = max(_means(recipe, done).items(), key=lambda item: item[1])
-    top = f"best mean {_name_cell_row(best[0])} with {unit(recipe.paper.figure).value(best[1])}"
-    return f"{top}; of {len(words)} claims {counted}"
+    top = f"Best mean: {_name_cell_row(best[0])} with {unit(recipe.paper.figure).value(best[1])}"
+    return f"{top}. Of {len(words)} claims, {counted}"
 
 
 def _means(recipe: Recipe, summary: RecipeSummary) -> dict[str, float]:
@@ -187,7 +186,7 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     link = f"[{recipe.name}]({PAPERS_FOLDER}/{recipe.name}.md)"
     if paper.mode == "fair":
         yield from (
-            f"**In a fair test** ({link}), every method searches equally many settings by validation data.",
+            f"**In a fair test** ({link}), every method searches the same number of settings on validation data.",
             "",
         )
     else:
@@ -212,7 +211,7 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
             yield f"- {column}: {paper.explained[column]}."
     verdicts = judge.claims(recipe, done.numbers)
     if verdicts:
-        yield from ("", "| claim | verdict | least difference |", "|---|---|---|")
+        yield from ("", "| claim | verdict | smallest difference to a rival |", "|---|---|---|")
     for one in verdicts:
         number = f"{interval(one.least.look, one.figure)} against {one.least.name}" if one.measured else "-"
         yield f"| {one.claim.text} | {one.words} | {number} |"
@@ -240,9 +239,9 @@ def _loops(loops: Figures) -> Iterator[str]:
 def _exact_cox(cox: Figures) -> Iterator[str]:
     """Yield the lines on the exact Cox regression beside the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
-    yield from ("**The exact Cox regression.** `fedloom cox` fits all patients by sums, in a few rounds and without a "
-                "step size. Seven pairs of the 39 columns depend on each other, so the fit has a ridge, whose strength "
-                "is the cross-validated one of the training patients.", "")  # fmt: skip
+    yield from ("**The exact Cox regression.** `fedloom cox` fits all patients from sums, in a few rounds, without a "
+                "learning rate. Seven pairs of the 39 columns are linearly dependent, so the fit uses a ridge penalty. "
+                "Cross-validation on the training patients chooses its strength.", "")  # fmt: skip
     yield from (f"| concordance | pooled | {' | '.join(regions)} |", f"|{'---|' * (len(regions) + 2)}")
     for kind, by_part in cox.items():
         yield f"| {kind} | {' | '.join(fixed(by_part[part], 3) for part in ('pooled', *regions))} |"

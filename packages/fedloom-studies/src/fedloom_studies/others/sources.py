@@ -93,7 +93,7 @@ def _heart_rows(file: Path) -> Floats:
         table = np.genfromtxt(file, delimiter=",", missing_values="?", dtype=np.float64)
         rows = np.delete(table, (10, 11, 12), axis=1)
     except (ValueError, IndexError) as error:
-        raise DataError(f"{file}: not a table of UCI heart disease ({error}); fetch the file again") from None
+        raise DataError(f"{file}: not a table of UCI heart disease ({error}). Fetch the file again") from None
     return rows[~np.isnan(rows).any(1)]
 
 
@@ -135,7 +135,7 @@ class FlambyBrca(Source):
             tested = np.array([fold[0] == "test" for _, fold in folds])
         except (KeyError, ValueError, IndexError) as error:
             raise DataError(
-                f"{places['table']}: not FLamby's table and split ({error!r}); fetch both files again"
+                f"{places['table']}: not FLamby's table and split ({error!r}). Fetch both files again"
             ) from None
         return Dataset(
             "flamby-brca", torch.from_numpy(values[:, :BRCA_FEATURES].astype(np.float32)),
@@ -189,7 +189,7 @@ class AflFashion(Source):
         """
         images = load("fashion-mnist", data_dir, **({} if self.path is None else {"path": self.path}))
         if images.test is None:
-            raise DataError("fashion-mnist: the official test images are missing; fetch all four files")
+            raise DataError("fashion-mnist: the official test images are missing. Fetch all four files")
         x, y, test = images.x.flatten(1).numpy().astype(np.float32), images.y.numpy(), images.test.numpy()
         training = np.delete(x, test, axis=0)
         x = (x - training.mean(0)) / (training.std(0) + np.float32(AFL_SCALE_FLOOR))
@@ -214,7 +214,7 @@ def _find(
     """
     root = path or data_dir or os.environ.get("FEDLOOM_DATA")
     if not root:
-        raise DataError(f"{what}: no data folder given; set FEDLOOM_DATA, or give data_dir or path")
+        raise DataError(f"{what}: no data folder given. Set FEDLOOM_DATA, or give data_dir or path")
     base = Path(root).expanduser()
     tried = [base] if path else [*(base / folder for folder in folders), base]
     for folder in tried:
@@ -225,4 +225,4 @@ def _find(
         if None not in places.values():
             return places
     needed = ", ".join(" or ".join(names) for names in files.values())
-    raise DataError(f"{what}: {needed} not found together; looked in {', '.join(map(str, tried))}; {cure}")
+    raise DataError(f"{what}: {needed} not found together. Looked in {', '.join(map(str, tried))}; {cure}")

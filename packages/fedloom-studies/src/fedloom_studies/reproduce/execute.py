@@ -179,13 +179,14 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
         what = " and ".join(map(str, places))
         if DEVICE_KEY in changed:
             raise RunDirError(
-                f"variant {variant!r} was run on device {was[DEVICE_KEY]} in {what}, now it is {now[DEVICE_KEY]}; "
-                "repeat it "
-                f"with --device {was[DEVICE_KEY]}, delete that, or choose another --out"
+                f"variant {variant!r} was run on device {was[DEVICE_KEY]} in {what}, but this run "
+                f"uses {now[DEVICE_KEY]}. Repeat it with --device {was[DEVICE_KEY]}, delete the "
+                "earlier run, or choose another --out"
             )
         if changed:
             raise RunDirError(
-                f"variant {variant!r} has changed since it was run in {what}; delete that, or choose another --out"
+                f"variant {variant!r} has changed since it was run in {what}. Delete that folder, or "
+                "choose another --out"
             )
         before[variant] = (was if places else {}) | now
     write_atomic(file, json.dumps(before, indent=1).encode())
@@ -243,7 +244,9 @@ def verify(
         RunDirError: the summary belongs to an earlier version of the recipe.
     """
     if summary.protocol != recipe.protocol(summary.scale):
-        raise RunDirError(f"the summary of {recipe.name} is of an earlier version of the recipe; run the recipe again")
+        raise RunDirError(
+            f"the summary of {recipe.name} belongs to an earlier version of the recipe. Run the recipe again"
+        )
     variant, seed = next(iter(summary.numbers)), summary.seeds[0]
     document = recipe.at(summary.scale, [seed], only)[variant]
     choices: dict[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})

@@ -144,9 +144,9 @@ class JudgedClaim:
         """Numbers of comparisons as claimed, clear by themselves for and against the claim, and without a result."""
         rest = self.planned - len(self.measured) - self.lost
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
-        alone = f"; by themselves {clear[0]} clearly so, {clear[1]} clearly against it"
+        alone = f", {clear[0]} clearly so and {clear[1]} clearly against it"
         tested = "" if self.claim.construction else alone
-        left = "".join(f"; {n} {word}" for n, word in ((self.lost, Untested.LOST), (rest, Untested.NOT_RUN)) if n)
+        left = "".join(f", {n} {word}" for n, word in ((self.lost, Untested.LOST), (rest, Untested.NOT_RUN)) if n)
         return f"{self.right} of {len(self.measured)} comparisons as claimed{tested}{left}"
 
     @property
@@ -154,7 +154,7 @@ class JudgedClaim:
         """Verdict and count."""
         if not self.measured:
             return self.words
-        return f"by construction; {self.verdict}" if self.claim.construction else f"{self.verdict} ({self.count})"
+        return f"{self.verdict} by construction" if self.claim.construction else f"{self.verdict} ({self.count})"
 
 
 def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:

@@ -46,10 +46,10 @@ class Untested(StrEnum):
         GPU: the run is so much smaller than the paper's run that more seeds change nothing.
     """
 
-    UNASKED = "not asked"
+    UNASKED = "not covered"
     NOT_RUN = "not run"
-    LOST = "without a result"
-    REGIME = "another regime"
+    LOST = "no result"
+    REGIME = "not comparable"
     GPU = "needs a GPU"
 
 

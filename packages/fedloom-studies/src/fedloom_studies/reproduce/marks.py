@@ -108,9 +108,8 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """Return the number of tested claims, and of each verdict."""
     lines = []
-    for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
+    for mode, side in zip(("Published", "Fair"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]
         shown = ", ".join(count_claims(words.count(word), word) for word in dict.fromkeys(words))
-        verb = "is" if len(words) == 1 else "are"
-        lines.append(f"{mode}, {len(words)} of {len(side)} claims {verb} asked{f': {shown}' if shown else ''}.")
+        lines.append(f"{mode}: {len(words)} of {len(side)} claims{f'. Of these, {shown}' if shown else ''}.")
     return " ".join(lines)

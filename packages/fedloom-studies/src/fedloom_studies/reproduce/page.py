@@ -19,9 +19,9 @@ from fedloom_studies.reproduce.recipe import RECIPE_SCALES, Recipe, Scale
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, add_rivals, read_summary
 
 MODE_TEXTS = {
-    "published": "The paper's own settings, its public code's variants and its own way to choose.",
-    "fair": "Grids of equal size for every method, chosen on validation data; budgets are stated.",
-    "near": "The stated protocol; what it leaves open is taken alike for all methods.",
+    "published": "This recipe uses the paper's own settings, its public code's variants and its own way to choose.",
+    "fair": "In this recipe, every method searches a grid of equal size on validation data.",
+    "near": "This recipe follows the stated protocol, with the same choices for all methods if the paper is silent.",
 }
 
 EMPTY_CELL = "-"
@@ -60,7 +60,7 @@ def not_run(recipe: Recipe, need: Need | None) -> str:
     budget = recipe.budget("laptop")
     if budget is not None:
         return f"not run (up to {option(budget)} core-minutes)"
-    why = f"{', '.join(need.missing)} is not there" if need and need.missing else "no laptop scale"
+    why = f"{', '.join(need.missing)} is missing" if need and need.missing else "no laptop scale"
     return f"not run: {why}{f' (about {duration(need.minutes)} at full scale)' if need else ''}"
 
 
@@ -94,23 +94,34 @@ def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None
 
 def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, regime: str) -> Iterator[str]:
     paper = recipe.paper
-    yield from (f"# {recipe.name}", "", f"{paper.title}. {MODE_TEXTS[paper.mode]} Protocol: {paper.protocol}", "")
+    yield from (
+        f"# {recipe.name}",
+        "",
+        f"{paper.title}. {MODE_TEXTS[paper.mode]}",
+        "",
+        f"Protocol: {paper.protocol}",
+        "",
+    )
     yield from ("[Tables of others](../others.md)" if paper.table else "[All papers](../papers.md)", "")
     if paper.reduced:
-        yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
+        yield from (
+            f"The run is smaller than the paper's: {paper.reduced}. Claims are judged, but cells are not compared.",
+            "",
+        )
     if regime:
         yield from (regime, "")
-    for unknown in paper.open:
-        yield f"- Not stated: {unknown.what}. Taken: {unknown.choice} ({unknown.reason})."
+    if paper.open:
+        yield from ("| not stated in the paper | choice here | reason |", "|---|---|---|")
+        yield from (f"| {u.what} | {u.choice} | {u.reason} |".replace("||", "\\|\\|") for u in paper.open)
     yield from searched(recipe, summary)
     old = summary is not None and earlier(recipe, summary)
     verdicts = judge.claims(recipe, summary.numbers) if summary else []
     moved = (
         {one.claim.text: judge.judge_at_validation(recipe, one, summary.numbers) for one in verdicts} if summary else {}
     )
-    yield from (turn := [] if regime else _turns(verdicts, moved))
-    if paper.open or turn:
+    if paper.open:
         yield ""
+    yield from ([] if regime else _turns(verdicts, moved))
     if summary is None:
         not_run_note = not_run(recipe, need)
         yield f"{not_run_note[0].upper()}{not_run_note[1:]}. Command: `fedloom reproduce {recipe.name}`"
@@ -118,23 +129,31 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     budget = recipe.budget(summary.scale)
     code = f", commit {summary.commit[:12]}{'-dirty' * summary.commit.endswith('-dirty')}" if summary.commit else ""
     yield (
-        f"{'Run' if summary.complete else 'Unfinished'}: `{summary.command}`; {summary.says}; seeds {summary.seeds}, "
-        f"{summary.rounds} rounds, {fixed(summary.minutes, 1)} core-minutes"
-        f"{f' of a budget of {option(budget)}' if budget else ''},"
-        f" {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}."
+        f"`{summary.command}` produced these {'results' if summary.complete else 'unfinished results'} "
+        f"({summary.says}) with seeds {', '.join(map(str, summary.seeds))} and {summary.rounds} rounds. The run took "
+        f"{fixed(summary.minutes, 1)} core-minutes{f' of a budget of {option(budget)}' if budget else ''} "
+        f"({summary.date}{code}, torch {summary.versions['torch']}, {summary.machine})."
     )
     if old:
         yield from (
             "",
-            "The recipe has changed since; the results are those of its earlier version and judge no claim.",
+            "The recipe has changed since. The results belong to its earlier version and judge no claim.",
         )
     claim_lines = () if regime else _claims(recipe, verdicts, moved, old=old)
     yield from ("", *_table(recipe, summary), *claim_lines, *_rest(recipe, summary))
 
 
 SINGLE_COMPARISON_TEXT = (
-    "Every comparison by itself, with Holm's correction over the whole recipe. It is stricter than that of a verdict, "
-    "which is over the rivals of one claim, so a claim can be decided where no comparison is clear."
+    "The next table tests every comparison separately, with Holm's correction over the whole recipe. A verdict on a "
+    "claim uses a correction over the rivals of this claim only. A claim can therefore be decided although no "
+    "single comparison is clear."
+)
+ESCAPED_BAR = "\\|"
+"""Vertical bar within a cell of a table."""
+TURNS_TEXT = (
+    "Some comparisons change direction between the last round, which is reported, and the round that is best on "
+    "validation data:",
+    "",
 )
 MAX_SHOWN_COMPARISONS = 3
 """Comparisons listed for a claim if the reported round decides some of them."""
@@ -149,20 +168,17 @@ def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
         at, of = moved[one.claim.text], unit(one.figure)
         pairs = zip(one.comparisons, at.comparisons, strict=True) if at and not one.claim.construction else ()
         turned = [
-            f"against {c.right} {of.lead(c.look.difference)} in the last round, "
-            f"{of.lead(then.look.difference)} in the one best on validation"
+            f"{c.right.replace('|', ESCAPED_BAR)} | {of.lead(c.look.difference)} | {of.lead(then.look.difference)}"
             for c, then in pairs
             if c.look.n
             and then.look.n
             and len({judge.as_claimed(one.claim, look.difference) for look in (c.look, then.look)}) > 1
         ]
-        if turned:
-            more = f"; and {len(turned) - MAX_SHOWN_COMPARISONS} more" if len(turned) > MAX_SHOWN_COMPARISONS else ""
-            lines.append(
-                f"- The reported round decides {len(turned)} of {len(one.measured)} comparisons: {one.claim.text}: "
-                f"{'; '.join(turned[:MAX_SHOWN_COMPARISONS])}{more}."
-            )
-    return lines
+        shown = turned[:MAX_SHOWN_COMPARISONS]
+        counts = [f"{len(turned)} of {len(one.measured)}", *[""] * (len(shown) - 1)]
+        lines += [f"| {one.claim.text} | {n} | {turn} |" for n, turn in zip(counts, shown, strict=False)]
+    head = ("claim", "comparisons", "for example, against", "last round", "round best on validation")
+    return [*TURNS_TEXT, f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines, ""] if lines else []
 
 
 def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
@@ -181,11 +197,11 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
         rows.append(
             [cell.variant, cell.column, measured, of.value(cell.chosen), paper, cell.verdict if compare else EMPTY_CELL]
         )
-    yield from _filled(["", "", "ours (mean ± std)", "round chosen on validation", "paper", "verdict"], rows)
+    yield from _filled(["clients", "model", "ours (mean ± std)", "round best on validation", "paper", "verdict"], rows)
     if compare and recipe.paper.nearest:
-        yield f"\nThese cells are counted in [{recipe.paper.nearest}]({recipe.paper.nearest}.md), nearer to the paper."
+        yield f"\n[{recipe.paper.nearest}]({recipe.paper.nearest}.md) is nearer to the paper and counts these cells."
     elif not compare and recipe.paper.reduced is None and not summary.samples:
-        yield "\nThe size of the data was not recorded, so no cell is compared."
+        yield "\nThe record does not contain the size of the data, so no cell is compared."
     yield ""
 
 
@@ -200,7 +216,7 @@ def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
 def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, old: bool) -> Iterator[str]:
     if not verdicts:
         return
-    titles = ["claim", "verdict", "least difference over rivals", "at the round chosen on validation", "the paper's"]
+    titles = ["claim", "verdict", "smallest difference to a rival", "at the round best on validation", "in the paper"]
     rows = []
     for one in verdicts:
         papers_margin = unit(one.figure).lead(judge.papers_lead(recipe, one.claim))
@@ -215,10 +231,10 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
                 ]
             )
             continue
-        verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
+        verdict = f"{one.verdict} by construction" if one.claim.construction else f"{one.verdict}{shows(one)}"
         at = moved[one.claim.text]
         then = closest_difference(at) if at else EMPTY_CELL
-        rows.append([one.claim.text, f"{verdict}; {one.count}", closest_difference(one), then, papers_margin])
+        rows.append([one.claim.text, f"{verdict}: {one.count}", closest_difference(one), then, papers_margin])
     yield from (*_filled(titles, rows), "")
     if old:
         return
@@ -240,7 +256,7 @@ def closest_difference(verdict: judge.JudgedClaim) -> str:
     """Render the difference from the rival that comes nearest to contradicting the claim, and the margin."""
     least, of = verdict.least, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
-    within = "" if not verdict.claim.margin else f"; margin {'±' if verdict.claim.equivalent else '-'}{margin}"
+    within = "" if not verdict.claim.margin else f", margin {'±' if verdict.claim.equivalent else '-'}{margin}"
     return f"{interval(least.look, verdict.figure)} against {least.name}{within}".replace("|", "\\|")
 
 
@@ -256,7 +272,7 @@ def shows(verdict: judge.JudgedClaim) -> str:
     if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
         return ""
     shown = unit(verdict.figure).lead(look.detectable).removeprefix("+")
-    return f" ({look.n} seeds show {shown} or more)"
+    return f" ({look.n} seeds detect {shown} or more)"
 
 
 def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
@@ -265,21 +281,20 @@ def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     methods = dict.fromkeys(
         Reference.create(text, "").method for text, by in summary.numbers[first].items() if finite(by)
     )
-    work = []
+    yield from (f"| work of a run ({first}) | gradients of samples | traffic |", "|---|---|---|")
     for method in methods:
         means = {n: _mean(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK_FIGURES}
         traffic = unit("bytes_up").value(means["bytes_up"] + means["bytes_down"])
-        work.append(f"{method} {unit('samples_backward').value(means['samples_backward'])} and {traffic}")
-    yield f"Gradients of samples and traffic of a run ({first}): {'; '.join(work)}."
+        yield f"| {method} | {unit('samples_backward').value(means['samples_backward'])} | {traffic} |"
     chosen = [(v, m, c) for v, methods in summary.choices.items() for m, c in methods.items()]
     if recipe.paper.mode == "fair" and not earlier(recipe, summary):
         chosen = []
     if chosen:
-        yield from ("", "| chosen on validation | method | chosen | of |", "|---|---|---|---|")
+        yield from ("", "| clients | method | chosen on validation | candidates |", "|---|---|---|---|")
     for variant, method, choice in chosen:
         yield f"| {variant} | {method} | {choice['chosen']}{_edge(choice)} | {' / '.join(choice['scores'])} |"
     for failure in summary.failures:
-        yield f"\nWithout a result: {failure}."
+        yield f"\nRun without a result: {failure}."
     for tried in recipe.paper.tried:
         yield f"\n{tried}"
 
@@ -296,7 +311,7 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
         return
     scale = summary.scale if summary else "laptop"
     choices = summary.choices if summary and not earlier(recipe, summary) else {}
-    titles, rows = ["variant", "method", "options searched", "trials", "chosen", "values at an edge"], []
+    titles, rows = ["clients", "method", "options searched", "trials", "chosen", "values at an edge"], []
     for variant, document in recipe.at(scale).items():
         for method in document["method"]:
             label, grid = label_of(method), method.get("choose", {})
@@ -309,7 +324,7 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
             rows.append([variant, label, options or "none", trials, chosen_text, edges or EMPTY_CELL])
     yield from ("", *_filled(titles, rows))
     for label, why in recipe.paper.fixed.items():
-        yield f"\nNot searched for {label}: {why}."
+        yield f"\nFixed settings of {label}: {why}."
     yield ""
 
 

@@ -41,13 +41,13 @@ from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
 VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 """Verdicts, the least favorable first."""
-PAPERS_TEXT = """# The papers
+PAPERS_TEXT = """# Paper reproductions
 
-What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
-with grids of equal size for every method. [Rules](#how-claims-are-judged). [Tables of others](others.md).
+This page tests five papers **as published**, with their own settings, and **in a fair test**, with search grids of
+equal size for every method. See also the [rules](#how-claims-are-judged) and [tables of others](others.md).
 """
 CLOSING_TEXT = """\
-The page is generated from recorded runs; only withdrawn results are typed. One command repeats a table:
+A program generates this page from recorded runs. One command repeats a table:
 
 <!-- not run: takes minutes, and needs the data set -->
 ```sh
@@ -55,6 +55,7 @@ fedloom reproduce fedacs-table2 \\
   --data-dir DATA
 ```
 """
+CORRECTED_TEXT = "Earlier versions of this page showed these verdicts, which are withdrawn. The list is hand-written."
 NO_ANCHOR = "no anchor"
 """Reason for a claim whose recipe has no anchor: the paper prints no figure for it."""
 RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
@@ -76,7 +77,7 @@ class Corrected(Value):
 
     text: str = Field(description="the claim")
     was: str = Field(description="the earlier verdict on the page")
-    why: str = Field(description="the error in the earlier verdict")
+    why: str = Field(description="error in the earlier verdict of the page")
     recipe: str = Field("", description="recipe that judges the claim now. It may not have been run yet")
 
 
@@ -91,7 +92,7 @@ class Sheet(Value):
     objection: str = Field("", description="what the author could still object to, with measured numbers in braces")
     beside: str = Field("", description="other places with measurements of the paper's methods, as Markdown")
     changed: str = Field("", description="changes made after a table had been seen")
-    anchor: tuple[str, ...] = Field((), description="columns that show a run's distance from the paper's")
+    anchor: tuple[str, ...] = Field((), description="columns that show the distance of a run from the paper's run")
     anchored: dict[str, str] = Field(
         default_factory=dict, description="for recipes without printed anchors, the nearest recipe with anchors"
     )
@@ -167,11 +168,11 @@ def _section(
 ) -> Iterator[str]:
     """Yield a paper's section: counts, claims as rows, the reason, a picture, and the list of its recipes."""
     yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
-    yield from ("| claim | paper's margin; anchors | published | fair |", "|---|---|---|---|")
+    yield from ("| claim | paper's margin, anchors | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         margin = _margin(recipes, row, published, fair)
         distances = _distances(recipes, summaries, sheet, published, fair)
-        beside = distances if margin == "-" else f"{margin}; {distances}"
+        beside = distances if margin == "-" else f"{margin}, {distances}"
         yield f"| {row.text} | {beside} | {show_mark(published)} | {show_mark(fair)} |"
     yield from ("", "</div>", "")
     reason = fill_numbers(sheet.why, recipes, summaries)
@@ -190,17 +191,17 @@ def _section(
             f"[{recipes[name].paper.title}]({PAPERS_FOLDER}/{name}.md)",
             "",
         )
-    yield from ('<details markdown="1"><summary>All recipes of the paper, near ones too</summary>', "")
+    yield from ('<details markdown="1"><summary>All experiments on this paper</summary>', "")
     if sheet.changed:
-        yield from (f"Changed after a table had been seen: {sheet.changed}", "")
+        yield from (f"Changes after results were known: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
-    yield from (f"[What the public code does]({PAPERS_FOLDER}/{facts.FACTS_PAGE}.md#{_anchor(sheet.name)})", "")
-    yield from ("| recipe | protocol and state |", "|---|---|")
+    yield from (f"[Facts about the public code]({PAPERS_FOLDER}/{facts.FACTS_PAGE}.md#{_anchor(sheet.name)})", "")
+    yield from ("| experiment (laptop scale) | protocol and state |", "|---|---|")
     for name, one in of_paper:
         summary = summaries[name]
-        status = state(one, summary) if summary else not_run(one, needed.get(name))
+        status = state(one, summary).removeprefix("run, laptop scale, ") if summary else not_run(one, needed.get(name))
         far = elsewhere(_anchors(recipes, summaries, sheet, name))
-        came_out = ", in another regime" if far else _verdicts(one, summary)
+        came_out = ", not comparable" if far else _verdicts(one, summary)
         yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.mode}: {status}{came_out} |"
     yield from ("", "</details>", "")
 
@@ -213,9 +214,9 @@ def _objection(
         return ""
     candidates = [cell for pair in cells for cell in pair if cell.is_asked]
     undecided = [cell for cell in candidates if cell.verdict not in (looks.HOLDS, looks.FAILS)]
-    count = f"{len(undecided)} of {len(candidates)} asked claims {'is' if len(undecided) == 1 else 'are'} open."
+    count = f"{len(undecided)} of the {len(candidates)} verdicts {'is' if len(undecided) == 1 else 'are'} open."
     text = fill_numbers(sheet.objection, recipes, summaries)
-    return f"**What its author could still object to:** {text} {count}"
+    return f"**Open objections of the authors.** {text} {count}"
 
 
 def _less(
@@ -229,7 +230,7 @@ def _less(
             size = recipe.paper.reduced if summary.says == "as reduced" else summary.says
             notes.append(f"[{name}]({PAPERS_FOLDER}/{name}.md) ({size})")
     if notes:
-        yield from (f"On less than the paper ran: {'; '.join(notes)}.", "")
+        yield from (f"These experiments are smaller than the paper's: {', '.join(notes)}.", "")
 
 
 def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> list[Anchor]:
@@ -239,8 +240,8 @@ def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, 
 def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> str:
     """Render a sentence on a recipe in another regime, or "" for other recipes."""
     distances = _anchors(recipes, summaries, sheet, name)
-    far = "; ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md), {one.variant}" for one in distances)
-    return f"Another regime than the paper's, so its claims are not judged: {far}." if elsewhere(distances) else ""
+    far = ", ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md) ({one.variant})" for one in distances)
+    return f"The run is not comparable to the paper's, so no claim is judged: {far}." if elsewhere(distances) else ""
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
@@ -251,7 +252,7 @@ def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet
         words[mode] = ", ".join(one.words for one in distances)
     different = {text: mode for mode, text in words.items() if text}
     if len(different) == 2:
-        return "; ".join(f"{text} ({mode})" for text, mode in different.items())
+        return ", ".join(f"{text} ({mode})" for text, mode in different.items())
     return next(iter(different), NO_ANCHOR)
 
 
@@ -342,7 +343,7 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     possible = (*looks.ClaimVerdict, *(looks.claim_words(UNTESTED, reason) for reason in Untested))
     shown = ", ".join(marks.count_claims(words.count(w), w) for w in possible if w in words)
     several = "s" if len(words) > 1 else ""
-    return f"; of {len(words)} claim{several} {shown}" if shown else ""
+    return f". Of {len(words)} claim{several}, {shown}" if shown else ""
 
 
 def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
@@ -360,7 +361,12 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
 
 def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
     """Yield changed verdicts that were public on the page, with the reason."""
-    yield from ("## Corrected", "", "Verdicts that stood on this page before and do not any more:", "")
+    yield from (
+        "## Corrected",
+        "",
+        CORRECTED_TEXT,
+        "",
+    )
     yield from ("| claim | verdict before | reason |", "|---|---|---|")
     for sheet in sheets():
         for one in sheet.corrected:
@@ -383,8 +389,8 @@ def _unaffordable(
     for name in large:
         need = needed.get(name)
         time = f" (about {duration(need.minutes)} of one processor core)" if need else ""
-        wants = f", with the data of {', '.join(need.missing)}" if need and need.missing else ""
-        yield f"- Needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
+        wants = f" and the data of {', '.join(need.missing)}" if need and need.missing else ""
+        yield f"- This experiment needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         for names, cell in zip((row.published, row.fair), pair, strict=True)
@@ -402,11 +408,11 @@ def _unaffordable(
     )  # fmt: skip
     if short:
         named = ", ".join(f"[{name}]({PAPERS_FOLDER}/{name}.md)" for name in short)
-        yield f"- More seeds may decide what is undecided or holds in part, after 10 and 20 (`--seeds`): {named}."
+        yield f"- 10 or 20 seeds (`--seeds`) may decide claims that are undecided or hold in part: {named}."
     yield from (
         "",
-        "Each of these commands can be stopped, and it resumes where it was;",
-        "`fedloom reproduce --all --budget 8h` goes through all that is unfinished.",
+        "You can stop and restart each of these commands. `fedloom reproduce --all --budget 8h` works through all",
+        "unfinished experiments.",
         "",
     )
 

@@ -26,7 +26,10 @@ PAPERS_FOLDER = "papers"
 
 def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]) -> str:
     """Return the sentences with measured numbers in their placeholders."""
-    sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", why) if why else []
+    if "\n\n" in why:
+        paragraphs = (fill_numbers(one, recipes, summaries) for one in why.split("\n\n"))
+        return "\n\n".join(filter(None, paragraphs))
+    sentences = re.split(r"(?<=\.)\s+(?=[A-Z*])", why) if why else []
     whole = []
     for sentence in sentences:
         shown: dict[str, str | None] = {}
@@ -70,6 +73,6 @@ def _measured(
         look = judge.compare_references(recipe, *values, log=of.ratio)
         if not look.half < abs(look.difference):
             shown = of.lead(look.difference, look.half)
-            raise ConfigError(f"papers.toml: {' - '.join(sides)!r} is not clear: {shown}; leave the sentence out")
+            raise ConfigError(f"papers.toml: {' - '.join(sides)!r} is not clear: {shown}. Leave the sentence out")
         text = of.write_words(look.difference, look.half)
     return f"[{text}]({PAPERS_FOLDER}/{name}.md)"

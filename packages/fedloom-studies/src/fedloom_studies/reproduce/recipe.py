@@ -90,11 +90,11 @@ class Claim(Value):
         min_length=1, description="references or numbers on the other side of the claim"
     )
     margin: float = Field(0.0, ge=0, description="largest disadvantage allowed, in the figure's unit")
-    equivalent: bool = Field(False, description="comparable: the difference lies within the margin on both sides")
-    most: bool = Field(False, description="the claim is about more than half of the references, not every one")
-    each: bool = Field(False, description="the claim is about each variant, not their mean")
-    spread: bool = Field(False, description="the claim is about standard deviations over seeds, not means")
-    construction: bool = Field(False, description="the claim holds by construction, whatever the methods do")
+    equivalent: bool = Field(False, description="comparable: the difference is within the margin on both sides")
+    most: bool = Field(False, description="true if the claim is about more than half of the references, not every one")
+    each: bool = Field(False, description="true if the claim is about each variant, not their mean")
+    spread: bool = Field(False, description="true if the claim is about standard deviations over seeds, not means")
+    construction: bool = Field(False, description="true if the claim holds by construction, whatever the methods do")
     variants: tuple[str, ...] = Field((), description="variants of the claim (empty: all)")
 
     @model_validator(mode="after")
@@ -104,7 +104,7 @@ class Claim(Value):
         if self.equivalent and not self.margin:
             raise ValueError("a claim of equivalence needs a margin")
         if self.spread and not all(isinstance(side, str) for side in self.than):
-            raise ValueError("a claim on spreads compares references, not numbers")
+            raise ValueError("a claim on spreads must compare references, not numbers")
         return self
 
     @property
@@ -127,7 +127,7 @@ Cell = Annotated[float | tuple[float, float] | None, BeforeValidator(lambda cell
 class Paper(Value):
     """Statements of the paper on the table or figure."""
 
-    title: str = Field(description="paper, and table or figure")
+    title: str = Field(description="paper, with its table or figure")
     protocol: str = Field(description="the protocol, as the paper states it")
     order: int = Field(description="position among all recipes")
     mode: Literal["published", "fair", "near"] = Field(
@@ -138,16 +138,20 @@ class Paper(Value):
             "where it is silent"
         ),
     )
-    table: str = Field("", description="a table of others, as the page of these tables calls it (empty: of the papers)")
-    gap_limit: float = Field(0.0, ge=0, description="of a table of others: difference that is called close")
-    explained: dict[str, str] = Field(
-        default_factory=dict, description="of a table of others: the cause of a larger difference, by column"
+    table: str = Field(
+        "", description="a table by other authors, as the page of these tables calls it (empty: a table of the papers)"
     )
-    nearest: str = Field("", description="recipe nearer to the protocol, which counts this recipe's cells")
-    rivals: str = Field("", description="recipe with the same experiment whose record has the claims' other methods")
+    gap_limit: float = Field(
+        0.0, ge=0, description="for a table by other authors: largest difference that is called close"
+    )
+    explained: dict[str, str] = Field(
+        default_factory=dict, description="for a table by other authors: cause of a larger difference, by column"
+    )
+    nearest: str = Field("", description="recipe nearer to the protocol, to which this recipe's cells belong")
+    rivals: str = Field("", description="recipe of the same experiment whose record contains the claims' other methods")
     figure: str = Field("accuracy", description="default figure of a reference")
     percent: bool = Field(False, description="the paper prints the cells in percent")
-    seeds: int = Field(1, ge=1, description="repetitions behind a printed cell")
+    seeds: int = Field(1, ge=1, description="number of repetitions behind a printed cell")
     columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")
     cells: dict[str, tuple[Cell, ...]] = Field(
         default_factory=dict, description="a mean or (mean, standard deviation) per column, by variant ([]: none)"
@@ -157,7 +161,7 @@ class Paper(Value):
     fixed: dict[str, str] = Field(
         default_factory=dict, description="options that a fair recipe does not search, by method, with the reason"
     )
-    stated: tuple[str, ...] = Field((), description="details that the base recipe leaves open and this recipe states")
+    stated: tuple[str, ...] = Field((), description="details that the base recipe leaves open and this recipe defines")
     reduced: str | None = Field(None, description="factor by which the data are smaller than in the protocol")
     samples: int | None = Field(None, ge=1, description="samples of the reduced data")
     tried: tuple[str, ...] = Field((), description="attempts to explain a claim that does not hold")
@@ -166,7 +170,7 @@ class Paper(Value):
     def _table_fits(self) -> Paper:
         for variant, row in self.cells.items():
             if len(row) != len(self.columns):
-                raise ValueError(f"cells of {variant!r}: {len(row)} for {len(self.columns)} columns")
+                raise ValueError(f"cells of {variant!r}: {len(row)} values for {len(self.columns)} columns")
         foreign = set(self.stated) - {u.what for u in self.unknown}
         if foreign:
             raise ValueError(f"stated: no unknown is called {', '.join(sorted(foreign))}")
@@ -346,7 +350,7 @@ def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
         raise ConfigError(f"recipe {name}: the table [paper] is missing")
     if "client_weights" not in rest:
         raise ConfigError(
-            f"recipe {name}: client_weights is missing; say how its clients are weighted, 'uniform' or 'samples'"
+            f"recipe {name}: client_weights is missing. Set it to 'uniform' or 'samples', the weights of its clients"
         )
     paper = make(Paper, rest.pop("paper"), f"recipe {name}: [paper]", Paper.model_fields)
     scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {SINGLE_VARIANT: {}}

@@ -195,7 +195,7 @@ def needs(folder: Path) -> dict[str, Need]:
     try:
         return {name: Need(**need) for name, need in read_document(file, dict).items()}
     except TypeError as error:
-        raise RunDirError(f"{file} is damaged: {error}; delete it and run it again") from None
+        raise RunDirError(f"{file} is damaged: {error}. Delete it and run it again") from None
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:

@@ -71,7 +71,7 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
         raise ValueError(f"defaults must be 'default', 'paper' or 'released', got {defaults!r}")
     if defaults == "released" and not released:
         raise ValueError(
-            "defaults = 'released' needs a method with constants of a released code; give this one defaults = 'paper'"
+            "defaults = 'released' needs a method with released code. For this method use defaults = 'paper'"
         )
     return {"default": {}, "paper": paper, "released": released}[defaults]
 
@@ -84,7 +84,7 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
     """
     if len(ctx.weight.unique()) > 1:
         name = type(method).__name__
-        raise Refused(f"{name} with {option} weighs clients by their samples in itself; set client_weights = 'uniform'")
+        raise Refused(f"{name} with {option} already weights clients by their samples. Set client_weights = 'uniform'")
 
 
 class Algorithm(Value, ABC):
@@ -128,7 +128,9 @@ class Algorithm(Value, ABC):
         for key in options:
             if key in LocalSGD.model_fields and key not in cls.model_fields:
                 place = f"local={ {key: options[key]}!r} of the run"
-                raise ValueError(f"unknown key {key!r}; how clients train is no option of a method: give {place}")
+                raise ValueError(
+                    f"unknown key {key!r}. The training of clients is not an option of a method. Give {place}"
+                )
         if "defaults" not in options or "defaults" in cls.model_fields:
             return options
         rest = {key: value for key, value in options.items() if key != "defaults"}
@@ -159,11 +161,11 @@ class Algorithm(Value, ABC):
             return method.with_(**values) if values else method
         except InvalidValue:
             where = f"{type(self).__name__}: {' and '.join(values)}"
-            raise ConfigError(f"{where} cannot be derived from this run's steps; give a value") from None
+            raise ConfigError(f"{where} cannot be derived from this run's steps. Give a value") from None
         except KeyError as error:
             name = error.args[0]
             reason = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
-            raise ConfigError(f"{reason}, got {getattr(self, name)!r}; give a number") from None
+            raise ConfigError(f"{reason}, got {getattr(self, name)!r}. Give a number") from None
 
     @property
     def mixes_all(self) -> bool:
@@ -369,7 +371,7 @@ class Algorithm(Value, ABC):
 
     def part(self, name: str, layout: Layout) -> Tensor:
         """Return the bool mask ``[d]`` that an upload field names as its part."""
-        raise AssertionError(f"{type(self).__name__} names no part {name!r}")
+        raise AssertionError(f"{type(self).__name__} does not declare a part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         """Raise if the method cannot work with a model or setting.

@@ -164,8 +164,9 @@ def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
     returned = next(iter(get_args(hint)), hint)
     if not _fields(returned):
         raise ConfigError(
-            f"{algorithm.__name__}.{function} must be annotated with what it returns, -> {wanted}, whose fields say "
-            f"how they travel; got {_annotated(algorithm, function, 'return').__annotations__['return']!r}"
+            f"{algorithm.__name__}.{function} must be annotated with its return type, -> {wanted}, "
+            "whose fields say how they are sent, got "
+            f"{_annotated(algorithm, function, 'return').__annotations__['return']!r}"
         )
     return returned
 
@@ -206,13 +207,14 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
     for field, declared in kinds.items():
         if len(declared) != 1:
             raise ConfigError(
-                f"{name}: the upload field {field!r} must say once how it travels, as Annotated[Tensor, Mean(...)], "
-                f"Kept(...) or Rows(...); it has {len(declared)} of them"
+                f"{name}: the upload field {field!r} must say once how it is sent, as "
+                "Annotated[Tensor, Mean(...)], Kept(...) or Rows(...), but it contains "
+                f"{len(declared)} of them"
             )
     primary = [field for field, (kind,) in kinds.items() if kind.primary]
     if kinds and len(primary) != 1:
         got = " and ".join(primary) or "none"
-        raise ConfigError(f"{name}: one upload field must carry the model, as Mean(primary=True); got {got}")
+        raise ConfigError(f"{name}: one upload field must carry the model, as Mean(primary=True), got {got}")
     return {field: kind for field, (kind,) in kinds.items()}
 
 

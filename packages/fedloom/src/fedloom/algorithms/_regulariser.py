@@ -18,7 +18,7 @@ from fedloom.values import Value
 
 def _has_prox(f: Value | None) -> Value | None:
     if f is not None and not isinstance(f, Prox):
-        raise ValueError(f"a regulariser needs f, prox and convex, got {type(f).__name__}")
+        raise ValueError(f"a regularizer needs f, prox and convex, got {type(f).__name__}")
     if made_by(f) not in get_args(Form):
         raise ValueError(f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {made_by(f)!r}")
     return f
@@ -38,7 +38,7 @@ def unregularised(method: Any, then: str = "makes models without zeros", c: floa
     if method.regulariser is not None:
         return []
     name = type(method).__name__
-    return [f"{name} without a regulariser {then}: give one, such as regulariser = {{ kind = 'l1', c = {c} }}"]
+    return [f"{name} without a regularizer {then}. Give one, such as regulariser = {{ kind = 'l1', c = {c} }}"]
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:

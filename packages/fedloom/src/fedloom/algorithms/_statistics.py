@@ -18,7 +18,9 @@ from fedloom.local import Work, where_moved
 from fedloom.local.oracles.base import Features
 from fedloom.rows.layout import Layout
 
-SUM_IS_EXACT = "its head is the solution of a system of sums: a small error of sums may be a large one of the head"
+SUM_IS_EXACT = (
+    "its head is the solution of a system of sums, so a small error in the sums may become a large one in the head"
+)
 
 IGNORED = ("lr", "schedule", "epochs", "batch_size", "momentum", "weight_decay", "clip")
 """Keys of ``[local]`` that have no effect if a head is solved in closed form."""

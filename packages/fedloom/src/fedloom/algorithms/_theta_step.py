@@ -29,13 +29,16 @@ class ThetaStep(Algorithm):
         None, gt=0, description="eps^0 of Eq. 18, before the first round (None: the run's epochs of SGD)"
     )
     shrink: float = Field(0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, factor of the tolerance per round")
-    most: int = Field(1000, ge=1, description="most gradient steps until the tolerance is met")
+    most: int = Field(1000, ge=1, description="largest number of gradient steps until the tolerance is met")
     solver: Literal["sgd", "criterion"] = Field(
-        "sgd", description="the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)"
+        "sgd",
+        description="solver of the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)",
     )
-    r: float = Field(0.005, gt=0, lt=1, description="tolerance r_i of (9): ||theta - theta*||^2 falls by this factor")
-    iterations: int = Field(100, ge=1, description="most gradient steps until (9)")
-    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, below lam. Lam/5 when None")
+    r: float = Field(
+        0.005, gt=0, lt=1, description="tolerance r_i of (9): the factor by which ||theta - theta*||^2 decreases"
+    )
+    iterations: int = Field(100, ge=1, description="largest number of gradient steps until (9) holds")
+    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, less than lam (None: lam/5)")
 
     needs: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("shrink", "most"), "eps0"),
@@ -45,14 +48,15 @@ class ThetaStep(Algorithm):
     @model_validator(mode="after")
     def _one_solver(self) -> Self:
         if self.solver == "criterion" and self.eps0 is not None:
-            raise ValueError("solver = 'criterion' and eps0 both end the theta step; leave eps0 out")
+            raise ValueError("solver = 'criterion' and eps0 both end the theta step. Leave eps0 out")
         return self
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.solver == "criterion" and self.smooth and self.lam <= self.smooth:
             raise Refused(
-                f"{type(self).__name__} with solver 'criterion' needs lam > smooth, got lam = {self.lam:g} and "
-                f"smooth = {self.smooth:g}: without it (9) bounds nothing; give a larger lam"
+                f"{type(self).__name__} with solver 'criterion' needs lam > smooth, got lam = "
+                f"{self.lam:g} and smooth = {self.smooth:g}, so the bound (9) does not hold. Give a "
+                "larger lam"
             )
         return []
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedloom.analyses.form import Question as Question
     from fedloom.analyses.form import Rules as Rules
     from fedloom.analyses.form import State as State
+    from fedloom.analyses.form import needs_run as needs_run
     from fedloom.analyses.form import require_questions as require_questions
     from fedloom.analyses.registry import ANALYSES as ANALYSES
     from fedloom.analyses.registry import AnalysisRegistry as AnalysisRegistry
@@ -61,6 +62,7 @@ _ATTRIBUTE_PATHS = {
     "SumRecord": "fedloom.analyses.run:SumRecord",
     "Total": "fedloom.analyses.script:Total",
     "Transcript": "fedloom.analyses.script:Transcript",
+    "needs_run": "fedloom.analyses.form:needs_run",
     "require_questions": "fedloom.analyses.form:require_questions",
     "analysis_of": "fedloom.analyses.run:analysis_of",
     "analyze": "fedloom.analyses.run:analyze",

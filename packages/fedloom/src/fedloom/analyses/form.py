@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 import torch
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from fedloom.analyses.rows import ClientRows, Schema, schema_of
-from fedloom.errors import ConfigError, WireError
+from fedloom.errors import ConfigError, Refused, WireError
 from fedloom.values import Value, kind_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Question:
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
             raise WireError(
-                "these bytes are no question of the analysis; both ends must have the same analysis"
+                "these bytes are not a question of the analysis. Both sides must use the same analysis"
             ) from None
         return cls(name, values)
 
@@ -145,13 +145,20 @@ class Rules(Value):
     """Rules on which all parties agree before the first question of an analysis."""
 
     questions: int = Field(
-        200, ge=1, description="questions of the analysis at most; at real sites 24, if they agree on no other number"
+        200, ge=1, description="largest number of questions of the analysis (default at real sites: 24)"
     )
     min_subjects: int = Field(
-        1, ge=1, description="subjects of a client, and of a cell there, below which the client answers zeros"
+        1, ge=1, description="smallest number of subjects of a client or of a cell. With fewer, the client answers zero"
     )
-    min_clients: int = Field(1, ge=1, description="clients that a cell needs. Cells with fewer are merged")
-    missing: int = Field(0, ge=0, description="clients that may be absent while a cell still has enough clients")
+    min_clients: int = Field(1, ge=1, description="smallest number of clients in a cell. Cells with fewer are merged")
+    missing: int = Field(
+        0, ge=0, description="number of clients that may be absent while a cell still has enough clients"
+    )
+
+    @model_serializer(mode="wrap")
+    def _stated(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write the stated rules only: every place has its own value for the others."""
+        return {name: value for name, value in write(self).items() if name in self.model_fields_set}
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,13 +221,21 @@ class Analysis(Value):
     """True if a client omits its rare cells from every answer itself, so that they need no merging without masks."""
     uses_models: ClassVar[bool] = False
     """True if an answer reads `ClientRows.models`, so a run must come first."""
+    tasks: ClassVar[Collection[str]] = ()
+    """Tasks of the data that the analysis can read. Empty: every task."""
+    needs_table: ClassVar[bool] = False
+    """True if the analysis reads the columns of a table."""
     per: ClassVar[str] = "run"
     """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
 
-    rules: Rules | None = Field(None, description="what clients agree on; none: the defaults of the place")
+    rules: Rules | None = Field(
+        None, description="agreed limits of all clients (default: the limits of a simulation or of real sites)"
+    )
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         """Raise if the analysis does not fit the data or the setting. Called before any work.
+
+        An analysis with further conditions calls this method first.
 
         Args:
             schema: schema of the data.
@@ -230,6 +245,21 @@ class Analysis(Value):
             ConfigError: the message says what is wrong, where, and what to do.
             Refused: the analysis makes no sense for these data.
         """
+        what = f"the analysis {kind_of(self)}"
+        if self.tasks and schema.task not in self.tasks:
+            raise Refused(
+                f"{what} is for the tasks {', '.join(self.tasks)}, and the task of {schema.name} is {schema.task}",
+                rule="analysis-task",
+                fix="read the data with {data.task = 'binary'}"
+                if "binary" in self.tasks and len(schema.classes) == 2
+                else f"leave the analysis out, or take {_fitting(schema)}",
+            )
+        if self.needs_table and not schema.is_table:
+            raise Refused(
+                f"{what} reads the columns of a table, and {schema.name} is no table",
+                rule="analysis-needs-a-table",
+                fix=f"leave the analysis out, or take {_fitting(schema)}",
+            )
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
         """Raise if the analysis does not fit a federation, see `check`."""
@@ -247,15 +277,17 @@ class Analysis(Value):
         """
         if masked and self.shows_rows:
             raise ConfigError(
-                f"the analysis {kind_of(self)} with these options shows figures of single clients, which masks hide; "
-                "leave the option out, or the secure aggregation"
+                f"the analysis {kind_of(self)} with these options shows figures of single clients, which masks hide",
+                rule="analysis-shows-clients",
+                fix="leave these options out, or deploy without secure aggregation",
             )
         unagreed = [column.name for column in schema.columns if not column.levels and column.range is None]
         if unagreed:
             raise ConfigError(
                 f"the analysis {kind_of(self)} puts numbers on one scale by agreed ranges, and "
-                f"{', '.join(map(repr, unagreed[:5]))} has none; give each range = [LOWEST, HIGHEST] in the agreement "
-                "(fedloom init --agree)"
+                f"{', '.join(map(repr, unagreed[:5]))} has none",
+                rule="analysis-range",
+                fix="give each range = [LOWEST, HIGHEST] in the agreement (fedloom init --agree)",
             )
 
     @property
@@ -377,7 +409,30 @@ def require_questions(analysis: Analysis) -> None:
         ConfigError: it has no answer.
     """
     if not analysis.by_sums:
-        raise ConfigError(
-            f"{kind_of(analysis)} reads the models of a run and asks no questions; give the result of a run, as "
-            f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))"
-        )
+        raise needs_run(analysis)
+
+
+def needs_run(analysis: Analysis) -> ConfigError:
+    """Return the error of an analysis of models where there is no run."""
+    return ConfigError(
+        f"the analysis {kind_of(analysis)} reads the models of a run, and here is none",
+        rule="analysis-needs-a-run",
+        fix=f"write [[analysis]] kind = {kind_of(analysis)!r} into the file of a run, or give the result of a run, as "
+        f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))",
+    )
+
+
+def _fitting(schema: Schema) -> str:
+    """Return the names of the analyses of rows that fit the data."""
+    from fedloom.analyses.registry import ANALYSES
+
+    entries = {name: ANALYSES[name] for name in ANALYSES}
+    names = [
+        name
+        for name, entry in entries.items()
+        if entry.answer is not Analysis.answer
+        and not entry.uses_models
+        and (not entry.tasks or schema.task in entry.tasks)
+        and (schema.is_table or not entry.needs_table)
+    ]
+    return f"{' or '.join(names)}" if names else "another one"

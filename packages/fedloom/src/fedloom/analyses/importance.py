@@ -53,7 +53,7 @@ def check_importance(fed: Federation) -> Table:
     """
     if fed.data.fitted is None:
         raise Refused(
-            f"importance permutes columns of a table, and {fed.data.name} is none",
+            f"importance permutes columns of a table, but {fed.data.name} is not a table",
             rule="importance-needs-a-table",
             fix="leave it out",
         )

@@ -34,6 +34,7 @@ class Confusion(Analysis):
     kind: ClassVar[str] = "confusion"
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        super().check(schema, setting)
         if schema.task not in CLASS_TASKS:
             raise Refused(
                 f"confusion counts predicted classes, but {schema.name} is a {schema.task}",
@@ -49,20 +50,20 @@ class Tsne(Analysis):
     """Test samples of some clients in the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
 
     kind: ClassVar[str] = "tsne"
-    clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="numbers of the clients")
+    clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="numbers of the selected clients")
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
         unknown = [i for i in self.clients if i >= fed.n]
         if unknown:
             raise ConfigError(
-                f"tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only",
+                f"tsne names client {unknown[0]}, but the clients are 0 to {fed.n - 1}",
                 rule="tsne-client-missing",
-                fix="name clients that are there, or leave it out",
+                fix="name existing clients, or leave it out",
             )
         sizes = fed.sizes("test")
         if all(int(sizes[i]) < FEWEST_SAMPLES for i in self.clients):
             raise Refused(
-                f"tsne needs {FEWEST_SAMPLES} test samples of a client, and none of these clients has so many",
+                f"tsne needs {FEWEST_SAMPLES} test samples of a client, but these clients have fewer",
                 rule="tsne-too-few-samples",
                 fix="name clients with more test samples, or leave it out",
             )

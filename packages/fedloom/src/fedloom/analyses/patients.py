@@ -38,7 +38,11 @@ class KeptPredictions(Analysis):
             ConfigError: a sample has a label per position, or more than `MAX_OUTPUTS` outputs.
         """
         if fed.data.each or fed.data.outputs > MAX_OUTPUTS:
-            raise Refused(f"predictions keeps at most {MAX_OUTPUTS} outputs of a sample; leave it out")
+            raise Refused(
+                f"predictions keeps at most {MAX_OUTPUTS} outputs of a sample, and {fed.data.name} has more",
+                rule="predictions-too-many-outputs",
+                fix="leave it out",
+            )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
         return predictions(result), ()
@@ -49,9 +53,12 @@ class Groups(Analysis):
 
     kind: ClassVar[str] = "groups"
     by: tuple[str, ...] = Field(
-        min_length=1, description="columns, or bounds such as 'age>=75', by whose groups test parts are scored"
+        min_length=1,
+        description="columns, or bounds such as 'age>=75', that define groups. Test parts are scored by group",
     )
-    min_rows: int = Field(10, ge=2, description="least rows of a scored group, and of each class or events among them")
+    min_rows: int = Field(
+        10, ge=2, description="smallest number of rows in a scored group, and of each class or event in it"
+    )
 
     @property
     def kept_columns(self) -> Sequence[str]:

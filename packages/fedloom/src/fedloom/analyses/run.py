@@ -18,7 +18,17 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from fedloom.analyses.form import Analysis, AnalysisTerms, Bounds, Info, Question, Rules, State, require_questions
+from fedloom.analyses.form import (
+    Analysis,
+    AnalysisTerms,
+    Bounds,
+    Info,
+    Question,
+    Rules,
+    State,
+    needs_run,
+    require_questions,
+)
 from fedloom.analyses.registry import ANALYSES
 from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, fill_ranges, schema_of
 from fedloom.data.dataset import Dataset, default_to_cpu
@@ -28,7 +38,7 @@ from fedloom.errors import CheckpointError, CodeError, ConfigError, DataError, R
 from fedloom.formats import as_pandas
 from fedloom.rundir import place_of
 from fedloom.storage.files import write_atomic
-from fedloom.values import dump, kind_of, make_kind
+from fedloom.values import dump, kind_of, make, make_kind
 
 SUM_FILE = "sum-{:04}.bin"
 SUM_FORM = {"sum": {"total": 1, "info": 1}}
@@ -127,7 +137,11 @@ def analyze(
         CheckpointError: the folder contains another analysis.
     """
     value = analysis_of(analysis, options)
-    agreed = rules if isinstance(rules, Rules) else Rules(**rules) if rules is not None else value.rules or Rules()
+    if not isinstance(rules, Rules | Mapping | None):
+        raise ConfigError(f"rules must be a table, such as {{'min_subjects': 5}}, got {rules!r:.80}")
+    agreed = rules if isinstance(rules, Rules) else value.rules or Rules()
+    if isinstance(rules, Mapping):
+        agreed = make(Rules, rules, "rules", Rules.model_fields)
     if isinstance(clients, Result) and not value.by_sums:
         value.check_run(clients.job.eval_fed, clients.job.setting)
         table, notes = value.measure(clients)
@@ -159,13 +173,18 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
     if isinstance(analysis, Analysis):
         if options:
             raise ConfigError(
-                f"{', '.join(options)}: options go with the name of an analysis; change a value by "
-                f"with_({next(iter(options))}=...)"
+                f"{', '.join(options)}: options belong to the name of an analysis. Change a value "
+                f"with with_({next(iter(options))}=...)"
             )
         return analysis
+    if not isinstance(analysis, str | Mapping):
+        raise ConfigError(
+            f"{where}{where and ': '}an analysis is a value, a name or a table with kind, got {analysis!r:.80}. "
+            f"Allowed names: {', '.join(ANALYSES)}"
+        )
     table = {"kind": analysis, **options} if isinstance(analysis, str) else {**analysis, **options}
     if "kind" not in table:
-        raise ConfigError(f"{where}{where and ': '}kind is missing; allowed: {', '.join(ANALYSES)}")
+        raise ConfigError(f"{where}{where and ': '}kind is missing. Allowed: {', '.join(ANALYSES)}")
     value: Analysis = make_kind("analysis", ANALYSES, table, where or str(table["kind"]), base=Analysis)
     return value
 
@@ -201,8 +220,8 @@ def run_questions(
             return state, log
         if len(log) == terms.rules.questions:
             raise Refused(
-                f"{kind_of(analysis)} wants more than the {terms.rules.questions} questions that were agreed on; agree "
-                "on more: rules = {questions = ...}"
+                f"{kind_of(analysis)} needs more than the {terms.rules.questions} agreed questions. "
+                "Agree on more: rules = {questions = ...}"
             )
         record = None if kept is None else kept.read(len(log), question)
         if record is None:
@@ -226,8 +245,8 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
     """
     if info.clipped:
         raise DataError(
-            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers of answers were outside their "
-            "bounds, so there is no result; agree on wider ranges"
+            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers of answers were "
+            "outside their bounds, so the result would be wrong. Agree on wider ranges"
         )
 
 
@@ -306,7 +325,7 @@ class SumFolder:
         path = folder / "analysis.json"
         if path.exists() and path.read_text() != text:
             raise CheckpointError(
-                f"{folder} holds the sums of another analysis or of other rows; choose another folder"
+                f"{folder} contains the sums of another analysis or of other rows. Choose another folder"
             )
         write_atomic(path, text.encode())
 
@@ -323,7 +342,9 @@ class SumFolder:
         digest, body = content[:32], content[32:]
         head = question.encode()
         if digest != self._hash(body) or body[: len(head)] != head:
-            raise CheckpointError(f"{path} is damaged, or of another question; delete {self._folder} and begin anew")
+            raise CheckpointError(
+                f"{path} is damaged or belongs to another question. Delete {self._folder} and start again"
+            )
         sums = Question.decode(body[len(head) :], SUM_FORM).values
         return SumRecord(question, sums["total"], Info(*(int(count) for count in sums["info"].tolist())))
 
@@ -349,8 +370,8 @@ def clients_of(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, Clie
     if unagreed:
         more = ", ..." if len(unagreed) > 5 else ""
         notes.append(
-            f"nobody has agreed on ranges of {', '.join(unagreed[:5])}{more}: here they are as wide as the columns; "
-            "real sites must agree on them"
+            f"no ranges are agreed for {', '.join(unagreed[:5])}{more}. This simulation uses the "
+            "ranges of the columns, but real sites must agree on ranges"
         )
     return schema, rows, notes
 
@@ -364,10 +385,7 @@ def _as_given(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, Clien
         rows = {name: client_rows(fed, k, models and models(k)) for k, name in enumerate(fed.names)}
         return schema_of(fed.data), rows, [*fed.remarks]
     if analysis.uses_models:
-        raise ConfigError(
-            f"{kind_of(analysis)} reads the models of a run; give the result of one, as "
-            f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))"
-        )
+        raise needs_run(analysis)
     if not isinstance(clients, Dataset | Federation):
         many = isinstance(clients, list) or (isinstance(clients, Mapping) and not {"x", "train"} & clients.keys())
         clients = Federation.create(clients) if many else Dataset.create(clients)

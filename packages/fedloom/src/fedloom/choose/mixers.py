@@ -118,7 +118,7 @@ class Attention(Mixer):
         "model", description="vectors of the cosine s_ij: the models, or their changes from the initial model"
     )
     copies: float | None = Field(
-        None, gt=0, le=1, description="cosine from which models count as copies of one model (None: no cap)"
+        None, gt=0, le=1, description="cosine above which models count as copies of one model (None: no limit)"
     )
 
     def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
@@ -145,7 +145,7 @@ class Proximity(Mixer):
     kind: ClassVar[str] = "proximity"
     alpha: float | None = Field(None, gt=0, description="step of the mixing. Reach sqrt(rounds)/2 when not given")
     sigma: float | None = Field(
-        None, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma). 2 (n - 1) alpha when not given"
+        None, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma) (default: 2 (n - 1) alpha)"
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
@@ -178,7 +178,7 @@ class Angles(Mixer):
     kind: ClassVar[str] = "angles"
     sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
     self_weight: float | None = Field(
-        None, ge=0, le=1, description="own weight xi_ii. 1/m of the m mixed models if not given"
+        None, ge=0, le=1, description="own weight xi_ii (default: 1/m of the m mixed models)"
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
@@ -209,7 +209,7 @@ class ClusterMeans(Mixer):
     """
 
     kind: ClassVar[str] = "clusters"
-    clusters: int | None = Field(None, ge=1, description="C, number of clusters. Sought in every round when not given")
+    clusters: int | None = Field(None, ge=1, description="C, number of clusters (default: estimated in every round)")
     similarity: Similarity = Field(
         "change", description="vectors to cluster: the models, or their changes from the initial model"
     )

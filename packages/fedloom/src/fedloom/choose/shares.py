@@ -55,7 +55,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
     elif weights == "groups":
         if fed.groups is None:
             raise Refused(
-                "client_weights = 'groups' needs clients in groups, and this partition has none",
+                "client_weights = 'groups' needs clients in groups, but this partition makes no groups",
                 rule="shares-need-groups",
                 fix="set {client_weights = 'samples'}",
             )
@@ -68,7 +68,8 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
         masses = torch.tensor(weights, dtype=torch.float64)
         if len(masses) != fed.n or not bool(masses.sum() > 0):
             raise ConfigError(
-                f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}",
+                f"weights must be a number for each of the {fed.n} clients, and not all of them zero, "
+                f"got {list(weights)}",
                 rule="shares-of-other-clients",
                 fix="set {client_weights = 'samples'}, or give the numbers",
             )
@@ -89,7 +90,10 @@ def _levels(column: str, fed: Federation) -> Tensor:
     """
     data, what = fed.data, f"client_weights = 'groups by {column}'"
     if column not in data.columns:
-        cure = f"{data.name} keeps {', '.join(data.columns) or 'none'}; name those of a table in data.group_columns"
+        cure = (
+            f"{data.name} has {', '.join(data.columns) or 'no columns'}. Name the columns of a table in "
+            "data.group_columns"
+        )
         raise unknown("column", column, data.columns, what, cure)
     levels = list[int]()
     for client in range(fed.n):
@@ -97,7 +101,8 @@ def _levels(column: str, fed: Federation) -> Tensor:
         names = [data.levels[column][code] or "none" for code in codes]
         if len(codes) != 1 or data.levels[column][codes[0]] == MISSING_LEVEL:
             raise Refused(
-                f"{what} needs one level of every client, but client {fed.names[client]!r} has {', '.join(names[:4])}",
+                f"{what} needs the same level in all rows of a client, but client "
+                f"{fed.names[client]!r} has {', '.join(names[:4])}",
                 rule="shares-need-one-level",
                 fix="set {client_weights = 'uniform'}, or partition by that column",
             )
@@ -127,8 +132,8 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
         when = f"round {ctx.round}" if ctx.round else "before round 1"
         raise RunStopped(
             Stop.DIVERGED,
-            f"{when}: {int((~finite).sum())} of {ctx.n} clients have activations that are not finite, so that weights "
-            "finds no clusters; set local.lr lower",
+            f"{when}: {int((~finite).sum())} of {ctx.n} clients have activations that are not finite, "
+            "so no clusters can be found. Set local.lr lower",
         )
     weigher = EquitableWeigher(clusters=clusters)
     shares, _ = weigher.apply(weigher.init(ctx), activations, ctx)
@@ -144,7 +149,7 @@ def check_clusters(clusters: int | None, ctx: Ctx) -> None:
     """
     if clusters is not None and clusters > ctx.n:
         raise ConfigError(
-            f"client_weights = 'clusters-{clusters}' needs as many clients, the federation has {ctx.n}",
+            f"client_weights = 'clusters-{clusters}' needs at least as many clients, but the federation has {ctx.n}",
             rule="shares-clusters",
             fix="set {client_weights = 'uniform'}, or fewer clusters",
         )

@@ -134,7 +134,7 @@ def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
         least, most = min(shares, key=lambda s: shares[s]), max(shares, key=lambda s: shares[s])
         if len(present) < len(rows):
             absent = [site for site in rows if site not in present]
-            yield f"is not there at {shorten_list([*map(repr, absent)], 8)}"
+            yield f"is missing at {shorten_list([*map(repr, absent)], 8)}"
         elif shares[most] - shares[least] >= MISSING_SHARE_DIFFERENCE:
             yield f"missing in {shares[least]:.0%} of the rows at {least!r}, in {shares[most]:.0%} at {most!r}"
     if column.kind == "number":
@@ -211,14 +211,14 @@ def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     first = next(iter(shifted.values()))
     shown = ", ".join(f"{shift.median:.4g} at {site!r}" for site, shift in shifted.items())
     fold = np.median([max(shift.usual / shift.median, shift.median / shift.usual) for shift in shifted.values()])
-    sentence = f"medians differ {fold:.3g}-fold by site ({shown}; {first.usual:.4g} at the others)"
+    sentence = f"medians differ by a factor of {fold:.3g} between sites ({shown}, {first.usual:.4g} at the others)"
     if units := {shift.units for shift in shifted.values() if shift.factor is not None}:
         unit_names = shorten_list(sorted(units), 3)
-        yield f"{sentence}, as in another unit ({unit_names}): the draft proposes factors, in a comment"
+        yield f"{sentence}, like another unit ({unit_names}). The draft proposes factors in a comment"
     elif first.units:
-        yield f"{sentence}, as {first.units} do, between which no factor converts: convert the cells, in the table"
+        yield f"{sentence}, like {first.units}. No factor converts between these, so convert the cells in the table"
     else:
-        yield f"{sentence}: look at the units; no known conversion is near, so none is proposed"
+        yield f"{sentence}. Check the units. No known conversion is close, so the draft proposes none"
 
 
 def _alike(a: float, b: float) -> bool:

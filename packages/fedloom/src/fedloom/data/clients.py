@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from fedloom.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
-CLIENTS_EXAMPLE = "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], of which test parts are cut"
+CLIENTS_EXAMPLE = (
+    "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], from which test parts are cut"
+)
 """Example of the argument `clients`."""
 
 
@@ -52,24 +54,32 @@ def as_federation(
     name = str(options.pop("name", "clients"))
     if isinstance(clients, tuple) and len(clients) == 2:
         raise ConfigError(
-            f"{name}: a tuple of two is one data set (x, y), or one client's training and test set; of clients give "
-            f"{CLIENTS_EXAMPLE}"
+            f"{name}: a tuple of two is one data set (x, y), or one client's training and test set. "
+            f"For several clients, give {CLIENTS_EXAMPLE}"
+        )
+    if not isinstance(clients, Iterable) or isinstance(clients, str | bytes):
+        raise ConfigError(
+            f"{name}: clients must be a list or a table by name, got {clients!r:.80}. Give {CLIENTS_EXAMPLE}"
         )
     by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
     named = {str(who): client for who, client in by_name.items()}
     if len(named) < len(by_name):
-        raise ConfigError(f"{name}: two clients have one name as text, such as 1 and '1'; rename one")
+        raise ConfigError(f"{name}: the names of two clients are the same text, such as 1 and '1'. Rename one")
     if not named:
-        raise ConfigError(f"{name}: there are no clients; give {CLIENTS_EXAMPLE}")
+        raise ConfigError(f"{name}: contains no clients. Give {CLIENTS_EXAMPLE}")
     if all(hasattr(client, "shape") and not is_frame(client) for client in named.values()):
         raise ConfigError(
-            f"{name}: a list is clients, and these are arrays without targets; give of each client the tuple (x, y). "
-            "One data set goes to a partition, as in fl.partitions.iid(clients=10)((x, y))"
+            f"{name}: a list contains clients, but these are arrays without targets. Give a tuple (x, "
+            "y) for each client. To split one data set among clients, use a partition, such as "
+            "fl.partitions.iid(clients=10)((x, y))"
         )
     split = {who: _is_split(client, f"{name}: client {who}") for who, client in named.items()}
     if len(set(split.values())) > 1:
         without = [who for who, has_samples in split.items() if not has_samples]
-        raise ConfigError(f"{name}: clients {without[:8]} come without a test set, others with one; give all or none")
+        raise ConfigError(
+            f"{name}: clients {without[:8]} have no test set, but other clients have one. Give a test set "
+            "for all clients or for none"
+        )
     both = split[next(iter(named))]
     for who, client in named.items():
         for side in _sides(client, split[who]):
@@ -83,8 +93,8 @@ def as_federation(
         for part in parts:
             if part.x.shape[1:] != sides[0][0].x.shape[1:]:
                 raise DataError(
-                    f"{name}: client {who} has samples of shape {[*part.x.shape[1:]]}, the first client of "
-                    f"{[*sides[0][0].x.shape[1:]]}; one shape only"
+                    f"{name}: client {who} has samples of shape {[*part.x.shape[1:]]}, but the first "
+                    f"client of {[*sides[0][0].x.shape[1:]]}. All samples need one shape"
                 )
     training, *tested = [{f"client {who}": parts[k] for who, parts in zip(named, sides, strict=True)}
                       for k in range(len(sides[0]))]  # fmt: skip
@@ -127,8 +137,8 @@ def _is_split(client: Any, place: str) -> bool:
     is_split = pair and all(isinstance(side, Mapping) or not _is_values(side) for side in client)
     if is_split and isinstance(client, list) and not _are_samples(client):
         raise ConfigError(
-            f"{place} is a list of two sets, and a list is samples; give the tuple (training set, test set), or "
-            "{'train': ..., 'test': ...}"
+            f"{place} is a list of two sets, but a list contains samples. Give the tuple (training "
+            "set, test set), or {'train': ..., 'test': ...}"
         )
     return is_split and isinstance(client, tuple)
 

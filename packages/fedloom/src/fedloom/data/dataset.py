@@ -30,7 +30,7 @@ MISSING_LEVEL = ""
 MOST_CLASSES = 2**16
 """Largest number of classes of a data set. Larger class numbers are measurements or damaged data."""
 TOO_MANY = (
-    f"at most {MOST_CLASSES:,} are predicted; set task = 'regression' if labels are measurements, or name another"
+    f"at most {MOST_CLASSES:,} are allowed. Set task = 'regression' if labels are measurements, or name another column"
 )
 
 
@@ -141,7 +141,7 @@ class Dataset:
     def __post_init__(self) -> None:
         n = len(self.x)
         if n == 0:
-            raise NoSamples(f"{self.name}: no samples; a data set needs at least one")
+            raise NoSamples(f"{self.name}: contains no samples. A data set needs at least one")
         if self.task not in get_args(Task):
             raise DataError(f"{self.name}: unknown task {self.task!r}; {nearest(self.task, get_args(Task))}")
         if len(self.classes) > MOST_CLASSES:
@@ -150,7 +150,7 @@ class Dataset:
         problems += [] if self.design is None else self.design.wrong(n)
         for what, codes, names in self._coded():
             if len(codes) != n:
-                problems.append(f"{what} has {len(codes)} codes for {n} samples; give one per sample")
+                problems.append(f"{what} has {len(codes)} codes for {n} samples. Give one per sample")
             problems += _outside(what, codes, len(names))
         named = {"classes": self.classes, "columns": [*self.columns], "users": self.user_names, **self.levels}
         problems += [f"{what}: {wrong}" for what, names in named.items() if (wrong := direction_in(*names))]
@@ -298,20 +298,20 @@ class Dataset:
         if self.x.dtype == torch.uint8:
             return
         if not self.x.dtype.is_floating_point:
-            yield f"features must be uint8 or float, got {self.x.dtype}; convert them, or give a vocabulary of tokens"
+            yield f"features must be uint8 or float, got {self.x.dtype}. Convert them, or give a vocabulary of tokens"
         elif not bool(torch.isfinite(self.x.sum())):  # NaN and Inf survive a sum
             bad = ~torch.isfinite(self.x) if self.prepare is None else torch.isinf(self.x)
             bad = bad.reshape(len(bad), -1).any(1)
             where: list[int] = (bad if self.ready is None else bad & self.ready).nonzero().flatten().tolist()
             if where:
                 yield (
-                    f"NaN or Inf in the features of {len(where)} samples (first: sample {where[0]}); "
-                    "remove or repair them"
+                    f"NaN or Inf in the features of {len(where)} samples (first: sample {where[0]}). "
+                    "Remove or repair them"
                 )
 
     def _wrong_y(self, n: int) -> Iterator[str]:
         if len(self.y) != n:
-            yield f"{n} samples but {len(self.y)} targets; every sample needs one target"
+            yield f"{n} samples but {len(self.y)} targets. Every sample needs one target"
         if self.classed:
             if self.task == "binary" and len(self.classes) != 2:
                 yield f"a binary task has 2 classes, got {len(self.classes)}"
@@ -324,7 +324,7 @@ class Dataset:
         elif self.y.ndim != 2 or not self.y.dtype.is_floating_point:
             yield f"targets of a {self.task} must be float [N, k], got {self.y.dtype}"
         elif not bool(torch.isfinite(self.y).all()):
-            yield "NaN or Inf in the targets; remove or repair those samples"
+            yield "NaN or Inf in the targets. Remove or repair those samples"
         else:
             yield from _wrong_numbers(self.task, self.y)
             if self.task == "multilabel" and not 1 < len(self.classes) == self.y.shape[1]:
@@ -363,24 +363,26 @@ def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
     elif task == "survival":
         early, odd = y[:, 0] < 0, (y[:, 1] != 0) & (y[:, 1] != 1)
         if bool(early.any()):
-            yield f"{int(early.sum())} times are below 0 (first: sample {int(early.int().argmax())}); repair them"
+            yield f"{int(early.sum())} times are negative (first: sample {int(early.int().argmax())}). Repair them"
         if bool(odd.any()):
-            yield f"events must be 1, or 0 where the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
+            yield f"events must be 1, or 0 if the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
     elif task == "multilabel":
         odd = ((y != 0) & (y != 1)).any(1)
         if bool(odd.any()):
             yield (
-                f"every label must be 1 or 0, present or not; {int(odd.sum())} samples have others (first: sample "
-                f"{int(odd.int().argmax())}, {y[int(odd.int().argmax())].tolist()}); repair them, or leave them out"
+                f"every label must be 1 or 0, present or not. {int(odd.sum())} samples have others (first: sample "
+                f"{int(odd.int().argmax())}, {y[int(odd.int().argmax())].tolist()}). Repair them, or leave them out"
             )
     elif task == "count":
         odd = ((y < 0) | (y != y.floor())).any(1)
         if y.shape[1] != 1 or bool(odd.any()):
-            yield f"counts must be one whole number of at least 0 per row; {int(odd.sum())} rows have none"
+            yield (
+                f"counts must be one whole number of at least 0 per row, but {int(odd.sum())} rows have no such number"
+            )
 
 
 def _outside(what: str, codes: Tensor, count: int) -> Iterator[str]:
     if codes.dtype != torch.int64 or codes.ndim != 1:
         yield f"{what} must be int64 of one dimension, got {codes.dtype} {codes.ndim}-d"
     elif len(codes) and (int(codes.min()) < 0 or int(codes.max()) >= count):
-        yield f"{what} must be within 0..{count - 1}, got {int(codes.min())}..{int(codes.max())}"
+        yield f"{what} must be from 0 to {count - 1}, got {int(codes.min())} to {int(codes.max())}"

@@ -70,7 +70,7 @@ class Federation:
     def __post_init__(self) -> None:
         if self.data.prepare is not None:
             raise DataError(
-                f"{self.data.name}: its scaling is fitted per client; use a partition to build the federation"
+                f"{self.data.name}: its scaling is fitted per client. Use a partition to build the federation"
             )
         if disguised := direction_in(self.data.name, *self.names):
             raise DataError(f"clients: {disguised}")
@@ -79,10 +79,10 @@ class Federation:
             steps = offsets.diff()
             fits = len(offsets) == self.n + 1 and int(offsets[0]) == 0 and int(offsets[-1]) == len(index)
             if not fits or bool((steps < 0).any()):
-                raise DataError(f"{part}: offsets must rise from 0 to {len(index)} in {self.n + 1} values")
+                raise DataError(f"{part}: offsets must be {self.n + 1} values that increase from 0 to {len(index)}")
             held = index if index.stride(0) else index[:1]  # of one number that stands for all, that one
             if len(held) and (int(held.min()) < 0 or int(held.max()) >= len(self.data)):
-                raise DataError(f"{part}: positions must be within 0..{len(self.data) - 1}")
+                raise DataError(f"{part}: positions must be from 0 to {len(self.data) - 1}")
             self._check_ready(part, held)
         if self.test is not None:
             self._check_ready("the common test set", self.test)
@@ -90,7 +90,9 @@ class Federation:
         empty: list[int] = (self.sizes("train") == 0).nonzero().flatten().tolist()
         if empty or self.n == 0:
             who = f"clients {empty[:8]} have no training sample" if empty else "there are no clients"
-            raise PartitionError(f"{who}; every client needs one training sample: use fewer clients or more data")
+            raise PartitionError(
+                f"{who}. Every client needs at least one training sample. Use fewer clients or more data"
+            )
         object.__setattr__(self, "_flat", self.data.x.reshape(len(self.data), -1))
         object.__setattr__(self, "_affine", self._scale_and_shift())
 
@@ -105,8 +107,9 @@ class Federation:
         bare = index[~self.data.ready.to(index.device)[index]]
         if len(bare):
             raise DataError(
-                f"{self.data.name}: {part} has {len(bare)} samples whose columns were scaled for no client (first: "
-                f"sample {int(bare[0])}); let the partition deal them to a client, in Draw.dealt or Draw.test"
+                f"{self.data.name}: the columns of {len(bare)} samples in {part} are not scaled for "
+                f"any client (first: sample {int(bare[0])}). Let the partition assign them to a "
+                "client, in Draw.dealt or Draw.test"
             )
 
     def _check_subjects(self) -> None:
@@ -126,10 +129,11 @@ class Federation:
         if (mixed := mixed_subjects(design, parts)) is not None:
             first, second, row = mixed
             raise DataError(
-                f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in the {second} "
-                f"part (row {row}); keep each subject in one part of all clients, mark its rows alike, or let a "
-                "partition cut the parts (of data with an official test set with pool = true); put the client's name "
-                "before numbers that every client counts anew"
+                f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in "
+                f"the {second} part (row {row}). Keep each subject in the same part at all clients, "
+                "give all its rows the same mark, or let a partition make the parts (pool = true if "
+                "the data have an official test set). If every client numbers its subjects from 1, "
+                "put the client's name before the number"
             )
 
     @classmethod

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom.data.dataset import MISSING_LEVEL, Dataset
 from fedloom.data.sources import Source
+from fedloom.data.sources.table.checks import coded_numbers
 from fedloom.data.sources.table.reading import TableSource
-from fedloom.data.tables import is_number
+from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError
 from fedloom.hints import unknown
 
@@ -49,7 +52,9 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
     for choice in choices:
         name, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if name not in data.columns:
-            raise unknown("column", name, data.columns, "groups, of the columns of a table")
+            raise unknown(
+                "column", name, data.columns, "groups, which read the columns of a table", rule="groups-column"
+            )
         codes, levels = data.columns[name], data.levels[name]
         if bound is None:
             if len(levels) > MOST_LEVELS:
@@ -63,9 +68,9 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
         wrong = next((level for level in levels if level != MISSING_LEVEL and not is_number(level)), None)
         if wrong is not None:
             raise ConfigError(
-                f"groups: {name!r} has {wrong!r}, which is no number",
+                f"groups: {name!r} contains {wrong!r}, which is not a number",
                 rule="groups-without-numbers",
-                fix="leave out the bound",
+                fix="leave the bound out",
             )
         values = torch.tensor([float(level or "nan") for level in levels], dtype=torch.float64)[codes]
         for sign in (bound[2], OPPOSITE_SIGNS[bound[2]]):
@@ -88,8 +93,9 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
         column, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if bound is None and column not in levels:
             raise ConfigError(
-                f"groups: sites have not agreed on the levels of {column!r}; give a bound, such as "
-                f"'{column}>=50', or name it with its levels in the agreement (scoring = true keeps it from the models)"
+                f"groups: the sites have not agreed on the levels of {column!r}. Give a bound, such "
+                f"as '{column}>=50', or add the column with its levels to the agreement (scoring = "
+                "true hides it from the models)"
             )
         signs = levels[column] if bound is None else (bound[2], OPPOSITE_SIGNS[bound[2]])
         ends = "" if bound is None else bound[3]
@@ -192,10 +198,43 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
     columns = dict.fromkeys(map(column_of, groups))
     if not columns:
         return source
-    if not isinstance(source, TableSource):
-        raise ConfigError("groups of rows need a table with named columns in [data]")
-    keeps: Source = source.with_(group_columns=tuple(dict.fromkeys((*source.group_columns, *columns))))
-    return keeps
+    if isinstance(source, TableSource):
+        keeps: Source = source.with_(group_columns=tuple(dict.fromkeys((*source.group_columns, *columns))))
+        return keeps
+    if isinstance(held := getattr(source, "held", None), Dataset):  # a data set of Python
+        keeps = source.with_(held=keep_columns(held, columns))
+        return keeps
+    raise ConfigError(
+        "groups of rows need a table with named columns in [data]",
+        rule="groups-need-a-table",
+        fix="leave the groups out, or give a table",
+    )
+
+
+def keep_columns(data: Dataset, columns: Iterable[str]) -> Dataset:
+    """Return a data set whose rows can be grouped by these columns, which may be features.
+
+    Raises:
+        ConfigError: the data set has no such column.
+    """
+    table, raw = data.prepare, data.x
+    if data.fitted is not None:
+        table, raw = data.fitted.table, data.fitted.raw
+    features = {c.name: (k, c) for k, c in enumerate(table.columns)} if isinstance(table, Table) else {}
+    codes, levels = {**data.columns}, {**data.levels}
+    for name in columns:
+        if name in codes:
+            continue
+        if name not in features:
+            raise unknown(
+                "column", name, [*codes, *features], "groups, of the columns of a table", rule="groups-column"
+            )
+        place, column = features[name]
+        values = raw[:, place].double().cpu().numpy()
+        of, names = (values, tuple(map(str, column.names))) if column.levels else coded_numbers(values)
+        codes[name] = torch.from_numpy(np.nan_to_num(of, nan=len(names))).long()
+        levels[name] = (*names, MISSING_LEVEL)
+    return replace(data, columns=codes, levels=levels)
 
 
 def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
@@ -207,8 +246,8 @@ def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
     groups = groups_of(data, [choice])
     if len(groups) != 2:
         raise ConfigError(
-            f"{choice!r} makes {len(groups)} groups ({', '.join(groups)}), but two are compared; give a column of two "
-            "levels, or a bound as 'age>=75'"
+            f"{choice!r} makes {len(groups)} groups ({', '.join(groups)}), but the comparison needs "
+            "two. Give a column with two levels, or a bound such as 'age>=75'"
         )
     first, second = groups.values()
     return first, second

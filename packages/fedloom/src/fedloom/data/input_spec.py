@@ -28,7 +28,7 @@ from fedloom.values import Value
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts of a sample that a server and its sites compare."""
-NO_TABLE = "give an array of them, an NPZ file or, of images, a folder"
+NO_TABLE = "give an array of samples, an NPZ file or, for images, a folder"
 """Advice for samples that are not a table."""
 
 
@@ -41,18 +41,22 @@ def compared(data: InputSpec | Dataset) -> dict[str, Any]:
 class InputSpec(Value):
     """Shape, classes, scaling and columns of a data set. It contains no sample."""
 
-    shape: tuple[int, ...] = Field(description="shape of one sample, as a model takes it")
+    shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
     task: Task = Field(description="classification, binary, multilabel, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="names of the classes or labels")
     targets: int = Field(1, ge=1, description="values per sample, for numbers")
     centre: float = Field(0.0, description="subtracted from the targets of a regression")
-    unit: float = Field(1.0, gt=0, description="divisor of the targets after that")
-    pixels: bool = Field(False, description="samples were bytes, divided by 255. Otherwise floats, unchanged")
-    mean: tuple[float, ...] | None = Field(None, description="number subtracted from samples, per channel or once")
-    std: tuple[float, ...] | None = Field(None, description="divisor of samples after that")
+    unit: float = Field(1.0, gt=0, description="divisor of the targets after the subtraction")
+    pixels: bool = Field(
+        False, description="true if samples were bytes, divided by 255. Otherwise they are unchanged floats"
+    )
+    mean: tuple[float, ...] | None = Field(
+        None, description="number subtracted from samples, per channel or one for all"
+    )
+    std: tuple[float, ...] | None = Field(None, description="divisor of samples after the subtraction")
     table: Table | None = Field(None, description="columns from which the features are made")
     vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences")
-    each: bool = Field(False, description="every position of a sequence has a label")
+    each: bool = Field(False, description="true if every position of a sequence has a label")
 
     @model_validator(mode="after")
     def _shows_its_names(self) -> InputSpec:
@@ -135,7 +139,7 @@ class InputSpec(Value):
             return data
         if is_frame(data[0] if isinstance(data, tuple) and data else data):
             raise DataError(
-                "data: is a table; give fl.Dataset.create(table, LABEL, ...) with the options of the training"
+                "data: is a table. Give fl.Dataset.create(table, LABEL, ...) with the same options as for training"
             )
         options: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
         options |= {"layout": "sequence"} if len(self.shape) == 2 else {}
@@ -205,33 +209,38 @@ class InputSpec(Value):
         if self.vocabulary:
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
             if x.shape[1] > self.shape[0]:
-                raise DataError(f"{name}: sequences of {x.shape[1]} tokens, the model takes at most {self.shape[0]}")
+                raise DataError(
+                    f"{name}: sequences of {x.shape[1]} tokens, but the model takes at most {self.shape[0]}"
+                )
             return functional.pad(x.long(), (0, self.shape[0] - x.shape[1]))
         if tuple(x.shape[1:]) != self.shape:
             last = x.ndim == 4 and (x.shape[3], *x.shape[1:3]) == self.shape
             raise DataError(
-                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, the model takes {_text(self.shape)}"
-                + ("; their channels are last: give numpy.moveaxis(x, -1, 1)" if last else "")
+                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
+                + (". Their channels are last: give numpy.moveaxis(x, -1, 1)" if last else "")
             )
         refuse_other_numbers(x, name, self.pixels, original_dtype)
         return x
 
     def _targets(self, data: Dataset) -> Tensor:
         if data.task != self.task and not (data.classed and self.classed):
-            raise DataError(f"{data.name}: is a {data.task}, the model was trained for a {self.task}")
+            raise DataError(f"{data.name}: is a {data.task}, but the model was trained for a {self.task}")
         if not self.classed:
             if data.y.shape[1] != self.targets:
-                raise DataError(f"{data.name}: {data.y.shape[1]} values per sample, the model gives {self.targets}")
+                raise DataError(
+                    f"{data.name}: {data.y.shape[1]} values per sample, but the model predicts {self.targets}"
+                )
             if data.classes != self.classes and {*data.classes} == {*self.classes}:
                 return data.y[:, [data.classes.index(name) for name in self.classes]]
             if data.classes not in (self.classes, tuple(map(str, range(self.targets)))):
                 raise DataError(
-                    f"{data.name}: its labels are {', '.join(data.classes)}; the model has {', '.join(self.classes)}"
+                    f"{data.name}: its labels are {', '.join(data.classes)}, but the model predicts "
+                    f"{', '.join(self.classes)}"
                 )
             return (data.y * data.unit + data.centre - self.centre) / self.unit
         if data.each != self.each:
             what = {True: "one label per position", False: "one label per sample"}
-            raise DataError(f"{data.name}: has {what[data.each]}, the model was trained on {what[self.each]}")
+            raise DataError(f"{data.name}: has {what[data.each]}, but the model was trained on {what[self.each]}")
         present = set(data.y[data.y >= 0].unique().tolist())
         names = {k: name for k, name in enumerate(data.classes) if k in present}
         unknown = [name for name in names.values() if name not in self.classes]
@@ -242,7 +251,7 @@ class InputSpec(Value):
             code = torch.arange(len(data.classes))
         else:
             raise DataError(
-                f"{data.name}: unknown class {unknown[0]!r}; the model has {', '.join(map(repr, self.classes))}"
+                f"{data.name}: unknown class {unknown[0]!r}. The model knows {', '.join(map(repr, self.classes))}"
             )
         if self.each and not self.vocabulary:
             return torch.where(data.y < 0, NO_LABEL, code[data.y])
@@ -257,13 +266,13 @@ class InputSpec(Value):
         wanted = [c.name for c in table.columns]
         if not isinstance(data.prepare, Table):
             if data.shape != (len(wanted),) or any(c.levels for c in table.columns):
-                raise DataError(f"{data.name}: is no table with the columns {', '.join(wanted)}")
+                raise DataError(f"{data.name}: is not a table with the columns {', '.join(wanted)}")
             return table.unmarked(data.x.double())
         places = {c.name: (k, c) for k, c in enumerate(data.prepare.columns)}
         missing, extra = [n for n in wanted if n not in places], [n for n in places if n not in wanted]
         if missing or extra:
             lacks = f"lacks {', '.join(map(repr, missing))}" if missing else f"has {', '.join(map(repr, extra))} too"
-            raise DataError(f"{data.name}: {lacks}; the model was trained on the columns {', '.join(wanted)}")
+            raise DataError(f"{data.name}: {lacks}. The model was trained on the columns {', '.join(wanted)}")
         pairs = [(old, places[old.name][1], data.x[:, places[old.name][0]]) for old in table.columns]
         x = torch.stack([_recoded(old, new, values, data.name) for old, new, values in pairs], 1)
         return x if set(table.missing) <= set(data.prepare.missing) else table.unmarked(x)
@@ -280,8 +289,8 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
     Raises:
         ConfigError: holdout is out of range.
     """
-    if not 0 <= holdout < 1:
-        raise ConfigError(f"holdout must be at least 0 and below 1, got {holdout}")
+    if not isinstance(holdout, int | float) or not 0 <= holdout < 1:
+        raise ConfigError(f"holdout must be a number of at least 0 and less than 1, got {holdout!r:.80}")
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
     y = None if data.labels is None else data.labels.numpy()
     cut = cut_parts(dealt, y, Quota(holdout, 0.0), numpy_generator(seed, purpose="parts"), data.design)
@@ -296,17 +305,18 @@ def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> T
     if bool(old.levels) != bool(new.levels):
         what = {True: "codes", False: "numbers"}
         raise DataError(
-            f"{name}: column {old.name!r} holds {what[bool(new.levels)]}, the model was trained on "
-            f"{what[bool(old.levels)]} there; name it in categorical, or do not"
+            f"{name}: column {old.name!r} contains {what[bool(new.levels)]}, but the model was "
+            f"trained on {what[bool(old.levels)]}. Add the column to categorical, or remove it there"
         )
     if not old.levels or not old.names or not new.names:
         if old.levels and new.levels > old.levels:
-            raise DataError(f"{name}: column {old.name!r} has {new.levels} levels, the model has {old.levels}")
+            raise DataError(f"{name}: column {old.name!r} has {new.levels} levels, but the model knows {old.levels}")
         return values
     unknown = [level for level in new.names if level not in old.names]
     if unknown:
         raise DataError(
-            f"{name}: column {old.name!r} has the unknown level {unknown[0]!r}; the model has {', '.join(old.names)}"
+            f"{name}: column {old.name!r} contains the unknown level {unknown[0]!r}. The model knows "
+            f"{', '.join(old.names)}"
         )
     code = torch.tensor([old.names.index(level) for level in new.names], dtype=values.dtype)
     return torch.where(values.isnan(), values, code[values.nan_to_num(0).long()])

@@ -97,7 +97,7 @@ class NewData(NamedTuple):
             return new_rows(facts, _lines(Path(data)), str(data))
         reader = self.source(data, facts)
         if keep and not isinstance(reader, TableSource):
-            raise DataError(f"{data}: is no table, so {keep[0]!r} cannot be kept")
+            raise DataError(f"{data}: is not a table, so {keep[0]!r} cannot be kept")
         if isinstance(reader, Texts):
             texts, sites = reader.rows(data_dir)
             return new_rows(facts, texts, str(data))._replace(sites=sites)
@@ -138,7 +138,9 @@ def _lines(file: Path) -> list[str]:
     try:
         lines = file.expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: no readable text in UTF-8 ({error}); give a file with a text per line") from None
+        raise DataError(
+            f"{file}: not readable as text in UTF-8 ({error}). Give a file with one text per line"
+        ) from None
     if not lines:
-        raise NoSamples(f"{file}: no rows to predict; give a text per line")
+        raise NoSamples(f"{file}: contains no rows to predict. Give one text per line")
     return lines

@@ -77,7 +77,7 @@ def new_rows(
             cells and unknown levels. One message lists all of them.
     """
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
-        raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}; read the file first")
+        raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}. Read the file first")
     if isinstance(rows, Dataset):
         sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
         return NewRows(facts.raw(rows), sites)
@@ -90,10 +90,14 @@ def new_rows(
     elif isinstance(rows, Mapping):
         arrays = {str(c): plain(values, f"{name}, column {c!r}", mixed=True) for c, values in rows.items()}
         if single := [c for c, values in arrays.items() if values.ndim != 1]:
-            raise DataError(f"{name}, column {single[0]!r}: must be a list with a cell for each row; of one row, too")
+            raise DataError(
+                f"{name}, column {single[0]!r}: must be a list with a cell for each row, even for a single row"
+            )
         columns = {c: values.tolist() for c, values in arrays.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
-            raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
+            raise DataError(
+                f"{name}: columns have different lengths: {', '.join(f'{len(v)} ({c})' for c, v in columns.items())}"
+            )
         names, problems = list(columns), Problems(name, first=0)
         cells = _with_days(names, (Piece(0, c, v) for c, v in columns.items()), problems, days_since, facts)
         new = _read_columns(facts, names, cells, problems, users, factors, keep)
@@ -102,9 +106,9 @@ def new_rows(
     else:
         new = _array(facts, *features_alone(rows, name), name, factors)
     if keep and not new.kept:
-        raise DataError(f"{name}: has no named columns, so {keep[0]!r} cannot be kept")
+        raise DataError(f"{name}: has no column names, so {keep[0]!r} cannot be kept")
     if not len(new.x):
-        raise NoSamples(f"{name}: no rows to predict; give at least one")
+        raise NoSamples(f"{name}: contains no rows to predict. Give at least one")
     return new
 
 
@@ -137,11 +141,11 @@ def _read_columns(
         raise DataError(f"{where}: is a table, but the model takes samples of shape {shape}; {NO_TABLE}")
     if absent := [c.name for c in table.columns if c.name not in names]:
         raise DataError(
-            f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that the model was "
-            f"trained on; it has {', '.join(map(repr, names))}"
+            f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that "
+            f"the model was trained on. Its columns: {', '.join(map(repr, names))}"
         )
     if lost := [column for column in keep if column not in names]:
-        raise DataError(f"{where}: no column {lost[0]!r} to keep; it has {', '.join(map(repr, names))}")
+        raise DataError(f"{where}: no column {lost[0]!r} to keep. Its columns: {', '.join(map(repr, names))}")
     refuse_twins(where, names)
     agreed = agreed_columns(table, REPAIR_HINT, factors or {})
     parts: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in agreed}
@@ -183,20 +187,20 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
             )
         return NewRows(facts.samples(wide.to(torch.int64), name))
     if facts.vocabulary[1:2] != (UNKNOWN_TOKEN,):
-        raise DataError(f"{name}: are texts, but the model was trained on tokens that came as numbers; give numbers")
+        raise DataError(f"{name}: contains texts, but the model was trained on tokens given as numbers. Give numbers")
     x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
-    note = f"not in the vocabulary of the training, read as {UNKNOWN_TOKEN}: {strange} tokens"
+    note = f"not in the vocabulary of the training data, read as {UNKNOWN_TOKEN}: {strange} tokens"
     return NewRows(x.long(), notes=(note,) if strange else ())
 
 
 def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, factors: Factors | None) -> NewRows:
     table = facts.table
     if x.dtype.kind not in "uifb":
-        raise DataError(f"{name}: must be numbers, got {x.dtype}; a table with text needs names of its columns")
+        raise DataError(f"{name}: must be numbers, got {x.dtype}. A table with text needs column names")
     if table is not None:
         if any(column.levels for column in table.columns):
-            raise DataError(f"{name}: the model was trained on text columns; give a table with names of its columns")
+            raise DataError(f"{name}: the model was trained on text columns. Give a table with column names")
         if x.ndim != 2 or x.shape[1] != len(table.columns):
             raise DataError(f"{name}: has shape {x.shape}, expected [rows, {len(table.columns)}]")
         cells = (Piece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))

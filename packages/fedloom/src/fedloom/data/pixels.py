@@ -40,20 +40,22 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
     odd = ~x.isfinite().flatten(1).all(1)
     if bool(odd.any()):
         raise DataError(
-            f"{name}: NaN or Inf in {int(odd.sum())} samples (first: {int(odd.int().argmax())}); repair them"
+            f"{name}: NaN or Inf in {int(odd.sum())} samples (first: {int(odd.int().argmax())}). Repair them"
         )
     if not len(x) or (dtype == "uint8" and pixels):
         return
     low, high = float(x.min()), float(x.max())
     if dtype == "uint8":
         raise DataError(
-            f"{name}: samples are bytes (uint8), the model was trained on floats, taken as they are; give what "
-            "training got: x / 255 if its floats went from 0 to 1, x.astype('float32') if they went from 0 to 255"
+            f"{name}: samples are bytes (uint8), but the model was trained on floats without scaling. "
+            "Convert as for training: x / 255 if the floats were from 0 to 1, x.astype('float32') if "
+            "they were from 0 to 255"
         )
     if pixels and (not dtype.startswith(FLOAT_TYPE_PREFIXES) or low < 0 or high > 1):
         raise DataError(
-            f"{name}: the model was trained on bytes: it takes bytes (uint8), which are divided by 255, or floats "
-            f"from 0 to 1; got {dtype} values from {low:.9g} to {high:.9g}; {_cure_of_range(x, dtype, low, high)}"
+            f"{name}: the model was trained on bytes. It takes bytes (uint8), which it divides by "
+            f"255, or floats from 0 to 1, but got {dtype} values from {low:.9g} to {high:.9g}; "
+            f"{_cure_of_range(x, dtype, low, high)}"
         )
 
 
@@ -64,9 +66,9 @@ def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
     if low >= 0 and high <= 255 and bool((x == x.floor()).all()):
         return "give bytes: x.astype('uint8')"
     if low >= -ROUNDING_TOLERANCE and high <= 1 + ROUNDING_TOLERANCE:
-        return "they exceed it by rounding: give x.clip(0, 1)"
+        return "they exceed it by rounding. Give x.clip(0, 1)"
     if low >= 0 and high <= 255:
-        return "if they go from 0 to 255, give x / 255"
+        return "if they are from 0 to 255, give x / 255"
     if low >= 0 and not dtype.startswith(FLOAT_TYPE_PREFIXES):
-        return "give floats: x divided by the largest number that a pixel can have, such as x / 65535"
-    return "give the samples before they were normalised, as bytes or as floats from 0 to 1: the model scales them"
+        return "give floats: x divided by the largest possible value of a pixel, such as x / 65535"
+    return "give the samples before normalization, as bytes or as floats from 0 to 1. The model scales them"

@@ -57,7 +57,7 @@ class LinearRegression(_Equal):
     b: float = Field(default=1.0, gt=0, description="scale of the features b")
     sigma: float = Field(default=1.0, ge=0, description="standard deviation of the noise in y")
     spread: float = Field(default=1.0, ge=0, description="standard deviation of theta_i around their mean of ones")
-    equal_length: bool = Field(default=False, description="all theta_i of one length (condition of Proposition 3)")
+    equal_length: bool = Field(default=False, description="give all theta_i the same norm (condition of Proposition 3)")
     malicious: int = Field(default=0, ge=0, description="number of attackers m_a, the last clients")
     gamma: float = Field(default=1.0, ge=0, description="strength of the attack")
 

@@ -75,20 +75,25 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
     for value, label in samples:
         numbers, picture = _numbers(value), is_picture(value)
         if numbers.dtype.kind not in "uifb":
-            raise DataError(f"{name}: sample {len(y)} holds {numbers.dtype}, only images and numbers work")
+            raise DataError(f"{name}: sample {len(y)} is {numbers.dtype}, but must be an image or numbers")
         if x is None:
-            first, pictures = str(numbers.dtype), picture
+            first, pictures = numbers.dtype.name, picture
             x = GrowingRows(numbers.shape, np.uint8 if numbers.dtype == np.uint8 else np.float32)
         if numbers.shape != x.shape:
-            raise DataError(f"{name}: sample {len(y)} has shape {numbers.shape}, others {x.shape}; one size only")
+            raise DataError(
+                f"{name}: sample {len(y)} has shape {numbers.shape}, but earlier samples {x.shape}. All "
+                "samples need one size"
+            )
         row = x.room(1)
         if (row.dtype == np.uint8) is not (numbers.dtype == np.uint8) or picture is not pictures:
             kinds = [f"{'a picture of ' * of}{kind}" for of, kind in ((picture, numbers.dtype), (pictures, first))]
-            raise DataError(f"{name}: sample {len(y)} holds {kinds[0]}, those before {kinds[1]}; one type only")
+            raise DataError(
+                f"{name}: sample {len(y)} is {kinds[0]}, but earlier samples are {kinds[1]}. All samples need one type"
+            )
         row[0] = numbers
         y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
     if x is None:
-        raise NoSamples(f"{name}: no samples")
+        raise NoSamples(f"{name}: contains no samples")
     return Stack(x.done(), y, first, pictures)
 
 
@@ -147,7 +152,9 @@ def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = N
     """Yield the samples of a user's data set, whose code may fail."""
     count: Any = 0
     if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
-        raise ConfigError(f"{name}: {type(obj).__name__} has no __len__; add one, or make it an IterableDataset")
+        raise ConfigError(
+            f"{name}: {type(obj).__name__} has no __len__. Add the method, or make the class an IterableDataset"
+        )
     try:
         if isinstance(obj, IterableDataset):
             for sample in obj:
@@ -157,7 +164,7 @@ def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = N
             for count in range(len(obj)) if places is None else places:
                 yield obj[count]
     except Exception as error:
-        raise DataError(f"{name}: sample {count} cannot be had: {cause_of(error)}") from error
+        raise DataError(f"{name}: sample {count} cannot be read: {cause_of(error)}") from error
 
 
 def paired(
@@ -185,9 +192,9 @@ def paired(
             what = f" with {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else ""
             what += f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
             raise DataError(
-                f"{name}: sample {k if places is None else places[k]} is {type(sample).__name__}{what}, expected the "
-                "pair (features, target) as a tuple, or both by the names "
-                f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES)}"
+                f"{name}: sample {k if places is None else places[k]} is "
+                f"{type(sample).__name__}{what}, expected the pair (features, target) as a tuple, or "
+                f"both by name: {', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES)}"
             )
 
 
@@ -242,26 +249,28 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
     """
     if isinstance(rows, tuple):
         raise ConfigError(
-            f"{name}: a tuple is features and targets (x, y), and here are no targets: give x alone, or samples as a "
-            "list"
+            f"{name}: a tuple means features and targets (x, y), but it contains no targets. Give x "
+            "alone, or the samples as a list"
         )
     if hasattr(rows, "batch_size") and hasattr(rows, "dataset"):
-        raise ConfigError(f"{name}: is a {type(rows).__name__}; give its .dataset")
+        raise ConfigError(f"{name}: is a {type(rows).__name__}. Give its .dataset")
     stack = None
     if isinstance(rows, TorchDataset):
         stack = stacked_torch(rows, name, labelled=False)
     elif hasattr(rows, "column_names") and hasattr(rows, "features"):
         column = next((c for c in rows.column_names if len(rows) and _is_sample(rows[0][c])), None)
         if column is None:
-            raise ConfigError(f"{name}: no column of arrays or pictures; its columns: {', '.join(rows.column_names)}")
+            raise ConfigError(
+                f"{name}: contains no column of arrays or pictures. Its columns: {', '.join(rows.column_names)}"
+            )
         stack, _ = stacked_hub(rows, column, None, None, name)
     elif is_picture(rows):
-        raise ConfigError(f"{name}: is a single picture; give a list of pictures")
+        raise ConfigError(f"{name}: is a single picture. Give a list of pictures")
     elif isinstance(rows, list) and rows and (is_picture(rows[0]) or isinstance(rows[0], torch.Tensor)):
         stack = stacked(((value, 0) for value in rows), name)
     if stack is None:
         array = plain(rows, name)
-        return array, str(array.dtype)
+        return array, array.dtype.name
     return stack.x, stack.dtype
 
 

@@ -93,7 +93,7 @@ def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
     }
     if odd := [role for role, values in by_role.items() if values and len(values) < len(sides)]:
         some = f"{len(by_role[odd[0]])} of {len(sides)} sets"
-        raise DataError(f"{name}: {some} have {odd[0]!r}; give it with all, or none")
+        raise DataError(f"{name}: {some} have {odd[0]!r}. Give it for all, or for none")
     return {role: np.concatenate([np.asarray(v) for v in values]) for role, values in by_role.items() if values}
 
 
@@ -112,34 +112,36 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
     for who, side in sides.items() if len(sides) > 1 else ():
         if side.x.shape[:1] != side.y.shape[:1]:
             rows = (len(values) if values.ndim else 1 for values in (side.x, side.y))
-            raise DataError("{}: {}: {} samples but {} targets; every sample needs one target".format(name, who, *rows))
+            raise DataError("{}: {}: {} samples but {} targets. Every sample needs one target".format(name, who, *rows))
         for what, values in (("features", side.x), ("targets", side.y)):
             if values.dtype.kind == "f" and not np.isfinite(values.sum(dtype=np.float64)):
                 odd = ~np.isfinite(values.reshape(len(values), -1)).all(1)
                 if odd.any():
                     raise DataError(
                         f"{name}: {who}: NaN or Inf in the {what} of {odd.sum()} samples "
-                        f"(first: sample {odd.argmax()}); remove or repair them"
+                        f"(first: sample {odd.argmax()}). Remove or repair them"
                     )
     bytes_of = {who: side.x.dtype == np.uint8 for who, side in sides.items()}
     if len(set(bytes_of.values())) > 1 and not tokens:
         whole, other = (next(who for who, value in bytes_of.items() if value is kind) for kind in (True, False))
         raise DataError(
-            f"{name}: {whole}: features are bytes, which are divided by 255; those of {other} are "
-            f"{sides[other].x.dtype}, taken as they are; give all one type"
+            f"{name}: {whole}: features are bytes, which are divided by 255, but those of {other} are "
+            f"{sides[other].x.dtype}, which are not. Give all features one type"
         )
     is_text = {who: side.y.dtype.kind in "US" for who, side in sides.items() if side.y.size}
     if len({*is_text.values()}) > 1:
         text, numbers = (next(who for who, value in is_text.items() if value is kind) for kind in (True, False))
-        raise DataError(f"{name}: {text}: targets are text, those of {numbers} are numbers; give all one type")
-    for field, cure in (("classes", "number them alike"), ("columns", "give all one order, as x[names]")):
+        raise DataError(
+            f"{name}: {text}: targets are text, but those of {numbers} are numbers. Give all targets one type"
+        )
+    for field, cure in (("classes", "number them alike"), ("columns", "give all in the same order, as x[names]")):
         named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
         longest = max(named.values(), key=len, default=())
         for who, names in named.items():
             if names != longest[: len(names)] or (field == "columns" and len(names) != len(longest)):
                 first = next(other for other, order in named.items() if order == longest)
                 raise DataError(
-                    f"{name}: {who}: {field} are {', '.join(names):.200}, those of {first} "
+                    f"{name}: {who}: {field} are {', '.join(names):.200}, but those of {first} "
                     f"{', '.join(longest):.200}; {cure}"
                 )
 
@@ -151,8 +153,8 @@ def refuse_order(x: Any, y: Any, name: str) -> None:
         return
     if rows.is_unique and labels.is_unique and labels.isin(rows).all():
         raise DataError(
-            f"{name}: the targets have the index of the features in another order; give y.loc[x.index], or "
-            "y.to_numpy() where they belong together by place"
+            f"{name}: the index of the targets has another order than the index of the features. Give "
+            "y.loc[x.index], or y.to_numpy() if rows correspond by position"
         )
 
 
@@ -160,7 +162,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     """Return the training or test set that `as_dataset` accepts, as arrays."""
     pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
-        raise ConfigError(f"{name}: has its targets; leave target out, or give the features alone")
+        raise ConfigError(f"{name}: already contains its targets. Leave target out, or give the features alone")
     if is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair:
@@ -171,15 +173,15 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         return Side.create(*obj.tensors, name)._replace(classes=_classes(obj))
     if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, TorchDataset | DataLoader) for part in obj):
         raise ConfigError(
-            f"{name}: several data sets are no pair (x, y): give {{'train': one, 'test': other}}, or the data sets of "
-            "clients to fl.Federation.create"
+            f"{name}: two data sets are not a pair (x, y). Give {{'train': one, 'test': other}}, or "
+            "give the data sets of clients to fl.Federation.create"
         )
     if isinstance(obj, tuple) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
         return Side.create(obj[0], obj[1], name)
     if isinstance(obj, list) and target is None and are_many(obj):
         raise ConfigError(
-            f"{name}: {len(obj)} pairs of features and labels of many samples are clients, not samples: give them "
-            "to fl.Federation.create, or to fl.simulate in the place of a federation"
+            f"{name}: {len(obj)} pairs of features and labels, each with many samples, are clients. "
+            "Give them to fl.Federation.create, or to fl.simulate instead of a federation"
         )
     pairs = isinstance(obj, list) and all((isinstance(s, tuple) and len(s) == 2) or find_pair(s) for s in obj)
     if pairs and target is None:
@@ -190,21 +192,23 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
             cure = "the pair (x, y) as a tuple, or target"
             if isinstance(obj, list):
                 raise ConfigError(
-                    f"{name}: a list is samples, and these have no targets; give features and targets as the tuple "
-                    "(x, y), or of each sample the tuple (features, target), or target beside the list"
+                    f"{name}: a list contains samples, but these have no targets. Give features and "
+                    "targets as the tuple (x, y), or a tuple (features, target) for each sample, or "
+                    "target beside the list"
                 )
             if len(parts) == 4 or [len(part) for part in parts if type(part) is tuple] == [2, 2]:
                 cure = "{'train': (x, y), 'test': (x_test, y_test)}"
             elif isinstance(obj, np.ndarray) and obj.dtype.names:
-                cure = "pandas.DataFrame(x), whose columns have names too"
-            raise ConfigError(f"{name}: features without targets; give {cure}")
+                cure = "pandas.DataFrame(x), whose columns also have names"
+            raise ConfigError(f"{name}: features without targets. Give {cure}")
         return Side.create(obj, target, name)
     if isinstance(obj, TorchDataset):
         return Side.stacked(stacked_torch(obj, name), name, classes=_classes(obj))
     if is_frame(obj):
         raise ConfigError(
-            f"{name}: a table is no client: join them, with a column that names the client, as in "
-            "fl.Dataset.create(frame, target='ill', client_column='site'), and give partition=fl.partitions.natural()"
+            f"{name}: a table cannot be a client. Join the tables, with a column that names the "
+            "client, as in fl.Dataset.create(frame, target='ill', client_column='site'), and give "
+            "partition=fl.partitions.natural()"
         )
     sampler = type(getattr(obj, "sampler", None))
     subset = sampler not in (type(None), SequentialSampler, RandomSampler)
@@ -212,13 +216,13 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     hints = {
         "toarray": "give x.toarray()",
         "batch_size": ("give torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "give its .dataset")
-        + (", whose samples are those that its collate_fn makes" if collates else ""),
-        "__next__": "give what it goes through, such as the .dataset of a DataLoader",
-        "strip": "read a file by fl.load",
+        + (", whose samples come from its collate_fn" if collates else ""),
+        "__next__": "give the object that it iterates over, such as the .dataset of a DataLoader",
+        "strip": "read a file with fl.load",
         "to_pandas": "give x.to_pandas()",
     }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
-    raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {ACCEPTED_FORMS}")
+    raise ConfigError(f"{name}: {type(obj).__name__} is not a known form of data{hint}. Known forms: {ACCEPTED_FORMS}")
 
 
 def _is_array(obj: Any) -> bool:
@@ -244,7 +248,7 @@ def are_many(pairs: Sequence[Any]) -> bool:
 def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
     """Return the error for batches instead of a data set."""
     return ConfigError(
-        f"{place} is a list of {len(batches)} batches; give the data set that they came from, or "
+        f"{place} is a list of {len(batches)} batches. Give the data set that they came from, or "
         "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
     )
 
@@ -261,7 +265,8 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     ]  # of scikit-learn, which holds both
     if tests := [key for key in unused if "test" in str(key).lower().split("_")]:
         raise ConfigError(
-            f"{name}: {tests[0]!r} beside {x!r} and {y!r} would not be read; give {{'train': (x, y), 'test': (x, y)}}"
+            f"{name}: fedloom would ignore {tests[0]!r} beside {x!r} and {y!r}. Give {{'train': (x, "
+            "y), 'test': (x, y)}"
         )
     beside = [repr(key) for key in unused if _rows(obj[key]) == _rows(obj[x])]
     return (f"of the dictionary {x!r} and {y!r} are read, not {', '.join(beside)}",) if beside else ()
@@ -281,7 +286,7 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
     x_name = next(arrays, next(iter(features), None)) if column is None else column
     for what in (x_name, y_name, y_name if users is None else users):
         if what not in names:
-            raise DataError(f"{name}: no column {what!r} for x or y; its columns: {', '.join(names)}; name both")
+            raise DataError(f"{name}: no column {what!r} for x or y. Its columns: {', '.join(names)}. Name both")
     beside = ", ".join(repr(n) for n in features if n != x_name)
     notes = (f"columns {x_name!r} and {y_name!r} are read, not {beside}",) if beside and column is None else ()
     stack, owners = stacked_hub(obj, str(x_name), str(y_name), users, name)

@@ -58,7 +58,9 @@ def rows_by_site(
     if not isinstance(source, TableSource):
         raise ConfigError("a regression by sums needs a table (CSV or Parquet) in [data]")
     if source.agreement is not None:
-        raise ConfigError("a regression reads its columns from [data] itself; give categorical and drop, no agreement")
+        raise ConfigError(
+            "a regression reads its columns from [data] itself. Give categorical and drop, and no agreement"
+        )
     source = source.with_(impute=True, unlabelled="drop", **changes)
     if test is not None:
         source = source.with_(group_columns=(*source.group_columns, test[0]), drop=(*source.drop, test[0]))
@@ -66,10 +68,10 @@ def rows_by_site(
     assert isinstance(data.prepare, Table)
     whole = ~data.x.isnan().any(1)
     if not bool(whole.any()):
-        raise DataError(f"{data.name}: every row has a missing cell; drop the columns that are mostly missing")
+        raise DataError(f"{data.name}: every row contains a missing cell. Drop the columns that are mostly missing")
     columns = column_names(data.prepare)
     if not columns:
-        raise ConfigError(f"{data.name}: no column is left beside the target")
+        raise ConfigError(f"{data.name}: no column is left besides the target")
     x, y = numbers_of(data.prepare, data.x), data.y.reshape(len(data), -1).double()
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     held_out = torch.zeros(len(data), dtype=torch.bool) if test is None else _rows_with(data, *test)
@@ -93,7 +95,10 @@ def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
     levels = data.levels[column]
     if value not in levels or len(levels) == 1:
         shown = ", ".join(map(repr, levels[:10]))
-        raise ConfigError(f"{data.name}: some rows must have {value!r} in {column!r} and some must not; it has {shown}")
+        raise ConfigError(
+            f"{data.name}: column {column!r} must contain {value!r} in some rows and other values in "
+            f"other rows. It has {shown}"
+        )
     return data.columns[column] == levels.index(value)
 
 
@@ -139,7 +144,9 @@ def survival_rows(
     target, named, drop = (getattr(source, key, None) for key in ("target", "event", "drop"))
     time, event = target if time is None else time, named if event is None else event
     if time is None or event is None:
-        raise ConfigError("which columns are the time and the event? name them here, or target and event in [data]")
+        raise ConfigError(
+            "the time and the event are unknown. Give both columns here, or set target and event in [data]"
+        )
     unused = {*(drop or ()), *(column for column in (target, named) if column is not None)} - {time, event}
     return rows_by_site(
         source, data_dir, test, target=time, event=event, task="survival", drop=tuple(unused), centre=0.0, unit=1.0

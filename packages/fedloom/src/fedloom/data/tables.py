@@ -98,8 +98,8 @@ class TableColumn(Value):
     name: str
     levels: int = Field(default=0, ge=0, description="number of levels of a code (0 is a number)")
     names: tuple[str, ...] = Field(default=(), description="names of the levels, if the source has them")
-    flag: bool = Field(default=False, description="a feature marks missing values")
-    scale: bool = Field(default=True, description="the number is centered and scaled")
+    flag: bool = Field(default=False, description="true if a feature marks missing values")
+    scale: bool = Field(default=True, description="true if the number is centered and scaled")
     unit: str = Field(default="", description="agreed unit of a number")
     range: tuple[float, float] | None = Field(default=None, description="smallest and largest plausible number")
 
@@ -125,9 +125,9 @@ class Table(Value):
     """
 
     columns: tuple[TableColumn, ...] = Field(min_length=1)
-    min_observed: int = Field(default=5, ge=1, description="training values below which a column is dropped")
+    min_observed: int = Field(default=5, ge=1, description="number of training values below which a column is dropped")
     missing: tuple[str, ...] = Field(default=("",), description="cells that mean missing, by value")
-    impute: bool = Field(default=True, description="missing cells of new rows are filled")
+    impute: bool = Field(default=True, description="true if missing cells of new rows are filled")
 
     @classmethod
     def numeric(cls, count: int) -> Table:
@@ -217,17 +217,17 @@ class Table(Value):
             extreme = values[(values < low - reach) | (values > high + reach)]
             if share < NOTED_ROW_SHARE and column.range is None and len(extreme):
                 sentences.append(
-                    f"column {column.name!r}: {len(extreme)} of {len(values)} numbers lie far beyond {low:.4g} to "
-                    f"{high:.4g}, where those of the training lie, as {float(extreme[0]):.4g} does; what follows from "
-                    "them is uncertain"
+                    f"column {column.name!r}: {len(extreme)} of {len(values)} numbers are far outside "
+                    f"{low:.4g} to {high:.4g}, the range of the training data, for example "
+                    f"{float(extreme[0]):.4g}. Predictions for these rows are uncertain"
                 )
             if share >= NOTED_ROW_SHARE:
                 unit = f" {column.unit}" if column.unit else ""
                 origin = "which was agreed on" if column.range is not None else "where those of the training lie"
                 sentences.append(
-                    f"column {column.name!r}: {share:.0%} of the rows lie beyond {low:.4g} to {high:.4g}{unit}, "
-                    f"{origin} (median here {float(values.median()):.4g}); another unit or another marker of missing "
-                    "cells?"
+                    f"column {column.name!r}: {share:.0%} of the rows are outside {low:.4g} to "
+                    f"{high:.4g}{unit}, {origin} (median here {float(values.median()):.4g}). Is it "
+                    "another unit, or another marker of missing cells?"
                 )
         return sentences
 
@@ -257,7 +257,7 @@ class Table(Value):
 
     def _check(self, x: Tensor) -> None:
         if x.ndim != 2 or x.shape[1] != len(self.columns):
-            raise DataError(f"the table has {len(self.columns)} columns, got samples of shape {tuple(x.shape[1:])}")
+            raise DataError(f"the table has {len(self.columns)} columns, but samples have shape {tuple(x.shape[1:])}")
 
     def _fit(self, column: TableColumn, values: Tensor, train: Tensor) -> Tensor:
         missing = values.isnan()

@@ -77,21 +77,21 @@ def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tenso
 def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
     """Yield sentences on errors in the tokens of samples."""
     if x.dtype not in (torch.int32, torch.int64) or x.ndim != 2:
-        yield f"tokens must be whole numbers [N, length] (int32 or int64), got {x.dtype} {[*x.shape]}; encode the text"
+        yield f"tokens must be whole numbers [N, length] (int32 or int64), got {x.dtype} {[*x.shape]}. Encode the text"
         return
     beyond = ((x < 0) | (x >= len(vocabulary))).nonzero()
     if len(beyond):
         sample, place = beyond[0].tolist()
         yield (
-            f"sample {sample} has the token {int(x[sample, place])} at position {place}, beyond the vocabulary of "
-            f"{len(vocabulary)} entries (0 to {len(vocabulary) - 1}, 0 is padding); give a larger vocabulary, or "
-            "encode the samples with this one"
+            f"sample {sample} contains the token {int(x[sample, place])} at position {place}, but the "
+            f"vocabulary has {len(vocabulary)} entries (0 to {len(vocabulary) - 1}, 0 is padding). "
+            "Give a larger vocabulary, or encode the samples with this one"
         )
     is_token = x != 0
     for what, bad in (
-        ("is empty: only padding, token 0; leave it out", ~is_token.any(1)),
+        ("is empty: only padding, token 0. Leave it out", ~is_token.any(1)),
         (
-            "has padding, token 0, before its end; pad a sequence at its end only",
+            "contains padding, token 0, before its end. Pad a sequence only at its end",
             (is_token[:, 1:] > is_token[:, :-1]).any(1),
         ),
     ):
@@ -103,14 +103,14 @@ def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
     """Yield errors in the labels of positions, ``[N, length]``, with -1 for no label."""
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
-            f"labels of positions must be int64 as the tokens {[*x.shape]}, got {y.dtype} {[*y.shape]}; give every "
-            "position a label, -1 where it has none"
+            f"labels of positions must be int64 like the tokens {[*x.shape]}, got {y.dtype} "
+            f"{[*y.shape]}. Give every position a label, or -1 for no label"
         )
         return
     yield from wrong_range(y, classes)
     padded = ((y >= 0) & (x == 0)).any(1)
     if bool(padded.any()):
-        yield f"sample {int(padded.nonzero()[0])} has a label on padding, token 0; give -1 there"
+        yield f"sample {int(padded.nonzero()[0])} has a label on padding, token 0. Give -1 there"
 
 
 def wrong_range(y: Tensor, classes: int) -> Iterator[str]:
@@ -119,4 +119,4 @@ def wrong_range(y: Tensor, classes: int) -> Iterator[str]:
         yield f"labels must be within 0..{classes - 1}, or -1 for none, got {int(y.min())}..{int(y.max())}"
     without = (y < 0).all(1)
     if bool(without.any()):
-        yield f"sample {int(without.nonzero()[0])} has no label at any position; leave it out"
+        yield f"sample {int(without.nonzero()[0])} has no label at any position. Leave it out"

@@ -29,7 +29,7 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.values import Value
 from fedloom.version import __version__
 
-UNATTACKED_NOTE = "no attacker took part in any round: none was attacked"
+UNATTACKED_NOTE = "no attacker took part in any round, so nothing was attacked"
 """Note about a run after its last round."""
 
 
@@ -119,8 +119,9 @@ class RunCheckpoints:
         derived = [k.removeprefix("algorithm.") for k in sorted(changed) if k.startswith("algorithm.")]
         if depending := derived or find_round_readers(self._job.setting):
             raise RunDirError(
-                f"{checkpoints.folder} holds a run of {ended} rounds, and {', '.join(depending)} depends on the number "
-                f"of rounds: one of {rounds} is another run; choose another --out folder, or start anew with --force"
+                f"{checkpoints.folder} contains a run of {ended} rounds, but {', '.join(depending)} "
+                f"depends on the number of rounds, so a run of {rounds} rounds is another run. Choose "
+                "another --out folder, or start anew with --force"
             )
         return ended
 
@@ -235,6 +236,6 @@ def check_ranks(job: Job) -> None:
         for what, value in local.items():
             if value != remote[what]:
                 raise ConfigError(
-                    f"rank {rank} differs from rank {job.ranks.rank} in {what}: {remote[what]} there, {value} here; "
-                    "give every machine the same files and installation"
+                    f"rank {rank} differs from rank {job.ranks.rank} in {what}: {remote[what]} there, {value} here. "
+                    "Give every machine the same files and installation"
                 )

@@ -39,12 +39,12 @@ class EarlyStop(Value):
 
     metric: str = Field("loss", description="metric that should improve (`fedloom.metrics.METRICS`)")
     model: Literal["global", "personal", "hybrid"] | None = Field(
-        None, description="model that is watched (None: the personal model, or the global model without one)"
+        None, description="model to watch (None: the personal model, or the global model if there is no personal model)"
     )
     part: Literal["validation", "train"] = Field(
-        "validation", description="part of the clients that is watched. Never the test part"
+        "validation", description="part of the clients to watch. Never the test part"
     )
-    patience: int = Field(5, ge=1, description="evaluations without an improvement before the run stops")
+    patience: int = Field(5, ge=1, description="number of evaluations without an improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest improvement that counts")
 
     @field_validator("metric")
@@ -54,7 +54,7 @@ class EarlyStop(Value):
             raise unknown("metric", metric, METRICS)
         return metric
 
-    result: Literal["last", "best"] = Field("last", description="round whose models and metrics are the result")
+    result: Literal["last", "best"] = Field("last", description="round whose models and metrics become the result")
 
     def __call__(self, state: ScoredState) -> str | None:
         """Return the sentence that ends the run, or None."""

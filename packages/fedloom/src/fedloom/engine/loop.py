@@ -105,10 +105,10 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
         stop, diverged = Stop.DIVERGED, loop.divergence.round
         detail = "; ".join(filter(None, (loop.divergence.sentence, detail)))
     if stop in (Stop.DONE, Stop.STOPPED) and state.round and not state.trained:
-        unused = f"no upload was used in any of {state.round} rounds, so that nothing was trained"
+        unused = f"no upload was used in any of {state.round} rounds, so nothing was trained"
         stop, detail = Stop.UNUSABLE, "; ".join(filter(None, (unused, detail)))
     elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged():
-        same = f"after {state.round} rounds every loss is what it was before, to the last digit"
+        same = f"after {state.round} rounds every loss is unchanged, to the last digit"
         stop, detail = Stop.UNCHANGED, "; ".join(filter(None, (same, detail)))
     if saves:
         checkpoints.save(state, stop, detail, diverged, **hooks.extras(state))

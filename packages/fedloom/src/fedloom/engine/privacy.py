@@ -57,14 +57,14 @@ def check_privacy(
     if isinstance(aggregator, PrivateMean):
         if any(k.primary and k.base == "zero" for k in fields):
             raise Refused(
-                f"aggregator 'private-mean' clips differences, but {name} uploads absolute values",
+                f"aggregator 'private-mean' clips differences, but {name} uploads models",
                 rule="noise-needs-differences",
                 fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}, which acts on their changes",
             )
         if any(k.single for k in fields):
             raise Refused(
-                f"aggregator 'private-mean' protects means only, but the server of {name} also gets uploads of single "
-                "clients",
+                f"aggregator 'private-mean' protects only means, but the server of {name} also "
+                "receives uploads of single clients",
                 rule="noise-misses-single-uploads",
                 fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}",
             )
@@ -72,12 +72,12 @@ def check_privacy(
     if noise is None:
         return
     if find_spec("dp_accounting") is None:
-        raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
+        raise ConfigError("delta needs the extra privacy. Run: pip install 'fedloom[privacy]'")
     table = "upload_transform" if isinstance(noise, GaussianNoise) else "aggregator"
     if exact := exact_fields(type(algorithm)):
         raise Refused(
-            f"delta requires epsilon, but clients of {name} also upload {' and '.join(exact)} without noise, so none "
-            "holds",
+            f"delta requires epsilon, but clients of {name} also upload {' and '.join(exact)} without "
+            "noise, so epsilon would be infinite",
             rule="epsilon-misses-fields",
             fix=f"leave {{{table}.delta}} out",
         )
@@ -88,7 +88,8 @@ def check_privacy(
     ):
         if asks:
             raise Refused(
-                f"delta requires epsilon, but {what} {kind!r} has clients answer without noise, so none holds",
+                f"delta requires epsilon, but with {what} {kind!r} clients answer without noise, so "
+                "epsilon would be infinite",
                 rule="epsilon-misses-answers",
                 fix=f"leave {{{table}.delta}} out, or leave {{{what}}} out",
             )

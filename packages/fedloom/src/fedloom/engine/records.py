@@ -218,8 +218,9 @@ class Divergence:
         if self.round is None:
             (first, _), (self.round, loss) = self._beyond[model][0], self._beyond[model][-1]
             self.sentence = (
-                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, since round {first} more "
-                f"than {DIVERGENCE_FACTOR:g} times its start of {self._start:.3g}"
+                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, and since "
+                f"round {first} it is more than {DIVERGENCE_FACTOR:g} times its start of "
+                f"{self._start:.3g}"
             )
 
 
@@ -228,6 +229,6 @@ def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[st
     names = set(measured)
     models = sorted({kind for kind, _, _ in names})
     if model not in models:
-        return ConfigError(f"no {model} model was measured; this method has: {', '.join(models) or 'none'}")
+        return ConfigError(f"no {model} model was measured. Models of this method: {', '.join(models) or 'none'}")
     listing = ", ".join(sorted(map("/".join, names)))
-    return ConfigError(f"{model}/{part}/{metric} was not measured; there are: {listing}")
+    return ConfigError(f"{model}/{part}/{metric} was not measured. Measured: {listing}")

@@ -51,7 +51,7 @@ class Replay:
             shapes = dict(zip(layout.names, layout.shapes, strict=True))
             more = [str(name) for name in self.initial if name not in shapes]
             if more:
-                buffers = "take buffers out, which start as the module has them: dict(MODULE.named_parameters())"
+                buffers = "remove buffers, which start with the module's values: dict(MODULE.named_parameters())"
                 cure = buffers if shapes.keys() <= self.initial.keys() else nearest(more[0], shapes)
                 raise ConfigError(f"initial: the model has no parameter {more[0]!r}; {cure}")
             values = {
@@ -103,10 +103,10 @@ class Replay:
                 a given value has no effect, or the sampler decides the same thing.
         """
         if self.cohorts is not None and sampler != Uniform():
-            raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round; leave one out")
+            raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round. Leave one out")
         if self.projection is not None and not algorithm.projects:
             raise Refused(
-                f"projection has nothing to act on in {type(algorithm).__name__}: it uses no matrix; leave it out"
+                f"projection has no effect with {type(algorithm).__name__}, which uses no matrix. Leave it out"
             )
         n = len(sizes)
         if self.cohorts is not None:
@@ -127,7 +127,9 @@ class Replay:
             cohort = self.cohort(t)
             missing = sorted(set(range(n) if cohort is None else cohort.tolist()) - set(self._read))
             if missing:
-                raise ConfigError(f"batches: round {t} has client {missing[0]}, of which there are no batches")
+                raise ConfigError(
+                    f"batches: round {t} contains client {missing[0]}, but no batches of this client are given"
+                )
 
     def marks(self) -> dict[str, str]:
         """Return a digest of every given input, by name. A checkpoint must have the same digests."""
@@ -183,7 +185,7 @@ def _integers(where: str, what: str, numbers: object, below: int) -> Tensor:
         raise ConfigError(f"{where}: must be a list of {what} from 0 to {below - 1}, not empty, got {_short(numbers)}")
     out = (integers < 0) | (integers >= below)
     if bool(out.any()):
-        raise ConfigError(f"{where}: {what} are from 0 to {below - 1}, got {int(integers[out][0])}")
+        raise ConfigError(f"{where}: {what} must be from 0 to {below - 1}, got {int(integers[out][0])}")
     return integers.long()
 
 

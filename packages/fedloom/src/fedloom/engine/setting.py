@@ -39,13 +39,13 @@ class Evaluate(Value):
     every: int = Field(5, ge=1, description="rounds between evaluations. The last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
         "validation",
-        description="part on which the hybrid model is chosen. 'test' is FLAME's protocol, and the report says so",
+        description="part that selects the hybrid model. 'test' is FLAME's protocol, and the report says so",
     )
     parts: tuple[Part, ...] = Field(
         ("train", "validation", "test"), description="parts of every client to score", min_length=1
     )
     clients: int | None = Field(
-        None, ge=1, description="most clients to score, the same in every round, drawn once (default: all)"
+        None, ge=1, description="largest number of clients to score, the same in every round, drawn once (default: all)"
     )
     batchnorm_stats: Literal["averaged", "own"] = Field(
         "averaged",
@@ -78,7 +78,8 @@ class Engine(Value):
 
     workers: Annotated[int | Literal["auto"], AfterValidator(_check_workers)] = Field(
         1,
-        description="single-threaded processes on this machine, at most two per core. Under torchrun, its ranks",
+        description="number of single-threaded processes on this machine, at most two per core. Under torchrun, "
+        "its ranks",
         union_mode="left_to_right",
     )
     gradient_engine: Literal["auto", "compiled", "vmap", "loop"] = Field(
@@ -89,20 +90,20 @@ class Engine(Value):
         ),
     )
     clients_per_batch: int | None = Field(
-        None, ge=1, description="most clients that are computed together (default: a fixed rule)"
+        None, ge=1, description="largest number of clients that are computed together (default: a fixed rule)"
     )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["float32", "float64"] = Field("float32", description="type of models and samples")
     precision: Literal["full", "tf32", "bf16"] = Field(
         "full",
         description=(
-            "precision of gradients: full (dtype's), TF32 in all products of a GPU, or bfloat16 in steps "
-            "of convolutions. Rows always keep dtype"
+            "precision of gradients: full (dtype's), TF32 in all products of a GPU, or bfloat16 in "
+            "steps of convolutions. Client rows always keep dtype"
         ),
     )
     checkpoint_every: float = Field(30.0, gt=0, description="seconds of work between checkpoints")
-    state_memory_mib: int = Field(1024, ge=0, description="MiB of client state in memory. The rest is in files")
-    quorum: float = Field(0.5, gt=0, le=1, description="share of a cohort whose update must be usable")
+    state_memory_mib: int = Field(1024, ge=0, description="MiB of client state in memory. The rest is stored in files")
+    quorum: float = Field(0.5, gt=0, le=1, description="smallest fraction of a cohort with usable updates")
     norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
 
 
@@ -162,12 +163,12 @@ class Setting(Value):
     )  # fmt: skip
     """Choices that each method of an experiment may set for itself."""
 
-    algorithm: Method = Field(description="a method, or a preset's composition")
+    algorithm: Method = Field(description="a method, or a preset of several parts")
     model: Annotated[ModelSpec, SettingTable(ModelSpec, MODEL_CLASSES, "softmax")] = Field(
         default_factory=Softmax, description="a model's name, or its specification"
     )
     rounds: Rounds = 100
-    seed: int = Field(0, description="seed of all random draws")
+    seed: int = Field(0, ge=0, description="seed of all random draws")
     task: Annotated[Objective, SettingTable(Objective)] = Field(
         default_factory=Objective, description="custom loss, class weights and further metrics"
     )
@@ -179,7 +180,7 @@ class Setting(Value):
     )
     aggregation_weights: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
-        description="weight of a client in the mean of the cohort's uploads: its share, or a rule's weight",
+        description="weight of a client in the mean of the cohort's uploads: its share, or the weight from a rule",
     )
     personalized_aggregation: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
         None, description="mixture of the clients' last models that a client receives (None: the server's model)"
@@ -207,16 +208,16 @@ class Setting(Value):
         ),
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(
-        None, description="speed and presence of the clients' devices (None: the run has no clock)"
+        None, description="speed and presence of the clients' devices (None: the run has no simulated clock)"
     )
     schedule: Annotated[Schedule, SettingTable(Schedule, SCHEDULES, "synchronous")] = Field(
-        default_factory=Synchronous, description="uploads that make a server step, in virtual time"
+        default_factory=Synchronous, description="rule for the number of uploads of a server step, in simulated time"
     )
     evaluate: Annotated[Evaluate, SettingTable(Evaluate)] = Field(
-        default_factory=Evaluate, description="times and models of the scores"
+        default_factory=Evaluate, description="rounds, models and parts to score"
     )
     engine: Annotated[Engine, SettingTable(Engine)] = Field(
-        default_factory=Engine, description="computation of the run"
+        default_factory=Engine, description="settings of the computation"
     )
     early_stop: Annotated[EarlyStop | None, SettingTable(EarlyStop)] = Field(
         None, description="early end of a run whose validation metric stops improving (None: all rounds)"
@@ -293,7 +294,7 @@ class Setting(Value):
             if key not in options:
                 return ""
             one = f"algorithms.{entry.__name__}" if isinstance(entry, type) else f"algorithms.REGISTRY[{method!r}]"
-            return f"it is an option of the method: give fl.{one}({key}={value!r}) in its place"
+            return f"it is an option of the method. Give fl.{one}({key}={value!r}) instead"
 
         names = (*cls.model_fields,)
         facts = {"plain": {*names} - {"algorithm"}, "keys": names, "method": algorithm is None}

@@ -43,6 +43,7 @@ from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, place_of
 from fedloom.seeds import SERVER_CLIENT, as_global, generator, rng_states
+from fedloom.values import list_functions
 
 S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
@@ -117,18 +118,19 @@ def simulate(
     several = isinstance(seed, Iterable) and not isinstance(seed, str)
     if "seeds" in choices or several or isinstance(algorithm, list | dict):
         raise ConfigError(
-            "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
+            "fl.simulate is one run of one method with one seed. For several runs, use "
+            "fl.compare(methods, fed, seeds=range(5))"
         )
     if isinstance(algorithm, Federation):
-        raise ConfigError("the method comes first: fl.simulate(method, fed)")
+        raise ConfigError("the method must be the first argument: fl.simulate(method, fed)")
     if not isinstance(fed, Federation):
         raise ConfigError(
-            f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
-            "fl.partitions.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
-            "of samples that have clients give clients to fl.Dataset.create, and take fl.partitions.natural()"
+            f"fed must be a Federation, got {type(fed).__name__}. Split the data among clients first, "
+            "as in fl.partitions.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, "
+            "y), (x_test, y_test)). If the samples belong to clients, give clients to "
+            "fl.Dataset.create, and use fl.partitions.natural()"
         )
-    if callable(callbacks) or not all(map(callable, callbacks := list(callbacks))):
-        raise ConfigError(f"callbacks must be a list of functions of a state, as [print], got {callbacks!r:.200}")
+    callbacks = list_functions(callbacks, "callbacks must be a list of functions of a state")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
         check_output_folder(
@@ -155,7 +157,7 @@ def simulate(
         job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
         calls = [lambda state: reason if state.round == best else None]
         result = _play(job, server, place, calls, pause, advance=advance)
-        result.notes.append(f"early_stop: {words}; the work of the later rounds is not counted")
+        result.notes.append(f"early_stop: {words}. The work of the later rounds is not counted")
     result.notes[:0] = [f"data: {note}" for note in fed.remarks]
     return result
 
@@ -206,11 +208,11 @@ class _Simulation(Hooks):
         notes, attackers, rounds = list[str](), self._job.attackers, self._job.setting.rounds
         if state.round == 1 and rng_states() != self._drawn:
             notes.append(
-                "code at the server draws from a global generator of torch, numpy or random, so equal runs differ; "
-                "draw from ctx.rng(purpose), which the seed decides"
+                "code at the server draws from a global generator of torch, numpy or random, so "
+                "equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
             )
         if state.round == 1 and not state.totals[CLIENT_COUNTS.index("samples_backward")]:
-            notes.append("round 1 took no gradient of any client: nothing is trained")
+            notes.append("round 1 computed no gradient for any client, so nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
             notes.append(UNATTACKED_NOTE)
         return tuple(notes)

@@ -60,7 +60,7 @@ class NamedMethod(NamedTuple):
             return cls(name, entry, make(maker, options, where, fields))
         if options and isinstance(built, PresetMethod):
             fixed = "the options of what a preset has made are fixed"
-            raise ConfigError(f"{_value_at(where)}{fixed}; give the preset by its name")
+            raise ConfigError(f"{_value_at(where)}{fixed}. Give the preset's name")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 
 
@@ -151,7 +151,7 @@ class SettingTable:
         if self.base is ModelSpec:
             return _model(options, where, hint)
         if self.default is None and "kind" not in options:
-            raise ConfigError(f"{_value_at(where)}kind is missing; allowed: {', '.join(self.kinds)}, none")
+            raise ConfigError(f"{_value_at(where)}kind is missing. Allowed: {', '.join(self.kinds)}, none")
         what = self.base.__name__.lower()
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
@@ -179,7 +179,7 @@ def _value_at(where: str) -> str:
 def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
     """Return the specification in a table: of a kind, of a paper's name, or of user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
-        raise ConfigError(f"{_value_at(where)}this is a state dict: load it into a module, and give the module")
+        raise ConfigError(f"{_value_at(where)}this is a state dict. Load it into a module, and give the module")
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
     if is_path(kind):
@@ -193,13 +193,13 @@ def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
         return make(Held, rest, where, fields_of(Held))
     if kind == Held.kind and "digest" in rest:
         raise ConfigError(
-            f"{_value_at(where)}the model {rest.get('name')!r} was an object in Python, and no file names it; in "
-            "Python, "
-            "give it again, as fl.open_run(FOLDER, MODEL) or in the same call of fl.compare"
+            f"{_value_at(where)}the model {rest.get('name')!r} was an object in Python, and no file "
+            "names it. In Python, give it again, as fl.open_run(FOLDER, MODEL) or in the same call "
+            "of fl.compare"
         )
     if kind not in MODEL_CLASSES:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
-        cure = "weights are in that file: load them into a module, and give the module" if saved else ""
+        cure = "weights are in that file. Load them into a module, and give the module" if saved else ""
         raise unknown("model kind", kind, MODEL_CLASSES, where, cure=cure)
     return make(
         lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(MODEL_CLASSES[kind]), hint

@@ -29,8 +29,8 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
         return useful(cores(), problem.n) if on_cpu and work > WORTH_FORKING else 1
     if engine.workers > 1 and not on_cpu:
         raise Refused(
-            f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork cannot use the GPU "
-            f"{engine.device!r} of its parent",
+            f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork "
+            f"cannot use its parent's GPU {engine.device!r}",
             rule="workers-on-a-gpu",
             fix="leave {engine.workers} out, or start one process per GPU with torchrun",
         )
@@ -42,6 +42,6 @@ def idle_workers(engine: Engine) -> list[str]:
     if engine.workers == "auto" or engine.workers <= PER_CORE * cores():
         return []
     return [
-        f"engine.workers = {engine.workers}: at most {PER_CORE * cores()} processes are started, {PER_CORE} for each "
-        f"of the {cores()} cores that this program may use, and no more than there are clients or runs"
+        f"engine.workers = {engine.workers}: at most {PER_CORE * cores()} processes start, {PER_CORE} "
+        f"for each of the {cores()} cores that this program may use, and no more than clients or runs"
     ]

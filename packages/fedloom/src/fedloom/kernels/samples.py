@@ -34,7 +34,7 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
         some = index[start : start + 8]
         for r in some:
             if not 0 <= r < len(data):
-                raise IndexError("a sample's position is not in the data set")
+                raise IndexError("a position is outside the data set")
             for k in lines:  # rows are far apart: ask for all of them before the first is needed
                 touched |= np.int64(data[r, k])
         for j in range(len(some)):

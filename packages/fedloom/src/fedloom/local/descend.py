@@ -110,13 +110,15 @@ def descend(
     if isinstance(pulled, Tensor):
         pulled = per_coordinate(pulled, m, w)
     if work.oracle.minimise is not None and terms:
-        raise Refused("a problem that is solved exactly has no terms; take steps")
+        raise Refused("a problem with an exact solution cannot have terms. Take steps")
     if work.oracle.minimise is not None and prox is None:
         steady = _steady(1.0, pull, shift, w)
         best = _minimum(work, w, pulled, steady, None if mask is None else mask > 0, scale)
         return torch.where(per_client(work.steps if steps is None else steps, m, w) > 0, best, w)
     if prox is not None and not plain:
-        raise Refused(f"a prox after every local step needs steps of plain sgd, not of {local.optimizer!r}")
+        raise Refused(
+            f"a prox after every local step needs steps of plain sgd, but the optimizer is {local.optimizer!r}"
+        )
     moving = spans(mask) if mask is not None and mask.dim() == 1 and plain else ALL_ROWS
     mask = None if mask is None or moving != ALL_ROWS else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)

@@ -159,8 +159,8 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
                 continue
             if not isinstance(value, Tensor | int | float):
                 raise ConfigError(
-                    f"local.optimizer_state = 'persistent': the state {key!r} of {local.optimizer!r} is a "
-                    f"{type(value).__name__}, which no row of numbers can hold",
+                    f"local.optimizer_state = 'persistent': the state {key!r} of {local.optimizer!r} "
+                    f"is a {type(value).__name__}, which cannot be stored as a row of numbers",
                     rule="optimizer-state",
                     fix="set {local.optimizer_state = 'fresh'}",
                 )

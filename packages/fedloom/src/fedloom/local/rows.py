@@ -76,7 +76,7 @@ def _walk(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
         for field, part in zip(fields, tree, strict=True):
             yield from _walk(part, f"{name}.{field}" if name else str(field))
     elif tree is not None:
-        raise AssertionError(f"{name or 'a state'} must hold tensors in NamedTuples, got {type(tree).__name__}")
+        raise AssertionError(f"{name or 'a state'} must contain tensors in NamedTuples, got {type(tree).__name__}")
 
 
 def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
         return per_client(rows, m, like)
     if tuple(rows.shape) not in ((d,), (1, d), (m, d)):
         raise CodeError(
-            f"the strength of a pull has shape {list(rows.shape)}, but {m} clients have {d} parameters each; give one "
+            f"the strength of a pull has shape {list(rows.shape)}, but {m} clients have {d} parameters each. Give one "
             f"number, [{m}, 1] for one per client, [{d}] for one per parameter, or [{m}, {d}]"
         )
     return rows.expand(m, d)

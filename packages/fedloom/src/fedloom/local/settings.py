@@ -53,11 +53,11 @@ class LocalSGD(Value):
     (AdamW's is decoupled from the gradient, with the default 0.01).
     """
 
-    lr: float = Field(0.01, gt=0, description="step size of local SGD in the first round")
+    lr: float = Field(0.01, gt=0, description="learning rate of local SGD in the first round")
     schedule: Literal["constant", "exponential", "inverse-sqrt", "cosine"] = Field(
         "constant",
         description=(
-            "schedule of the step size over rounds t = 1, 2, ...: lr, lr decay^(t-1), lr/sqrt(t), or a half cosine"
+            "schedule of the learning rate over rounds t = 1, 2, ...: lr, lr decay^(t-1), lr/sqrt(t), or a half cosine"
         ),
     )
     decay: float = Field(1.0, gt=0, le=1, description="factor per round of the exponential schedule")
@@ -72,15 +72,15 @@ class LocalSGD(Value):
         default_factory=dict, description="further arguments of the optimizer, such as betas = [0.9, 0.99]"
     )
     optimizer_state: Literal["fresh", "persistent"] = Field(
-        "fresh", description="fresh: optimizer states start again in every round. persistent: every client keeps them"
+        "fresh",
+        description="lifetime of optimizer states. fresh: they start again in every round. persistent: every "
+        "client keeps them",
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum within a round, started at zero")
     weight_decay: float = Field(
         0.0,
         ge=0,
-        description=(
-            "L2 term added to the gradient of every local problem, except for parameters that no gradient reaches"
-        ),
+        description=("L2 term added to the gradient of every local problem, except for parameters without a gradient"),
     )
     clip: float | None = Field(None, gt=0, description="bound on the norm of a batch gradient")
 
@@ -105,21 +105,21 @@ class LocalSGD(Value):
         if self.schedule == "exponential" and "decay" not in self.model_fields_set:
             raise ValueError("schedule 'exponential' needs decay, its factor per round")
         if self.steps is not None and "epochs" in self.model_fields_set:
-            raise ValueError("give epochs or steps, not both")
+            raise ValueError("give epochs or steps, but not both")
         if self.optimizer == "sgd":
             for key in ("optimizer_options", "optimizer_state"):
                 if key in self.model_fields_set and getattr(self, key) not in ({}, "fresh"):
                     raise ValueError(
-                        f"{key} is for optimisers beside plain sgd; name one, as optimizer = 'torch.optim:SGD'"
+                        f"{key} belongs to optimizers other than plain sgd. Name one, as optimizer = 'torch.optim:SGD'"
                     )
         elif self.momentum:
-            raise ValueError(f"momentum is of plain sgd; give {self.optimizer!r} its own in optimizer_options")
+            raise ValueError(f"momentum belongs to plain sgd. For {self.optimizer!r}, set it in optimizer_options")
         for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
-                raise ValueError(f"optimizer_options: {key} is a key of [local], set it there")
+                raise ValueError(f"optimizer_options: {key} is a key of [local]. Set it there")
             if key in MOMENTUM_RANGES and self.has_momentum and not (_is_number(value) and MOMENTUM_RANGES[key](value)):
                 most = "below 1" if key == "momentum" else "at most 1"
-                raise ValueError(f"optimizer_options: {key} must be a number from 0 and {most}, got {value!r}")
+                raise ValueError(f"optimizer_options: {key} must be a number from 0 to less than {most}, got {value!r}")
         return self
 
     def __hash__(self) -> int:
@@ -176,7 +176,7 @@ class LocalSGD(Value):
             raise ConfigError(
                 f"local.lr = {self.lr:g} is 0 in float32 and trains nothing",
                 rule="step-size-zero",
-                fix="set a larger step size, as {local.lr = 0.1}",
+                fix="set a larger learning rate, as {local.lr = 0.1}",
             )
         if self.lr_at(rounds) == 0:
             longer = (
@@ -185,7 +185,7 @@ class LocalSGD(Value):
                 else "raise {local.decay}"
             )
             raise ConfigError(
-                f"schedule {self.schedule!r} makes the step size 0 by round {rounds}, the last",
+                f"schedule {self.schedule!r} makes the learning rate 0 by round {rounds}, the last round",
                 rule="step-size-vanishes",
                 fix=longer,
             )

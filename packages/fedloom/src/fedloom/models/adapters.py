@@ -31,7 +31,7 @@ class Adapters(Value):
         "attention", description="layers with adapters: linear layers of attention, or all linear layers"
     )
     scale: float = Field(1.0, gt=0, description="factor of the product (LoRA: alpha / rank)")
-    head: bool = Field(False, description="the last linear layer also trains, completely")
+    head: bool = Field(False, description="also train the last linear layer completely")
 
 
 class Adapted(nn.Module):
@@ -83,17 +83,17 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
     chosen = [name for name in linear if name != last and (adapters.on == "linear" or _is_attention(module, name))]
     if not chosen:
         elsewhere = (
-            f"linear layers elsewhere: {', '.join(list(linear)[:8])}; use on = 'linear'" if linear else "none at all"
+            f"linear layers elsewhere: {', '.join(list(linear)[:8])}. Use on = 'linear'" if linear else "none at all"
         )
         raise ConfigError(
-            f"adapters on {adapters.on!r}: {type(module).__name__} has no such linear layer ({elsewhere})"
+            f"adapters on {adapters.on!r}: {type(module).__name__} contains no such linear layer ({elsewhere})"
         )
     for name in chosen:
         if adapters.rank > min(matrix(linear[name]).shape):
             shape = "x".join(map(str, matrix(linear[name]).shape))
             raise ConfigError(
-                f"adapters.rank is {adapters.rank}, but layer {name!r} is {shape}: its rank is at most "
-                f"{min(matrix(linear[name]).shape)}; use a smaller rank"
+                f"adapters.rank is {adapters.rank}, but layer {name!r} is {shape}, so its rank is at "
+                f"most {min(matrix(linear[name]).shape)}. Use a smaller rank"
             )
     for p in module.parameters():
         p.requires_grad = False

@@ -25,7 +25,7 @@ class Augment(Value):
         0, ge=0, description="pixels of zeros around an image before a crop of the original size (0: none)"
     )
     crop_probability: float = Field(
-        1.0, ge=0, le=1, description="probability of the crop. Else the image stays in place"
+        1.0, ge=0, le=1, description="probability of the crop. Otherwise the image stays in place"
     )
 
     needs: ClassVar[Mapping[str, str]] = {"crop_probability": "crop"}

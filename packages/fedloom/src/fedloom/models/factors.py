@@ -82,7 +82,7 @@ def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
     for name, rank in ranks.items():
         matrix = _matrix(layers[name]) if name in layers else None
         if matrix is None:
-            raise ConfigError(f"thin: {name!r} is no linear or convolutional layer of {type(module).__name__}")
+            raise ConfigError(f"thin: {name!r} is not a linear or convolutional layer of {type(module).__name__}")
         rows, columns = matrix.shape
         thinned.set_submodule(name, _pair(layers[name], matrix.new_zeros(rows, rank), matrix.new_zeros(rank, columns)))
     return thinned

@@ -48,10 +48,12 @@ class Hub(OfTokens):
                 options = {"vocab_size": vocabulary, **{k: v for k, v in self.config.items() if k != "model_type"}}
                 body = AutoModel.from_config(AutoConfig.for_model(self.config["model_type"], **options))
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-            raise ConfigError(f"model hub: {what!r} cannot be made ({cause_of(error).splitlines()[0]})") from error
+            raise ConfigError(f"model hub: {what!r} cannot be created ({cause_of(error).splitlines()[0]})") from error
         tokens = body.get_input_embeddings().num_embeddings
         if tokens < vocabulary:
-            raise ConfigError(f"model hub: {what!r} has {tokens} tokens, the data have {vocabulary}; use its tokenizer")
+            raise ConfigError(
+                f"model hub: {what!r} knows {tokens} tokens, but the data contain {vocabulary}. Use its tokenizer"
+            )
         module = Headed(body.float(), outputs, Pick(each, self.pool == "last"))
         try_out(module, (length,), outputs, what, (vocabulary, each))
         return module

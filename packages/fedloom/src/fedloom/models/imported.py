@@ -73,7 +73,7 @@ class Held(ModelSpec):
 
     name: str = Field(description="name in messages")
     digest: str = Field(description="digest of the source, or of the structure and weights")
-    held: Any = Field(exclude=True, repr=False, description="the module, class or function")
+    held: Any = Field(exclude=True, repr=False, description="module, class or function of the model")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return self._build(shape, outputs, None)
@@ -91,8 +91,9 @@ class Held(ModelSpec):
             module = deepcopy(self.held).cpu()
         except RuntimeError as error:
             raise ConfigError(
-                f"model {self.name!r} cannot be copied ({error}); after pruning, call torch.nn.utils.prune.remove; "
-                "in place of torch.nn.utils.weight_norm, use torch.nn.utils.parametrizations.weight_norm"
+                f"model {self.name!r} cannot be copied ({error}). After pruning, call "
+                "torch.nn.utils.prune.remove. Instead of torch.nn.utils.weight_norm, use "
+                "torch.nn.utils.parametrizations.weight_norm"
             ) from error
         return _build(lambda: module, {}, self.name, shape, outputs, tokens)
 
@@ -108,10 +109,10 @@ def describe_model(model: object) -> ModelSpec | None:
         lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
         if lazy:
             raise ConfigError(
-                f"model {type(model).__name__!r} has lazy parameters ({', '.join(lazy)}); call it on a sample first"
+                f"model {type(model).__name__!r} has lazy parameters ({', '.join(lazy)}). Call it on a sample first"
             )
         if any(value.is_meta for value in model.state_dict().values()):
-            raise ConfigError(f"model {type(model).__name__!r} has no weights (device meta); give it some first")
+            raise ConfigError(f"model {type(model).__name__!r} has no weights (device meta). Initialize them first")
         kinds = {type(module): None for module in model.modules() if not type(module).__module__.startswith("torch")}
         text = "".join(map(text_of, {type(model): None, **kinds}))
         digest = hashlib.blake2b(f"{model!r} {text}".encode(), digest_size=8)
@@ -160,16 +161,16 @@ def _build(
         module = make(**{**offered, **options})
     except Exception as error:
         raise ConfigError(
-            f"model {name!r} could not be made with options {dict(options)}: {error}; it is called with "
-            f"{' and '.join(facts)} where it has parameters of these names"
+            f"model {name!r} could not be created with options {dict(options)}: {error}. fedloom "
+            f"calls it with {' and '.join(facts)} if it has parameters of these names"
         ) from error
     if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
-        raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(module).__name__}")
+        raise ConfigError(f"model {name!r} must return an nn.Module with parameters, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
-        raise ConfigError(f"model {name!r} is TorchScript, which is not trained here; give the nn.Module it came from")
+        raise ConfigError(f"model {name!r} is TorchScript, which is not trained here. Give the nn.Module it came from")
     odd = [n for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
     if odd:
-        raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}); give real and imaginary parts")
+        raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}). Give real and imaginary parts")
     if tokens == (0, True) and len(shape) > 2:
         module.register_forward_hook(_by_pixel)
     lazy = any(isinstance(p, UninitializedParameter) for p in module.parameters())
@@ -195,10 +196,10 @@ def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
     width = math.prod(shape)
     recurrent = any(isinstance(m, nn.RNNBase | nn.TransformerEncoderLayer) for m in module.modules())
     if recurrent and len(shape) == 3 and shape[0] == 1:
-        return "make the data with layout = 'sequence', if a sample is [time, features]"
+        return "use layout = 'sequence' for the data, if a sample is [time, features]"
     if len(shape) > 1 and layers and isinstance(layers[0], nn.Linear):
         return f"begin with torch.nn.Flatten() and a layer of {width} inputs"
-    return "give a model that takes such samples"
+    return "give a model for such samples"
 
 
 def try_out(
@@ -241,7 +242,7 @@ def try_out(
         except ValueError as error:
             raise ConfigError(
                 f"model {path!r} fails on a single sample: layers without running statistics ({', '.join(names)}), "
-                f"{error}; make them with track_running_stats=True, or use GroupNorm or LayerNorm"
+                f"{error}. Make them with track_running_stats=True, or use GroupNorm or LayerNorm"
             ) from error
         finally:
             module.train(training)
@@ -252,18 +253,19 @@ def try_out(
     if got != [2, *wanted]:
         must, cure = ", ".join(map(str, ("b", *wanted))), ""
         if isinstance(got, str):
-            cure = "; return the tensor of the outputs alone"
+            cure = ". Return only the tensor of the outputs"
         elif wanted[-1] == 1 and got == [2, *wanted[:-1]]:
-            cure = "; give it a last dimension of 1"
+            cure = ". Give it a last dimension of 1"
         elif outputs == 2 and got == [2, *wanted[:-1], 1]:
-            cure = "; give two outputs, or make the data with task = 'binary'"
+            cure = ". Give two outputs, or use task = 'binary' for the data"
         raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2{cure}")
     graded = isinstance(output, Tensor) and output.requires_grad
     trains = any(parameter.requires_grad for parameter in module.parameters())
     if trains and not (graded or torch.is_inference_mode_enabled() or _trains(module, samples)):
         raise ConfigError(
-            f"model {path!r} gives outputs that no parameter has a gradient by, as after detach(), no_grad() or "
-            "round(); compute them from the parameters by differentiable functions"
+            f"model {path!r} returns outputs without a gradient in any parameter, for example after "
+            "detach(), no_grad() or round(). Compute them from the parameters with differentiable "
+            "functions"
         )
 
 

@@ -120,9 +120,9 @@ class MemoryOption(Construction):
     @staticmethod
     def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
         if each or not classed:
-            what = POSITIONS_REASON if each else "this task has none"
+            what = POSITIONS_REASON if each else "this task has no classes"
             raise Refused(
-                f"model.memory recalls the classes of samples, and {what}",
+                f"model.memory recalls the classes of samples, but {what}",
                 rule="memory-needs-classes",
                 fix="leave {model.memory} out",
             )

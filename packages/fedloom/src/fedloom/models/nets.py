@@ -53,7 +53,7 @@ class CNN(ModelSpec):
     padding: int | tuple[int, ...] = Field(0, description="zeros added on every side")
     pool: bool | tuple[bool, ...] = Field(True, description="2x2 max pooling after the convolution")
     norm: Literal["none", "group", "batch", "layer"] = Field(
-        "none", description="normalisation after every convolution. 'layer' is group normalisation with one group"
+        "none", description="normalization after every convolution. 'layer' is group normalization with one group"
     )
     groups: PositiveInt = Field(2, description="groups of norm = 'group' (FedSLR's code: 2). Must divide the channels")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate of the flattened features")
@@ -67,7 +67,7 @@ class CNN(ModelSpec):
         for name in ("kernel", "padding", "pool"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != count:
-                raise ValueError(f"{name} needs one value, or {count} as channels has, got {len(value)}")
+                raise ValueError(f"{name} needs one value, or {count} values like channels, got {len(value)}")
         if min(_each(self.padding, count)) < 0:
             raise ValueError(f"padding must be >= 0, got {self.padding}")
         if self.norm == "group" and any(width % self.groups for width in self.channels):
@@ -90,8 +90,8 @@ class CNN(ModelSpec):
                 high, wide = high // 2, wide // 2
             if min(high, wide) < 1:
                 raise ConfigError(
-                    f"model cnn: nothing is left of samples {shape} after convolution {i}; "
-                    "use fewer convolutions, a smaller kernel, more padding or less pooling"
+                    f"model cnn: samples {shape} have no pixels left after convolution {i}. Use fewer "
+                    "convolutions, a smaller kernel, more padding or less pooling"
                 )
             width = channels
         layers["flatten"] = nn.Flatten()

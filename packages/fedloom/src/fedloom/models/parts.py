@@ -118,7 +118,7 @@ def penultimate(module: nn.Module) -> str:
             before.append(name.removesuffix(ADAPTED_SUFFIX))
     if not before:
         raise ConfigError(
-            f"no layer before {last!r} in {type(module).__name__}",
+            f"{type(module).__name__} has no layer before {last!r}",
             rule="representation-missing",
             fix="put a layer before it, as torch.nn.Flatten(), or give the module an attribute penultimate = 'NAME'",
         )
@@ -154,7 +154,7 @@ def _head(module: nn.Module) -> str:
     if not linear:
         bare = isinstance(module, nn.Linear)
         raise ConfigError(
-            f"{type(module).__name__} has no linear layer to serve as head",
+            f"{type(module).__name__} has no linear layer that could be its head",
             rule="head-missing",
             fix="put a layer before it: torch.nn.Sequential(torch.nn.Flatten(), layer)"
             if bare

@@ -28,7 +28,7 @@ class ResNet18(ModelSpec):
             "7x7 from 64 pixels on"
         ),
     )
-    groups: PositiveInt = Field(2, description="groups of every normalisation (FedSLR's code: 2). Must divide 64")
+    groups: PositiveInt = Field(2, description="groups of every normalization (FedSLR's code: 2). Must divide 64")
     head_bias: bool = Field(False, description="the last linear layer has a bias (FedSLR: none)")
 
     @model_validator(mode="after")
@@ -41,7 +41,7 @@ class ResNet18(ModelSpec):
         channels, high, wide = image(shape, "resnet18")
         if min(high, wide) < 8:
             raise ConfigError(
-                f"model resnet18: samples must be at least 8x8 pixels, got {high}x{wide}; use 'cnn' or 'mlp'"
+                f"model resnet18: samples must be at least 8x8 pixels, got {high}x{wide}. Use 'cnn' or 'mlp'"
             )
         large = self.stem == "7x7" or (self.stem == "auto" and min(high, wide) >= 64)
         layers: OrderedDict[str, nn.Module] = OrderedDict()

@@ -25,7 +25,7 @@ class OfTokens(ModelSpec):
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         name = type(self).__name__.lower()
         raise ConfigError(
-            f"model {name} takes tokens, and these samples are numbers of shape {shape}; use softmax, mlp or cnn"
+            f"model {name} needs tokens, but these samples are numbers of shape {shape}. Use softmax, mlp or cnn"
         )
 
 
@@ -51,7 +51,7 @@ class Transformer(OfTokens):
     from the mean over its tokens.
     """
 
-    width: PositiveInt = Field(64, description="width of embedding and layers. Even")
+    width: PositiveInt = Field(64, description="width of embedding and layers. Must be even")
     layers: PositiveInt = Field(2, description="number of layers")
     heads: PositiveInt = Field(4, description="heads of attention. Must divide the width")
     inner: PositiveInt | None = Field(
@@ -61,14 +61,17 @@ class Transformer(OfTokens):
     causal: bool = Field(
         True,
         description=(
-            "causal: a position depends on no later position, as for predicting the next token. False for tagging"
+            "causal attention: a position depends on no later position, as for predicting the next "
+            "token. False for tagging"
         ),
     )
 
     @model_validator(mode="after")
     def _heads_divide_the_width(self) -> Transformer:
         if self.width % self.heads or self.width % 2:
-            raise ValueError(f"heads must divide the width, which is even; got {self.heads} heads, width {self.width}")
+            raise ValueError(
+                f"heads must divide the width, which must be even, got {self.heads} heads and width {self.width}"
+            )
         return self
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:

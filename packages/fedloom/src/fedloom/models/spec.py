@@ -44,8 +44,8 @@ class InitialValues(Value):
     init_from: str | None = Field(
         None,
         description=(
-            "safetensors file of the initial values, as `fedloom export` writes it, with an optional "
-            "digest after #sha256= (default: drawn by the seed)"
+            "safetensors file of the initial values, as written by `fedloom export`, with an "
+            "optional digest after #sha256= (default: random, by the seed)"
         ),
     )
     adapters: Adapters | None = Field(
@@ -70,7 +70,9 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
         chosen = [one.option for one in self.constructions]
         if len(chosen) > 1:
             *names, last = (one.option for one in CONSTRUCTIONS)
-            raise ValueError(f"a network has one of {', '.join(names)} and {last}, got {' and '.join(chosen)}")
+            raise ValueError(
+                f"a network needs exactly one of {', '.join(names)} and {last}, got {' and '.join(chosen)}"
+            )
         return self
 
     @property
@@ -117,7 +119,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
                 if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):
                     raise
                 raise ConfigError(
-                    f"the model is larger than the memory of this machine; make it smaller: {self!r}"
+                    f"the model is larger than the memory of this machine. Make it smaller: {self!r}"
                 ) from None
 
     def _network(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
@@ -143,7 +145,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             ConfigError: the model takes only numbers.
         """
         raise ConfigError(
-            f"model {type(self).__name__} takes numbers, and these samples are tokens; use lstm or transformer"
+            f"model {type(self).__name__} needs numbers, but these samples are tokens. Use lstm or transformer"
         )
 
     def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -153,8 +155,8 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             ConfigError: the model returns one output per sample.
         """
         raise ConfigError(
-            f"model {type(self).__name__} gives one output per sample, and these have a label per position; give a "
-            "module of your own"
+            f"model {type(self).__name__} gives one output per sample, but these samples have a label "
+            "per position. Give your own module"
         )
 
 
@@ -180,14 +182,16 @@ def load_weights(module: nn.Module, file: str) -> None:
     try:
         saved = load(content)
     except SafetensorError as error:
-        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}); give one") from None
+        raise ConfigError(
+            f"model weights {file}: not a readable safetensors file ({error}). Give another file"
+        ) from None
     initial = module.state_dict()
     for name in [*initial, *saved]:
         saved_shape, initial_shape = ([*of[name].shape] if name in of else "missing" for of in (saved, initial))
         if saved_shape != initial_shape:
             raise ConfigError(
-                f"model weights {file}: {name!r} is {saved_shape} there and {initial_shape} in the model; "
-                "give weights of the same architecture, vocabulary and classes"
+                f"model weights {file}: {name!r} is {saved_shape} in the file and {initial_shape} in "
+                "the model. Give weights of the same architecture, vocabulary and classes"
             )
     module.load_state_dict(saved)
 
@@ -202,10 +206,12 @@ def weights_content(weights: str) -> bytes:
     try:
         content = regular(Path(file).expanduser()).read_bytes()
     except OSError as error:
-        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}); give one") from None
+        raise ConfigError(
+            f"model weights {file}: not a readable safetensors file ({error}). Give another file"
+        ) from None
     got = hashlib.sha256(content).hexdigest()
     if got != (wanted or got):
-        raise ConfigError(f"model weights {file}: its SHA-256 is {got}, {wanted} is wanted; get that file")
+        raise ConfigError(f"model weights {file}: its SHA-256 is {got}, but {wanted} is required. Get the right file")
     return content
 
 
@@ -217,7 +223,7 @@ def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
     """
     if len(shape) != 3:
         raise ConfigError(
-            f"model {model}: samples must have shape (channels, height, width), got {shape}; "
-            "reshape the data or use model 'mlp'"
+            f"model {model}: samples must have shape (channels, height, width), got {shape}. "
+            "Reshape the data or use model 'mlp'"
         )
     return shape[0], shape[1], shape[2]

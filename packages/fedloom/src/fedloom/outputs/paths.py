@@ -54,33 +54,33 @@ def check_output_file(
     path = place_of(path, "path")
     if path.is_symlink():
         raise ConfigError(
-            f"{path} is a link to {path.readlink()}, through which another file would be replaced; remove the link, or "
-            "give another path"
+            f"{path} is a link to {path.readlink()}, and fedloom would replace that file. Remove the "
+            "link, or give another path"
         )
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
+        raise ConfigError(f"{path} is a folder, not a file. Give the name of a file, as {path / 'NAME'}")
     check_folder(path.parent)
     exists = path.exists()
     if exists and not path.is_file():
-        raise ConfigError(f"{path} is no regular file; give the name of a file")
+        raise ConfigError(f"{path} is not a regular file. Give the name of a file")
     for name, read in _existing(inputs):
         if _same(path, read) or _same(draft_of(path), read):
-            raise ConfigError(f"{path} would overwrite {name}, which this call reads; give another path")
+            raise ConfigError(f"{path} would overwrite {name}, which this call reads. Give another path")
         if exists and _lies_in(path, read) and not kind.is_own(path):
-            raise ConfigError(f"{path} is a file of {name}, which this call reads; give another path")
+            raise ConfigError(f"{path} is a file of {name}, which this call reads. Give another path")
     _check_place(path.parent, path, path.parent.resolve() / path.name, owns)
     if exists and not os.access(path, os.W_OK):
-        raise ConfigError(f"{path} may only be read; change its permissions, or give another path")
+        raise ConfigError(f"{path} is read-only. Change its permissions, or give another path")
     if force:
         return path
     if exists and not kind.is_own(path):
         why = "" if kind.is_own is never else f", and is not {kind.what} that fedloom wrote"
-        raise ConfigError(f"{path} is there already{why}; give --force to replace it, or another path")
+        raise ConfigError(f"{path} already exists{why}. Give --force to replace it, or another path")
     other = next((other for other, endings in FILE_KINDS.items() if path.suffix.lower() in endings), kind.name)
     if not exists and other != kind.name:
         raise ConfigError(
-            f"{path}: {path.suffix} is not the ending of {kind.what}; give a name that ends in "
-            f"{' or '.join(FILE_KINDS[kind.name])}, or --force to take this one"
+            f"{path}: {path.suffix} is the wrong ending for {kind.what}. Give a name that ends in "
+            f"{' or '.join(FILE_KINDS[kind.name])}, or --force to use this one"
         )
     return path
 
@@ -117,7 +117,7 @@ def check_output_folder(
     _check_place(whole if entries is None else whole.parent, folder, whole, owns)
     for name, read in _existing(inputs):
         if _lies_in(read, folder) and _folded(read).relative_to(_folded(folder)).parts[0] in (entries or ()):
-            raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}; move it")
+            raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}. Move it")
     return folder
 
 
@@ -153,10 +153,10 @@ def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], 
             if owns(target.relative_to(folder)):
                 return
             raise ConfigError(
-                f"{shown} lies in the run directory {folder}, whose files its run replaces; give a path outside"
+                f"{shown} is in the run directory {folder}, and a run replaces the files there. Give a path outside"
             )
         if _is_deployment(folder):
-            raise ConfigError(f"{shown} lies in {folder}, which belongs to a deployment; give a path outside")
+            raise ConfigError(f"{shown} is in {folder}, which belongs to a deployment. Give a path outside")
 
 
 def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:

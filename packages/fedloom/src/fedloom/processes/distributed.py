@@ -83,8 +83,9 @@ def check_alone(what: str) -> None:
     size = _started()
     if size > 1:
         raise ConfigError(
-            f"torchrun has started {size} ranks, but {what} does not divide its work among ranks: each would do all of "
-            "it, into the same files; start it without torchrun, with --workers"
+            f"torchrun has started {size} ranks, but {what} does not divide its work among ranks. "
+            "Each rank would do all of it and write the same files. Start it without torchrun, with "
+            "--workers"
         )
 
 
@@ -120,7 +121,7 @@ def _translated(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         cause = re.sub(r"^(\[\S+:\d+\] )+", "", str(error)).splitlines()[0].split(". ")[0][:200]
         raise FedloomError(
-            f"rank {rank} lost contact with another rank, which crashed or was killed ({cause}); {RESUME_HINT}"
+            f"rank {rank} lost contact with another rank, which crashed or was killed ({cause}). {RESUME_HINT}"
         ) from error
 
 
@@ -132,7 +133,7 @@ def _ended_by_signal() -> Iterator[None]:
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
-        raise FedloomError(f"torchrun has ended the ranks: one of them died, or a signal stopped it; {RESUME_HINT}")
+        raise FedloomError(f"torchrun has ended the ranks: one of them died, or a signal stopped it. {RESUME_HINT}")
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -306,6 +307,6 @@ class _Memory:
                     file.truncate(size)
                 return
         raise CheckpointError(
-            f"{places[-1].parent} has no room for {wanted >> 20} MiB of clients' rows that the ranks of this "
-            "machine share; free some space, or set TMPDIR to a folder with room"
+            f"{places[-1].parent} is too small for {wanted >> 20} MiB of clients' rows that the ranks "
+            "of this machine share. Free some space, or set TMPDIR to a larger folder"
         )

@@ -31,7 +31,7 @@ GRACE_SECONDS = 10.0
 TIMEOUT_VARIABLE = "FEDLOOM_RANK_TIMEOUT"
 """Environment variable: seconds without a sign of life after which a rank counts as dead."""
 
-RESUME_HINT = "what was saved is intact: start the ranks again to go on"
+RESUME_HINT = "Saved results are intact. Start the ranks again to continue"
 
 
 class Watch:
@@ -82,7 +82,7 @@ class Watch:
                 os._exit(1)  # another rank has logged the cause
             silent = [rank for rank, (_, since) in last.items() if time.monotonic() - since > self.patience]
             if silent:
-                self._end(f"rank {silent[0]} of {self.size} has given no sign of life for {self.patience:.0f} s")
+                self._end(f"rank {silent[0]} of {self.size} has not responded for {self.patience:.0f} s")
         try:
             self._store.set(self._key(self.rank), "done")
         except RuntimeError:
@@ -94,7 +94,7 @@ class Watch:
     def _end(self, what: str) -> None:
         """End this process, which may be waiting for a rank that never comes. Files are whole at any moment."""
         if self.first_to_fail():
-            sys.stderr.write(f"error: {what}; {RESUME_HINT}\n")
+            sys.stderr.write(f"error: {what}. {RESUME_HINT}\n")
             sys.stderr.flush()
         os._exit(1)
 
@@ -105,5 +105,7 @@ def _patience(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > BEAT_SECONDS:
-        raise ConfigError(f"{TIMEOUT_VARIABLE} must be a number of seconds above {BEAT_SECONDS:.0f}, got {text!r}")
+        raise ConfigError(
+            f"{TIMEOUT_VARIABLE} must be a number of seconds greater than {BEAT_SECONDS:.0f}, got {text!r}"
+        )
     return seconds

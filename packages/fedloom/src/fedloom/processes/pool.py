@@ -99,8 +99,9 @@ class WorkerPool:
     ) -> None:
         if workers > 1 and multiprocessing.current_process().daemon:
             raise ConfigError(
-                f"{workers} workers are wanted in a process that may have no others, as those of multiprocessing.Pool; "
-                "take workers = 1 there, or concurrent.futures.ProcessPoolExecutor in place of that pool"
+                f"{workers} workers cannot start, because this process may not start others, like the "
+                "processes of multiprocessing.Pool. Use workers = 1, or "
+                "concurrent.futures.ProcessPoolExecutor instead of that pool"
             )
         self._handlers = handlers
         self._down = Buffer(down_bytes if workers > 1 else 0)
@@ -221,9 +222,9 @@ class _Silence:
             if worker in self._reported or silent < max(MIN_SILENCE_SECONDS, SILENCE_MULTIPLE * self._longest):
                 continue
             if worker.is_stopped():
-                why = f"a signal has stopped it; 'kill -CONT {worker.pid}' lets it go on"
+                why = f"a signal has stopped it. 'kill -CONT {worker.pid}' continues it"
             elif self._longest:
-                why = f"the longest answer before took {self._longest:.1f} s; it may lack memory, or wait for a disk"
+                why = f"the longest earlier answer took {self._longest:.1f} s. It may lack memory, or wait for a disk"
             else:
                 continue
             self._reported.add(worker)
@@ -287,7 +288,7 @@ class _Worker:
     def _died(self) -> FedloomError:
         self._process.join(1)
         return FedloomError(
-            f"a worker process died (exit code {self._process.exitcode}; out of memory?); run again to resume, "
+            f"a worker process died (exit code {self._process.exitcode}; out of memory?). Run again to resume, "
             "with fewer workers or a smaller chunk if it happens again"
         )
 

@@ -117,7 +117,7 @@ def _write(value: object, tensors: list[Tensor]) -> Any:
             return {"dict": [[_write(k, tensors), _write(v, tensors)] for k, v in value.items()]}
         case FedloomError():
             return {"error": [type(value).__name__, [_write(v, tensors) for v in value.__reduce__()[1]]]}
-    raise TypeError(f"a {type(value).__name__} cannot travel between ranks")
+    raise TypeError(f"a {type(value).__name__} cannot be sent between ranks")
 
 
 def _read(tree: object, tensors: Sequence[Tensor]) -> Any:

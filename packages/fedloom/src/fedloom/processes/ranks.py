@@ -80,7 +80,7 @@ class Alone:
         return [value]
 
     def move(self, moves: Sequence[Move]) -> None:
-        raise AssertionError("there is one rank")
+        raise AssertionError("there is only one rank")
 
     def wait(self) -> None:
         pass

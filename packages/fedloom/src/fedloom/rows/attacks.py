@@ -23,7 +23,7 @@ from fedloom.values import Value, choose
 class Attack(Value, ABC):
     """A kind of attack, and the share of clients that attack. The attackers are the same clients in every round."""
 
-    fraction: float = Field(0.2, ge=0, le=1, description="share of all clients that attack (FLAME, VI-A)")
+    fraction: float = Field(0.2, ge=0, le=1, description="fraction of all clients that attack (FLAME, VI-A)")
     disguises: ClassVar[bool] = False
     """True if the attack forges the activations that describe clients, so it needs a run that uses activations."""
 
@@ -127,7 +127,7 @@ class Backdoor(Attack):
 
     kind: Literal["backdoor"] = "backdoor"
     target: int | str = Field(0, description="target class, by its number or its name", union_mode="left_to_right")
-    share: float = Field(0.5, gt=0, le=1, description="share of an attacker's training samples with the trigger")
+    share: float = Field(0.5, gt=0, le=1, description="fraction of an attacker's training samples with the trigger")
     size: int = Field(3, ge=1, description="edge of the trigger in images, a square at the lower right, in pixels")
     value: float = Field(1.0, description="value of the trigger's pixels. Images stored as bytes range from 0 to 1")
     columns: dict[str, float | str] = Field(
@@ -152,7 +152,7 @@ class Backdoor(Attack):
         if names:
             if not self.columns:
                 raise ConfigError(
-                    "a backdoor in a table needs columns to change; set attack.columns, such as "
+                    "a backdoor in a table needs columns to change. Set attack.columns, such as "
                     f"{{{next(iter(names))!r}: 1}}, or override stamp in your own subclass"
                 )
             for name, value in self.columns.items():
@@ -160,11 +160,13 @@ class Backdoor(Attack):
                 x[:, place] = _code(name, value, names[name])
             return x
         if self.columns:
-            raise ConfigError("attack.columns are of a table, and these data have no columns; leave attack.columns out")
+            raise ConfigError(
+                "attack.columns names columns of a table, but these data have no columns. Leave attack.columns out"
+            )
         if x.ndim < 3 or self.size > min(x.shape[-2:]):
             raise ConfigError(
-                f"samples {[*x.shape[1:]]} have no square of {self.size} x {self.size} pixels; set a smaller "
-                "attack.size of images, or override stamp in your own subclass"
+                f"samples {[*x.shape[1:]]} are smaller than a square of {self.size} x {self.size} "
+                "pixels. Set a smaller attack.size for images, or override stamp in your own subclass"
             )
         x[..., -self.size :, -self.size :] = self.value
         return x
@@ -366,7 +368,9 @@ class ForgedActivations(Attack):
         description="one vector for all attackers, or a coordinate for each, reused in turn if there are too few",
     )
     length: float = Field(
-        1000.0, gt=0, description="entry of the sent activations. Mean activations after log-softmax have a few"
+        1000.0,
+        gt=0,
+        description="entry of the sent activations. Mean activations after log-softmax also contain a few such entries",
     )
 
     def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:
@@ -413,7 +417,7 @@ def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
     if levels:
         return float(choose("level", _numbered(levels), str(value), f"attack.columns: {name!r}"))
     if isinstance(value, str):
-        raise ConfigError(f"attack.columns: column {name!r} contains numbers, got {value!r}; give a number")
+        raise ConfigError(f"attack.columns: column {name!r} contains numbers, got {value!r}. Give a number")
     return value
 
 

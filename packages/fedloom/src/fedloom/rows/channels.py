@@ -86,7 +86,8 @@ class GaussianNoise(Channel):
     sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation in units of clip")
     delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
     neighbours: Literal["replace", "zero"] = Field(
-        "replace", description="meaning of epsilon: any two uploads (sensitivity 2 clip), or one against none (clip)"
+        "replace",
+        description="meaning of epsilon: any two uploads (sensitivity 2 clip), or presence or absence of one (clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(
         "pld", description="accountant: Renyi divergences, as in every deployment, or privacy losses (tighter)"

@@ -102,7 +102,7 @@ class _Sparse:
         split = len(payload) // (field.item + field.index.itemsize) * field.item
         at = tensor(payload[split:], field.index).long()
         if at.numel() and (at[0] < 0 or at[-1] >= field.n or (at.diff() <= 0).any()):
-            raise WireError(f"indices of a sparse field must ascend within 0..{field.n - 1}")
+            raise WireError(f"indices of a sparse field must increase within 0..{field.n - 1}")
         return torch.zeros(field.n, dtype=field.dtype).index_copy(0, at, tensor(payload[:split], field.dtype))
 
 
@@ -195,7 +195,8 @@ class _Packed:
             codes = (x.double() / scale.double() * field.levels).round().nan_to_num(0, 0, 0).long() + field.levels
         if not torch.equal(self._values(field, scale, codes), x):
             raise WireError(
-                f"a field of encoding {field.encoding!r} must lie on its grid (largest value {float(scale)})"
+                f"a field of encoding {field.encoding!r} must contain only values of its grid "
+                f"(largest value {float(scale)})"
             )
         bits = np.stack([(codes.numpy() >> k & 1).astype(np.uint8) for k in range(field.bits)], -1)
         return raw(scale) + np.packbits(bits).tobytes()
@@ -208,7 +209,7 @@ class _Packed:
         bits = torch.from_numpy(flat).view(field.n, field.bits)
         codes = sum((bits[:, k].int() << k for k in range(field.bits)), torch.zeros(field.n, dtype=torch.int32))
         if field.encoding == "levels" and (codes > 2 * field.levels).any():
-            raise WireError(f"a packed integer is beyond 2 * {field.levels}")
+            raise WireError(f"a packed integer is larger than 2 * {field.levels}")
         return self._values(field, tensor(payload[: field.item], field.dtype), codes)
 
     def _values(self, field: Field, scale: Tensor, codes: Tensor) -> Tensor:

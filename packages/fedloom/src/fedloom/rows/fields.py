@@ -46,9 +46,9 @@ class Field:
 
     def __post_init__(self) -> None:
         if self.dtype not in FIELD_DTYPES:
-            raise ConfigError(f"a field of a message has one of the types {FIELD_DTYPES}, got {self.dtype}")
+            raise ConfigError(f"a field of a message must have one of the types {FIELD_DTYPES}, got {self.dtype}")
         if self.encoding not in get_args(Kind):
-            raise ConfigError(f"unknown encoding {self.encoding!r}; allowed: {', '.join(get_args(Kind))}")
+            raise ConfigError(f"unknown encoding {self.encoding!r}. Allowed: {', '.join(get_args(Kind))}")
         if self.mask is not None and (self.mask.dtype != torch.bool or tuple(self.mask.shape) != tuple(self.shape)):
             raise ConfigError(
                 f"the mask of a field {list(self.shape)} must be bool of that shape, got {self.mask.shape}"
@@ -58,7 +58,7 @@ class Field:
         ):
             raise ConfigError('encoding "lowrank" needs the layout of a whole row [d] and no mask')
         if not self.dtype.is_floating_point and self.encoding not in ("dense", "sparse"):
-            raise ConfigError(f"encoding {self.encoding!r} is for floating point, got {self.dtype}")
+            raise ConfigError(f"encoding {self.encoding!r} works only with floating point, got {self.dtype}")
         if not 1 <= self.levels < 2**15:
             raise ConfigError(f"levels must be in 1..32767, got {self.levels}")
 

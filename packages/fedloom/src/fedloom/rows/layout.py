@@ -64,7 +64,8 @@ class Layout:
         parameters = trainable(module)
         if not parameters and any(True for _ in module.parameters()):
             raise LayoutError(
-                f"no parameter of {type(module).__name__} trains: all have requires_grad = False; free some"
+                f"no parameter of {type(module).__name__} can be trained: all have requires_grad = "
+                "False. Set requires_grad = True for some"
             )
         return cls(tuple(parameters), tuple(p.shape for p in parameters.values()))
 
@@ -90,7 +91,7 @@ class Layout:
         parameters = trainable(module)
         got = {name: tuple(p.shape) for name, p in parameters.items()}
         if got != {name: tuple(shape) for name, shape in zip(self.names, self.shapes, strict=True)}:
-            raise LayoutError(f"module {type(module).__name__} has parameters {got}, not those of this {self!r}")
+            raise LayoutError(f"module {type(module).__name__} has the parameters {got}, but the layout is {self!r}")
         return [parameters[name] for name in self.names]
 
     # -------------------------------------------------------------------------------------------------- row <-> tree
@@ -124,7 +125,7 @@ class Layout:
             LayoutError: the last dimension of the rows is not d.
         """
         if rows.dim() == 0 or rows.shape[-1] != self.d:
-            raise LayoutError(f"rows of this model are [..., {self.d}], got {list(rows.shape)}")
+            raise LayoutError(f"rows of this model must be [..., {self.d}], got {list(rows.shape)}")
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -223,7 +224,7 @@ class Layout:
                 isinstance(n, str) and all(type(k) is int and 0 <= k < 2**48 for k in shape) for n, shape in entries
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise LayoutError(f"no readable layout in the header (keys {sorted(header)}): {error!r}") from error
+            raise LayoutError(f"the header contains no readable layout (keys {sorted(header)}): {error!r}") from error
         if not good:
             raise LayoutError(f"the layout in the header is damaged: {header['layout'][:80]!r}")
         return cls(tuple(name for name, _ in entries), tuple(Size(shape) for _, shape in entries))

@@ -34,7 +34,8 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
     """If the head ``[d]`` is the whole model, return a sentence that names the resulting method."""
     sentence = (
-        f"{method} on a model that is all head is {equal}: take a model with a hidden layer, or name a smaller head"
+        f"{method} on a model that consists only of the head is {equal}. Use a model with a hidden "
+        "layer, or name a smaller head"
     )
     return [sentence] if bool(head.all()) else []
 

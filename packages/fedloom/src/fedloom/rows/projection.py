@@ -47,7 +47,7 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
     if matrix is not None:
         if k is None:
             raise ConfigError(
-                "projection and dim = None contradict each other: dim = None is the identity; leave one out"
+                "projection and dim = None contradict each other: dim = None is the identity. Leave one out"
             )
         if matrix.shape != (k, like.shape[-1]):
             raise ConfigError(f"projection must be [{k}, {like.shape[-1]}] (dim, parameters), got {[*matrix.shape]}")

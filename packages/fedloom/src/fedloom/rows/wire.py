@@ -49,7 +49,7 @@ class Codec:
     def __post_init__(self) -> None:
         for name, field in self.fields.items():
             if not 1 <= len(name.encode()) <= 255:
-                raise ConfigError(f"a field name has 1 to 255 bytes, got {name[:20]!r}")
+                raise ConfigError(f"a field name must have 1 to 255 bytes, got {name[:20]!r}")
             if field.layout not in (None, self.layout):
                 raise ConfigError(f"field {name!r} has the layout of another model")
 
@@ -98,26 +98,31 @@ class Codec:
         """
         data = memoryview(message).cast("B")
         if len(data) < WIRE_HEADER.size:
-            raise WireError(f"a message has at least {WIRE_HEADER.size} bytes, got {len(data)}")
+            raise WireError(f"a message must have at least {WIRE_HEADER.size} bytes, got {len(data)}")
         magic, version, count, fingerprint, crc = WIRE_HEADER.unpack(data[: WIRE_HEADER.size])
         if magic != WIRE_MAGIC:
             raise WireError(f"not a fedloom message: it starts with {magic!r}")
         if version != WIRE_VERSION:
             raise WireError(
-                f"message of format version {version}, this end speaks {WIRE_VERSION}; use the same release at both"
+                f"message of format version {version}, but this side uses {WIRE_VERSION}. Install the "
+                "same release on both sides"
             )
         if fingerprint != self._fingerprint:
-            raise WireError(f"message about another model: layout {fingerprint.hex()}, here {self.layout.fingerprint}")
+            raise WireError(
+                f"the message belongs to another model: layout {fingerprint.hex()}, here {self.layout.fingerprint}"
+            )
         if count != len(self.fields):
-            raise WireError(f"message with {count} fields, {len(self.fields)} are expected: {', '.join(self.fields)}")
+            raise WireError(
+                f"the message contains {count} fields, but {len(self.fields)} are expected: {', '.join(self.fields)}"
+            )
         if zlib.crc32(data[WIRE_HEADER.size :]) != crc:
-            raise WireError("damaged message: the checksum does not match")
+            raise WireError("the message is damaged: its checksum does not match")
         at, plan = WIRE_HEADER.size, []
         for name, field in self.fields.items():
             kind, length, at = self._read(data, at, name, field)
             plan.append((name, field, kind, length))
         if at + sum(length for *_, length in plan) != len(data):
-            raise WireError(f"the payloads end at byte {at + sum(p[-1] for p in plan)}, the message at {len(data)}")
+            raise WireError(f"the payloads end at byte {at + sum(p[-1] for p in plan)}, but the message at {len(data)}")
         values = {}
         for name, field, kind, length in plan:
             x = ENCODINGS[kind].unpack(field, data[at : at + length])
@@ -173,7 +178,7 @@ class Codec:
 
     def _names(self, values: Mapping[str, Tensor]) -> None:
         if set(values) != set(self.fields):
-            raise WireError(f"a message has the fields {sorted(self.fields)}, got {sorted(values)}")
+            raise WireError(f"a message must contain the fields {sorted(self.fields)}, got {sorted(values)}")
 
     def _descriptor(self, name: str, kind: str) -> bytes:
         field, text = self.fields[name], name.encode()
@@ -198,7 +203,8 @@ class Codec:
                     raise WireError(f"field {name!r} ({kind}, {field.n} scalars) cannot be {length} bytes long")
                 return kind, length, end
         raise WireError(
-            f"field {name!r} must be {list(field.shape)} {field.dtype} {field.encoding}; the message has another"
+            f"field {name!r} must be {list(field.shape)} {field.dtype} {field.encoding}, but the "
+            "message contains another form"
         )
 
 

@@ -49,7 +49,7 @@ class Stated(Devices, ABC):
     up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
     down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
     latency: float = Field(0.05, ge=0, description="seconds of delay of every message")
-    present: float = Field(1.0, gt=0, le=1, description="share of every period in which a client is present")
+    present: float = Field(1.0, gt=0, le=1, description="fraction of every period in which a client is present")
     period: float = Field(
         86400.0, gt=0, description="seconds of a period. Each client's presence begins at its own time"
     )
@@ -111,7 +111,7 @@ class LogNormal(Stated):
 class DeviceClass(Value):
     """Devices of one class."""
 
-    share: float = Field(gt=0, le=1, description="share of the clients with such a device. All shares sum to 1")
+    share: float = Field(gt=0, le=1, description="fraction of the clients with such a device. All fractions sum to 1")
     speed: float = Field(100.0, gt=0, description="training samples per second")
     up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
     down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
@@ -169,7 +169,10 @@ class Trace(Devices):
     kind: ClassVar[str] = "trace"
     file: str = Field(description="Parquet or CSV file (also .csv.gz) with the columns client, speed, up, down")
     period: float | None = Field(None, gt=0, description="seconds after which the intervals repeat (default: never)")
-    draw: bool = Field(False, description="draw the clients' devices from a larger file at random. Otherwise by number")
+    draw: bool = Field(
+        False,
+        description="draw the clients' devices from a larger file at random. Otherwise they are matched by number",
+    )
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -183,7 +186,7 @@ class Trace(Devices):
         rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):
             cure = "give a row for each, or fewer clients" if len(rows) < n else "set devices.draw = true to draw them"
-            raise ConfigError(f"devices.file {self.file} has {len(rows)} devices for {n} clients; {cure}")
+            raise ConfigError(f"devices.file {self.file} lists {len(rows)} devices for {n} clients; {cure}")
         chosen = list(rows)
         if self.draw:
             order = torch.randperm(len(rows), generator=generator(seed, purpose=("devices", "trace")))[:n]
@@ -191,8 +194,9 @@ class Trace(Devices):
         elif chosen != list(range(n)):
             strange = next(client for k, client in enumerate(chosen) if client != k)
             raise ConfigError(
-                f"devices.file {self.file}: client must count from 0 to {n - 1}, got {strange} and not "
-                f"{chosen.index(strange)}; number the clients anew, or set devices.draw = true"
+                f"devices.file {self.file}: client must be numbered from 0 to {n - 1}, got {strange} "
+                f"instead of {chosen.index(strange)}. Number the clients anew, or set devices.draw = "
+                "true"
             )
         devices = [rows[client] for client in chosen]
         names = tuple(sorted({device.name for device in devices}))

@@ -34,7 +34,8 @@ class Deadline(Schedule):
     kind: ClassVar[str] = "deadline"
     seconds: float = Field(gt=0, description="longest round, in simulated seconds")
     partial: bool = Field(
-        False, description="clients take as many steps as time allows. For methods that can weight partial work"
+        False,
+        description="let clients take as many steps as time allows. Only for methods that can weight partial work",
     )
 
 
@@ -45,7 +46,7 @@ class OverSelection(Schedule):
     """
 
     kind: ClassVar[str] = "over-selection"
-    factor: float = Field(1.3, ge=1, description="drawn clients per used upload")
+    factor: float = Field(1.3, ge=1, description="number of drawn clients per used upload")
 
     def enough(self, m: int) -> int:
         """Return the number of uploads that are used of ``m`` clients."""
@@ -64,12 +65,14 @@ class Stream(Schedule, ABC):
         None, ge=1, description="clients that train at the same time (default: as many as the sampler draws)"
     )
     discount: Literal["polynomial", "hinge", "none"] = Field(
-        "polynomial", description="(1 + s)^-power of the staleness s. 1 up to hinge, then 1 / (power (s - hinge) + 1)"
+        "polynomial",
+        description="discount of an upload with staleness s. polynomial: (1 + s)^-power. hinge: 1 up to hinge, "
+        "then 1 / (power (s - hinge) + 1)",
     )
     power: float = Field(0.5, ge=0, description="decay rate of the factor")
     hinge: int = Field(4, ge=0, description="staleness without a discount, with discount = 'hinge'")
     timeout: float | None = Field(
-        None, gt=0, description="seconds after which a silent client is given up (default: never)"
+        None, gt=0, description="seconds after which fedloom gives up a silent client (default: never)"
     )
 
     needs: ClassVar[Mapping[str, str]] = {"hinge": "discount hinge"}
@@ -101,7 +104,7 @@ class Buffered(Stream):
     """FedBuff: a server step takes the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
 
     kind: ClassVar[str] = "buffered"
-    buffer: int = Field(10, ge=1, description="K, uploads of a step (default: at most all clients)")
+    buffer: int = Field(10, ge=1, description="K, number of uploads of a step (default: at most all clients)")
 
     @property
     def size(self) -> int:

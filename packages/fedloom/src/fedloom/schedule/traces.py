@@ -64,18 +64,18 @@ def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
         table = parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
     except FileNotFoundError:
         raise DataError(
-            f"devices.file {path} is not there (looked for at {path.absolute()}); correct the path"
+            f"devices.file {path} does not exist (looked for at {path.absolute()}). Correct the path"
         ) from None
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"devices.file {path} cannot be read: {str(error).splitlines()[0]}") from None
     has = table.column_names
     if missing := [name for name in TRACE_COLUMNS if name not in has]:
-        raise DataError(f"devices.file {path} lacks the columns {missing}; it has {has}")
+        raise DataError(f"devices.file {path} lacks the columns {missing}. Its columns: {has}")
     if ("start" in has) != ("end" in has):
-        raise DataError(f"devices.file {path} has one of the columns start and end; give both, or none")
+        raise DataError(f"devices.file {path} contains only one of the columns start and end. Give both, or neither")
     allowed = (*TRACE_COLUMNS, "latency", "start", "end", "class")
     if twice := [name for name, count in Counter(has).items() if count > 1 and name in allowed]:
-        raise DataError(f"devices.file {path} has the column {twice[0]} {has.count(twice[0])} times; keep one")
+        raise DataError(f"devices.file {path} contains the column {twice[0]} {has.count(twice[0])} times. Keep one")
     columns = {"latency": np.zeros(len(table)), **dict.fromkeys(("start", "end"), np.full(len(table), math.nan))}
     for name in allowed[:-1]:
         if name in has:
@@ -93,7 +93,7 @@ def _numbers(path: Path, name: str, column: Any) -> Column:
         numbers: Column = column.cast(pa.float64()).to_numpy()
     except pa.ArrowException:
         some = next((str(x) for x in column.to_pylist() if not isinstance(x, int | float | None)), "")
-        raise DataError(f"devices.file {path}: column {name} must hold numbers, got {some[:40]!r}") from None
+        raise DataError(f"devices.file {path}: column {name} must contain numbers, got {some[:40]!r}") from None
     return numbers
 
 
@@ -109,7 +109,7 @@ def _check_rows(path: Path, columns: dict[str, Column]) -> None:
 
     client = columns["client"]
     if (k := first(~((client >= 0) & (client == np.floor(client)) & np.isfinite(client)))) is not None:
-        _refuse(path, k, f"client must be a whole number from 0, got {_cell(client[k])}")
+        _refuse(path, k, f"client must be a whole number of at least 0, got {_cell(client[k])}")
     for name, bound in TRACE_BOUNDS.items():
         column = columns[name]
         good = np.isfinite(column) & (column > 0 if bound == "above 0" else column >= 0)
@@ -117,7 +117,7 @@ def _check_rows(path: Path, columns: dict[str, Column]) -> None:
             _refuse(path, k, f"{name} must be a number {bound}, got {_cell(column[k])}")
     starts, ends = columns["start"], columns["end"]
     if (k := first(np.isnan(starts) != np.isnan(ends))) is not None:
-        _refuse(path, k, f"start and end must both be there or both be empty, got {_cell(starts[k])}, {_cell(ends[k])}")
+        _refuse(path, k, f"start and end must both be given or both be empty, got {_cell(starts[k])}, {_cell(ends[k])}")
 
 
 def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Column], names: list[str]) -> None:
@@ -132,7 +132,7 @@ def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Colu
         one, other = ([*(columns[name][r] for name in TRACE_BOUNDS), names[r]] for r in (before, k))
         if one != other:
             what = [*TRACE_BOUNDS, "class"][next(j for j in range(5) if one[j] != other[j])]
-            _refuse(path, k, f"client {client} has another {what} than in row {before + 1}; a client is one device")
+            _refuse(path, k, f"client {client} has another {what} than in row {before + 1}. A client is one device")
 
 
 def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Column], period: float) -> None:
@@ -140,16 +140,16 @@ def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Co
     previous = (-1, 0.0)
     for k in order[~np.isnan(columns["start"][order])].tolist():
         client, start, end = int(columns["client"][k]), float(columns["start"][k]), float(columns["end"][k])
-        span = f"client {client} is there in [{start:g}, {end:g}) s"
+        span = f"client {client} is present in [{start:g}, {end:g}) s"
         if not start < end:
             _refuse(path, k, f"{span}; end must be after start")
         if start < 0:
-            _refuse(path, k, f"{span}; start must be at least 0")
+            _refuse(path, k, f"{span}. Start must be at least 0")
         if end > period:
-            cure = f"within devices.period = {period:g}; split an interval at its end into two rows"
+            cure = f"within devices.period = {period:g}. Split an interval at its end into two rows"
             _refuse(path, k, f"{span}, which must be {cure}")
         if previous[0] == client and start < previous[1]:
-            _refuse(path, k, f"{span}, and until {previous[1]:g} s by an earlier interval; join those that overlap")
+            _refuse(path, k, f"{span}, and until {previous[1]:g} s by an earlier interval. Join those that overlap")
         previous = client, end
 
 

@@ -137,8 +137,8 @@ def check_file_digest(path: Path) -> None:
         if digest.hexdigest() == recorded:
             return
     raise LayoutError(
-        f"{path} is damaged: its content does not match its SHA-256; where it is of a run directory, "
-        "run the experiment again to write it anew"
+        f"{path} is damaged: its content does not match its SHA-256. If it belongs to a run "
+        "directory, run the experiment again to write it anew"
     )
 
 
@@ -232,11 +232,11 @@ class Checkpoints:
                 before = self._update_numbers(body["meta"].get("numbers") or {})
                 changed = find_difference(before, json.loads(json.dumps(numbers))) if before and numbers else ""
                 changed = changed or (
-                    f"its fingerprint is {body['fingerprint']}, that of this one {fingerprint}, so code or data differ"
+                    f"its fingerprint is {body['fingerprint']}, but this run has {fingerprint}, so code or data differ"
                 )
                 raise RunDirError(
-                    f"{self.folder} holds checkpoints of another run: {changed}; choose another --out folder, or start "
-                    "anew with --force"
+                    f"{self.folder} contains checkpoints of another run: {changed}. Choose another "
+                    "--out folder, or start anew with --force"
                 )
             return Loaded(generation, tensors, body["meta"], warnings)
         if warnings:

@@ -173,8 +173,9 @@ class Claims:
             holder = self.claimant(unit)
             if holder is not None and not holder.ended:
                 raise RunDirError(
-                    f"{self.folder.parent}: process {holder.pid} on {holder.host} joined for {unit}, and may still "
-                    "work; join too (--join), which takes over what has died"
+                    f"{self.folder.parent}: process {holder.pid} on {holder.host} joined for {unit}, "
+                    "and may still work. Join too (--join), which takes over the work of ended "
+                    "processes"
                 )
 
     def forget(self) -> None:

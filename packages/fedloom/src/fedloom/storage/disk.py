@@ -51,7 +51,7 @@ def regular(path: Path) -> Path:
     except FileNotFoundError:
         return path
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return path
 
 

@@ -35,7 +35,7 @@ MAX_OPEN_ATTEMPTS = 100
 
 def explained(path: Path) -> AbstractContextManager[None]:
     """Within the block, convert a failed write into a `CheckpointError`."""
-    return explain_os_error(path, "what was saved before is", "run the same command again to go on")
+    return explain_os_error(path, "Earlier results are intact", "run the same command again")
 
 
 class Sink(io.RawIOBase):
@@ -116,8 +116,8 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
         link = next((path for path in (place, *inside) if path.is_symlink()), None)
         if link is not None:
             raise RunDirError(
-                f"{link} is a link, and files would be written and deleted where it leads; remove it, or choose "
-                "another --out"
+                f"{link} is a link, and fedloom would write and delete files in its target. Remove "
+                "it, or choose another --out"
             )
 
 
@@ -136,7 +136,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
     """
     with explained(path):
         if path.is_dir():
-            raise CheckpointError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
+            raise CheckpointError(f"{path} is a folder, not a file. Give the name of a file, as {path / 'NAME'}")
         temporary = draft_of(path)
         with _draft(temporary) as fd:
             if callable(content):
@@ -267,7 +267,7 @@ class RowFile:
         self.path = path
         with explained(path):
             if not new and (not path.exists() or path.stat().st_size != length):
-                raise DamagedCheckpoint(f"{path} is missing or has not its {length} bytes")
+                raise DamagedCheckpoint(f"{path} is missing or is shorter than {length} bytes")
             self._fd = disk.open_file(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if new else 0))
             self._close = weakref.finalize(self, os.close, self._fd)
             if new:
@@ -280,7 +280,7 @@ class RowFile:
         while into:
             done = os.preadv(self._fd, into, at)
             if done == 0:
-                raise DamagedCheckpoint(f"{self.path} is cut short: no byte {at}")
+                raise DamagedCheckpoint(f"{self.path} is truncated: it ends before byte {at}")
             into, at = _remaining_buffers(into, done), at + done
 
     def write(self, pieces: Iterable[tuple[Sequence[memoryview], int]]) -> None:

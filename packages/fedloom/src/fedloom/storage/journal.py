@@ -166,8 +166,8 @@ class Journal:
         linked = all(b.previous == a.generation for a, b in pairwise(headers))
         if not headers or headers[0].generation != generation or not linked:
             raise DamagedCheckpoint(
-                f"{self._folder}: the clients' rows of checkpoint {generation} cannot be brought back, since the "
-                f"journals there are of {self.generations() or 'no checkpoint'}"
+                f"{self._folder}: the clients' rows of checkpoint {generation} cannot be restored, "
+                f"because the journals belong to {self.generations() or 'no checkpoint'}"
             )
         return headers
 
@@ -234,8 +234,8 @@ class Journal:
         values = json.loads(text)
         if values["layout"] != self._layout:
             raise RunDirError(
-                f"{path} keeps the clients' rows of another experiment: {values['layout']}, this one has "
-                f"{self._layout}; choose another --out folder, or start anew with --force"
+                f"{path} contains the clients' rows of another experiment: {values['layout']}, but "
+                f"this one has {self._layout}. Choose another --out folder, or start anew with --force"
             )
         occupied = torch.frombuffer(bytearray(base64.b64decode(values["seen"])), dtype=torch.bool)
         tag = bytes.fromhex(values["tag"])

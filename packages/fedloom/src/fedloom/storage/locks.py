@@ -69,8 +69,9 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
         return False
     except OSError as error:
         raise RunDirError(
-            f"{path} cannot be locked ({error.strerror}): its disk has no file locks, and two processes could write "
-            "there at once; choose a folder on a local disk, or have file locks turned on for this one"
+            f"{path} cannot be locked ({error.strerror}): its disk does not support file locks, so "
+            "two processes could write at once. Choose a folder on a local disk, or turn file locks "
+            "on for this disk"
         ) from error
     return True
 
@@ -111,11 +112,13 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
         pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").partition(" ")
         alive = host != socket.gethostname() or _alive(int(pid))
         if (time.monotonic() > end or (pid and alive)) and _is_held(fd):
-            what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but not all of its workers")
-            cure = "wait for it, or start both so that they join" if joins else "wait for it, or choose another folder"
+            what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but some of its workers have not")
+            cure = "wait for it, or start both with --join" if joins else "wait for it, or choose another folder"
             raise RunDirError(f"{path.parent} is in use by {what}; {cure}")
         if time.monotonic() > end:
-            raise RunDirError(f"{path.parent} is in use by processes that joined; join them (--join), or wait for them")
+            raise RunDirError(
+                f"{path.parent} is in use by processes that joined. Join them (--join), or wait for their end"
+            )
         time.sleep(0.02)
 
 

@@ -297,8 +297,9 @@ class Store(Generic[T]):
         got = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
         if got != expected:
             raise CheckpointError(
-                f"the checkpoint's client rows are {got or 'in files'}, those of this run {expected or 'in files'}; "
-                "run with the settings of before, or start anew with --force"
+                f"the client rows of the checkpoint are {got or 'in files'}, but those of this run "
+                f"are {expected or 'in files'}. Run with the earlier settings, or start anew with "
+                "--force"
             )
         if state:
             self.occupied.copy_(state["seen"])

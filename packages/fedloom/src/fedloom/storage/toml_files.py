@@ -27,7 +27,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     """
     if path.exists() and not path.is_file():
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
-        raise ConfigError(f"cannot read the {what} {path}: it {kind}; give the path of a TOML file")
+        raise ConfigError(f"cannot read the {what} {path}: it {kind}. Give the path of a TOML file")
     return document_of(content_of(path, f"the {what}", "give the path of a TOML file"), path)
 
 
@@ -43,12 +43,12 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
             raise RecursionError
         return document
     except RecursionError:
-        raise ConfigError(f"{path} is not read: its arrays or tables are nested too deeply") from None
+        raise ConfigError(f"{path} cannot be read: its arrays or tables are nested too deeply") from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path} is not a TOML file: line {line} is not text in UTF-8; save it as UTF-8") from None
+        raise ConfigError(f"{path} is not a TOML file: line {line} is not text in UTF-8. Save it as UTF-8") from None
     except ValueError as error:  # of TOML, or of a number with thousands of digits
-        fault = str(error).replace("Cannot overwrite a value", "A key is given twice; leave one of them out")
+        fault = str(error).replace("Cannot overwrite a value", "A key is given twice. Leave one of them out")
         fault = re.sub(r"Cannot declare \((.+?),?\) twice", _repeated, fault)
         raise ConfigError(f"{path} is not a TOML file: {fault}") from None
 
@@ -56,7 +56,7 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
 def _repeated(heading: re.Match[str]) -> str:
     """Describe the error of a table with two headings, and its fix."""
     name = ".".join(heading[1].replace("'", "").split(", "))
-    return f"The table [{name}] is given twice; write all its keys under one heading"
+    return f"The table [{name}] is given twice. Write all its keys under one heading"
 
 
 def _is_shallow(document: Mapping[str, object]) -> bool:

@@ -102,23 +102,23 @@ class Chosen:
         for name in named:
             if name not in (*measured, *base.further):
                 raise ConfigError(
-                    f"task.metrics: {name!r} is not defined for a {type(base).__name__.lower()}; allowed: "
-                    f"{', '.join((*measured, *base.further))}"
+                    f"task.metrics: {name!r} is not defined for a {type(base).__name__.lower()}. "
+                    f"Allowed: {', '.join((*measured, *base.further))}"
                 )
         own_names = [m.short for m in objective.metrics if isinstance(m, Function)]
         twice = next((name for name in own_names if own_names.count(name) > 1), None)
         if twice:
-            raise ConfigError(f"task.metrics: two metrics are called {twice!r}; rename one function")
+            raise ConfigError(f"task.metrics: two metrics are called {twice!r}. Rename one function")
         _check_weights(objective.class_weights, () if isinstance(base, MultiLabel) else classes)
         if objective.calibrate and not isinstance(base, Binary):
             raise ConfigError(
-                "task.calibrate is of binary tasks only",
+                "task.calibrate works only for binary tasks",
                 rule="calibrate-needs-two-classes",
                 fix="leave {task.calibrate} out",
             )
         if objective.horizon is not None and not isinstance(base, Survival):
             raise ConfigError(
-                "task.horizon is of survival tasks only",
+                "task.horizon works only for survival tasks",
                 rule="horizon-needs-survival",
                 fix="leave {task.horizon} out, or name the event column in {data.event}",
             )
@@ -206,7 +206,7 @@ def _blank(base: Base) -> Tensor:
 def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
     if weights is not None and not classes:
         raise ConfigError(
-            "task.class_weights needs classes, and this task has none",
+            "task.class_weights needs classes, but this task has no classes",
             rule="class-weights-need-classes",
             fix="leave {task.class_weights} out",
         )
@@ -216,7 +216,7 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
                 raise unknown("class", name, classes, "task.class_weights")
     elif isinstance(weights, tuple) and len(weights) != len(classes):
         raise ConfigError(
-            f"task.class_weights has {len(weights)} numbers for {len(classes)} classes ({', '.join(classes[:8])})",
+            f"task.class_weights contains {len(weights)} numbers for {len(classes)} classes ({', '.join(classes[:8])})",
             rule="class-weights-of-other-classes",
             fix="give {task.class_weights} one number per class, in this order",
         )
@@ -245,7 +245,7 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 @lru_cache(maxsize=64)
 def _warn_of_metric(_name: str, sentence: str) -> None:
     """Log once per process that a metric is not a number."""
-    TASK_LOG.warning("%s; it is nan there, and the run goes on", sentence)
+    TASK_LOG.warning("%s. The value is NaN there, and the run continues", sentence)
 
 
 def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
@@ -260,16 +260,16 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
         size = getattr(value, "shape", ())
         if len(size):
             raise CodeError(
-                f"{what} {scorer.display_name!r} must return one number for a batch, got shape {[*size]}; reduce it, "
-                "to its mean for one"
+                f"{what} {scorer.display_name!r} must return one number for a batch, got shape "
+                f"{[*size]}. Reduce it, for example to its mean"
             )
         return float(value)
     except FedloomError:
         raise
     except Exception as error:
-        cure = "; it is called with (outputs, targets)"
+        cure = ". It is called with (outputs, targets)"
         if output.shape == (len(y), 1) and y.ndim == 1:
-            cure += ", logits and classes here: it may need outputs.squeeze(1) and targets.float()"
+            cure += ", here logits and classes. It may need outputs.squeeze(1) and targets.float()"
         raise CodeError(
             f"{what} {scorer.display_name!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: "
             f"{cause_of(error)}{cure}"

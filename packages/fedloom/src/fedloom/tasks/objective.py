@@ -26,11 +26,14 @@ def _metric(choice: object) -> str | Function:
     measure = function(choice, "metric")
     if measure.short in METRICS:
         raise ValueError(
-            f"metric {measure.short!r} has the name of a metric of fedloom: give the name {measure.short!r} for the "
-            f"metric of fedloom, or call your function by another name, such as my_{measure.short}"
+            f"metric {measure.short!r} has the name of a metric of fedloom. Give the name "
+            f"{measure.short!r} for the metric of fedloom, or rename your function, for example "
+            f"my_{measure.short}"
         )
     if not measure.short.isidentifier():
-        raise ValueError(f"metric {measure.short!r} has no name: write it as a function with one, def my_metric(...)")
+        raise ValueError(
+            f"metric {measure.short!r} has no name. Define it as a function with a name, def my_metric(...)"
+        )
     return measure
 
 
@@ -114,8 +117,9 @@ class Objective(Value):
         if self.class_weights is None or self.calibrate:
             return []
         return [
-            "class_weights raise the probabilities of rare classes above their shares: AUROC and recall hold, "
-            "probabilities and calibration do not; [task] calibrate = true mends them on validation"
+            "class_weights raise the probabilities of rare classes above their true values. AUROC "
+            "and recall remain valid, but probabilities and calibration do not. Set [task] calibrate "
+            "= true to correct them on validation data"
         ]
 
     @property

@@ -206,7 +206,7 @@ ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     finishes: "return None from question when the analysis is done",
     declared: "list every question with its fields and their dimensions in `questions`",
     pure: "clone before an in-place operation, and draw nothing",
-    union: "answer with sums over rows; divide in step, where the total is known",
+    union: "answer with sums over rows. Divide in step, where the total is known",
     rows_in_any_order: "answer with sums over rows, whatever their order",
     clients_in_any_order: "depend on nothing but the total and the public terms",
     nothing_of_no_rows: "start from zeros of the full length, and add rows",
@@ -236,7 +236,7 @@ def check_analysis(
     check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
     schema, rows, _ = clients_of(clients, analysis)
     if len(rows) < 2:
-        raise ConfigError("laws of sums need two clients at least; give a federation or a mapping of clients")
+        raise ConfigError("the laws of sums need at least two clients. Give a federation or a mapping of clients")
     members = tuple(rows.values())
     terms = AnalysisTerms(schema, torch.tensor([len(client) for client in members]), rules or Rules())
     terms = replace(terms, published=tuple(analysis.publish(client, terms) for client in members))

@@ -60,7 +60,7 @@ class AttackScene(NamedTuple):
         names = {name: (value,) if isinstance(value, str) else () for name, value in columns.items()}
         x = torch.rand(5, *([len(names)] if names else [1, 8, 8]), generator=g, dtype=self.base.dtype)
         before, got = x.clone(), self.attack.stamp(x, names)
-        agree(x, before, "stamp changed its argument; clone it first")
+        agree(x, before, "stamp changed its argument. Clone it first")
         return x, got
 
     def results(self) -> tuple[Tensor, ...]:

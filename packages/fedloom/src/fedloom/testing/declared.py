@@ -124,8 +124,8 @@ def bases(s: Subject) -> None:
             changes = [t - name_tensors(states[0].server)[n] for n, t in name_tensors(states[-1].server).items()]
             demand(
                 any(locate_difference(t, want, TIGHT_TOLERANCE) is None for t in changes),
-                f"no field of the server is the mean by shares over all clients of {kind.base}, which {name} adds up; "
-                f"add {name} times ctx.part",
+                f"no field of the server is the mean by shares over all clients of {kind.base}, which {name} adds up. "
+                f"Add {name} times ctx.part",
             )
     sums = [name for name, kind in fields.items() if kind.accumulates]
     if sums and not any(fields[name].primary for name in sums):

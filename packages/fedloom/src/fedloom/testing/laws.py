@@ -213,7 +213,7 @@ LAW_HINTS = {
     "arguments_unmodified": "clone before an in-place operation, or make a new tensor",
     "no_state": "keep nothing on self: what a later round needs belongs in rows or in the server's state",
     "dropped_is_not_sampled": "let the server read the accepted cohort only: up, ctx.ids, ctx.m and ctx.part",
-    "bases": "send new - old of what base names; let the server add what accumulates times ctx.part",
+    "bases": "send new - old of what base names. Let the server add what accumulates times ctx.part",
     "parts": "let the server read the coordinates of a field's part only",
     "kept_rows": "set mixes = True if down reads the kept rows",
     "idle_is_finite": "divide by work.steps.clamp(min=1), or take where_moved(work, new, old)",
@@ -296,7 +296,7 @@ def check_algorithm(
         raise ConfigError(f"algorithm must be a method such as fl.algorithms.FedAvg(), got {algorithm!r:.80}")
     module = layout if isinstance(layout, nn.Module) else None
     if shape is not None and module is None:
-        raise ConfigError("shape is that of the samples of a module; give layout=MODULE too")
+        raise ConfigError("shape belongs to the samples of a module. Give layout=MODULE too")
     names = layout if isinstance(layout, Layout) else TOY_LAYOUT if module is None else Layout.create(module)
     for law in laws_of(algorithm, without):
         check_law(law, algorithm, weigher, names)

@@ -198,7 +198,7 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
             raise
         hold(PARTITION_LAWS, case, partition, Partition, without, f" on {where}")
     if len(refusals) == len(cases):
-        raise ConfigError(f"{partition!r} refuses every data set: {'; '.join(refusals)}; give data=, one that it takes")
+        raise ConfigError(f"{partition!r} rejects every data set: {'; '.join(refusals)}. Give a suitable one as data=")
 
 
 @cache

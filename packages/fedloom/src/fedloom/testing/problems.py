@@ -195,7 +195,7 @@ class Problem:
             if torch.linalg.vector_norm(new - x) < 1e-15 * (1 + torch.linalg.vector_norm(x)):
                 return new
             x = new
-        raise AssertionError(f"the reference solver did not settle on the {penalty} problem")
+        raise AssertionError(f"the reference solver did not converge on the {penalty} problem")
 
 
 def shrunk(x: Tensor, penalty: Penalty, t: Tensor | float, layout: Layout) -> Tensor:

@@ -117,7 +117,7 @@ def generators_untouched() -> Iterator[None]:
     before = _global_states()
     yield
     for name, state in _global_states().items():
-        demand(state == before[name], f"the global generator of {name} was used; take the generators that are given")
+        demand(state == before[name], f"the global generator of {name} was used. Take the generators that are given")
 
 
 def _global_states() -> dict[str, Any]:

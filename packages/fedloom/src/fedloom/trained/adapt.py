@@ -44,6 +44,10 @@ class ServerSide(NamedTuple):
     seed: int
 
 
+MAX_ROUNDS = 10_000_000
+"""Largest number of client steps of a new client."""
+
+
 def has_personal(algorithm: Algorithm) -> bool:
     """Return whether a method has personal models."""
     return type(algorithm).personal is not Algorithm.personal
@@ -69,10 +73,10 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     algorithm, t, n = side.algorithm, side.round, len(side.weight)
     if not has_personal(algorithm):
         raise ConfigError(f"{type(algorithm).__name__} has no personal models: every client uses its global model")
-    if rounds < 1:
-        raise ConfigError(f"rounds must be at least 1, got {rounds}")
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= MAX_ROUNDS:
+        raise ConfigError(f"rounds must be a whole number from 1 to {MAX_ROUNDS:,}, got {rounds!r:.80}")
     if side.local.lr_at(t + rounds) == 0:
-        raise ConfigError(f"the step size is 0 in round {t + rounds} by the run's schedule; give lr")
+        raise ConfigError(f"the learning rate is 0 in round {t + rounds} by the run's schedule. Give lr")
     fed = fed.to(dtype=recipe.dtype)
     module = recipe.build()
     oracle = make_oracle(module, task_of(fed.data, recipe.objective), fed)
@@ -103,7 +107,9 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
         raise ClientError("adapting", t + rounds, [n], cause_of(error)) from error
     assert row is not None
     if not bool(row.isfinite().all()):
-        raise ClientError("adapting", t + rounds, [n], "its model is not finite; use a smaller lr or fewer rounds")
+        raise ClientError(
+            "adapting", t + rounds, [n], "the adapted model is not finite. Use a smaller lr or fewer rounds"
+        )
     return row[0], oracle
 
 

@@ -81,7 +81,7 @@ def export_model(
     check_threshold(model.recipe.facts, threshold)
     if threshold is not None and format != "onnx":
         raise ConfigError(
-            f"{format} holds no class that a threshold could decide; export to onnx, or decide by the probabilities"
+            f"{format} contains no class that a threshold could decide. Export to onnx, or decide by the probabilities"
         )
     path = check_model_file(path, format, force=force)
     module, ranks = merge_adapters(model.module()), dict[str, int]()
@@ -105,7 +105,7 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
         return ""
-    how = "--threshold gives another to onnx" if threshold is None else "from --threshold"
+    how = "--threshold sets another one for onnx" if threshold is None else "from --threshold"
     return f"class {facts.classes[1]!r} from a probability of {0.5 if threshold is None else threshold:g} on; {how}"
 
 
@@ -124,7 +124,9 @@ def units(model: Model, factors: Factors | None) -> str:
         several = isinstance(factor, Mapping) and not client
         if column in columns and (several or number != 1):
             parts.append(f"{column} by {'the factor of its client' if several else format(number, 'g')}")
-    return f"numbers are taken in the agreed units: multiply {', '.join(parts)} first, as predict does" if parts else ""
+    return (
+        f"numbers are expected in the agreed units. First multiply {', '.join(parts)}, as predict does" if parts else ""
+    )
 
 
 class Program:
@@ -145,7 +147,7 @@ class Program:
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
             self.facts = InputSpec.model_validate_json(extra[FACTS_FILE])
         except Exception as error:  # a file from elsewhere may break torch in any way
-            raise LayoutError(f"{path}: no model exported for torch ({cause_of(error)})") from None
+            raise LayoutError(f"{path}: not a model exported for torch ({cause_of(error)})") from None
         self.module = program.module()
 
     @torch.no_grad()
@@ -158,8 +160,9 @@ class Program:
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
             raise DataError(
-                "rows: the program takes bytes (uint8) only, got floats; give (x * 255).round().astype('uint8'), or "
-                "predict by the model that it was made of, which takes floats from 0 to 1 too"
+                "rows: the program accepts only bytes (uint8), got floats. Give (x * "
+                "255).round().astype('uint8'), or predict with the original model, which also "
+                "accepts floats from 0 to 1"
             )
         outputs: NDArray[np.float64] = self.module(x).numpy()
         return outputs
@@ -202,7 +205,8 @@ def _quietly() -> Iterator[None]:
         while root.__cause__ is not None:
             root = root.__cause__
         raise ConfigError(
-            f"this model makes no graph ({cause_of(root).splitlines()[0]}); safetensors holds its parameters"
+            f"this model cannot be exported as a graph ({cause_of(root).splitlines()[0]}). Use "
+            "safetensors, which stores its parameters"
         ) from error
 
 

@@ -129,7 +129,7 @@ class Model:
         facts = self.recipe.facts
         if facts.table is not None and self.fitted is None:
             raise ConfigError(
-                "columns were scaled at each client on its own, and this model has no scaling; give a client, or adapt"
+                "each client scaled its columns by itself, and this model has no scaling. Give a client, or use adapt"
             )
         return RawModel(
             self.module() if module is None else module, facts, self.fitted, self.recipe.dtype, self.calibration
@@ -161,7 +161,7 @@ class Model:
         """
         facts = self.recipe.facts
         if not facts.classes:
-            raise ConfigError(f"a {facts.task} has no probabilities of classes; use predict")
+            raise ConfigError(f"a {facts.task} has no class probabilities. Use predict")
         return self.scores(self._raw_rows(rows))
 
     def _raw_rows(self, rows: object) -> Tensor:
@@ -170,7 +170,9 @@ class Model:
         users, factors = client_column_of(conversion), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
         if new.sites is None and not isinstance(rows, Dataset) and (problems := unapplied(factors, users, None)):
-            raise DataError(f"rows: {problems[0]}; give that column, with other names where numbers are converted")
+            raise DataError(
+                f"rows: {problems[0]}. Give that column under another name if it contains converted numbers"
+            )
         return new.x
 
     @default_to_cpu()
@@ -287,7 +289,8 @@ class Model:
             names = set(file.keys())
             if "rows" not in names:
                 raise LayoutError(
-                    f"{path}: holds no single model (no tensor 'rows'); it has {', '.join(sorted(names))}"
+                    f"{path}: does not contain a single model (no tensor 'rows'). It contains "
+                    f"{', '.join(sorted(names))}"
                 )
             tensors = {name: file.get_tensor(name) for name in TENSOR_FIELDS if name in names}
             base = {
@@ -352,7 +355,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
         return file
     except (OSError, SafetensorError) as error:
         raise LayoutError(
-            f"{path}: no readable file of models ({error}); write it anew, as 'fedloom run' does"
+            f"{path}: not a readable file of models ({error}). Write it again with 'fedloom run'"
         ) from None
 
 
@@ -376,7 +379,7 @@ def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
     try:
         return InputSpec.model_validate_json(header["facts"]), dict(json.loads(header["about"]))
     except (KeyError, ValueError, TypeError) as error:
-        raise LayoutError(f"{path}: its header does not say what data its models take ({error!r:.120})") from None
+        raise LayoutError(f"{path}: its header does not describe the data of its models ({error!r:.120})") from None
 
 
 def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
@@ -392,6 +395,6 @@ def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
     name = next(n for n in [*shapes_wanted, *shapes_in_file] if shapes_wanted.get(n) != shapes_in_file.get(n))
     texts = [list(of[name]) if name in of else "nothing" for of in (shapes_in_file, shapes_wanted)]
     raise LayoutError(
-        f"{path}: is a model of another layout: {name!r} is {texts[0]} there and {texts[1]} in the run's model; give "
-        "a model of this run"
+        f"{path}: is a model with another layout: {name!r} is {texts[0]} in the file and {texts[1]} "
+        "in the run's model. Give a model of this run"
     )

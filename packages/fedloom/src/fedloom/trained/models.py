@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,7 @@ class Models:
         """
         self._check(kind)
         if client is None and kind != "global":
-            raise ConfigError(f"whose {kind} model? give a client: {self.clients_phrase()}")
+            raise ConfigError(f"{kind} models belong to clients. Give a client: {self.clients_phrase()}")
         place = None if client is None else self._place(client)
         row, statistics = self._both(kind, None if place is None else torch.tensor([place]))
         row, statistics = (row, statistics) if kind == "global" else (row[0], statistics[0])
@@ -126,7 +127,7 @@ class Models:
         if kind is None:
             kind = "global" if client is None else next((k for k in MOST_PERSONAL_FIRST if k in self.kinds()), "global")
         if client is None and "global" not in self.kinds():
-            raise ConfigError(f"{self.about['method']} has no global model; give a client: {self.clients_phrase()}")
+            raise ConfigError(f"{self.about['method']} has no global model. Give a client: {self.clients_phrase()}")
         model, fitted = self.model(kind, client), self.fitted
         table = model.recipe.facts.table
         if table is None or model.fitted is not None or fitted is None:
@@ -289,16 +290,16 @@ class Models:
         return row, statistics
 
     def _check(self, kind: str) -> None:
-        if kind not in self.kinds():
+        if not isinstance(kind, str) or kind not in self.kinds():
             name = self._source.about["algorithm"]
-            raise ConfigError(f"{name} has no {kind!r} model; it has: {', '.join(self.kinds()) or 'none'}")
+            raise ConfigError(f"{name} has no {kind!r} model. Its models: {', '.join(self.kinds()) or 'none'}")
 
     def _place(self, client: int | str) -> int:
         """Return the number of a client that is given by number or name."""
         names = self.names
         if isinstance(client, str) and client in names:
             return list(names).index(client)
-        number = int(client) if str(client).isdecimal() else -1
+        number = int(client) if re.fullmatch("[0-9]{1,18}", str(client)) else -1
         if not 0 <= number < len(names):
             raise ConfigError(f"unknown client {client!r}; {self.clients_phrase(client)}")
         return number
@@ -332,11 +333,16 @@ class Modules:
 def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float | None) -> LocalSGD:
     """Return the settings with another round length, or with one step size for all rounds."""
     if epochs is not None and steps is not None:
-        raise ConfigError("give epochs or steps, not both")
+        raise ConfigError("give epochs or steps, but not both")
     fields = {name: getattr(local, name) for name in local.model_fields_set}
     if epochs is not None or steps is not None:
         fields = {k: v for k, v in fields.items() if k not in ("epochs", "steps")}
         fields |= {"epochs": epochs} if steps is None else {"steps": steps}
     if lr is not None:
         fields |= {"lr": lr, "schedule": "constant"}
-    return LocalSGD(**fields)
+    changed = LocalSGD(**fields)
+    try:
+        changed.check(1)
+    except ConfigError as error:
+        raise error.refixed("give adapt at least one epoch or step, and a step size such as 0.01") from None
+    return changed

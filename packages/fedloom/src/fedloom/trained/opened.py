@@ -28,14 +28,14 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
     path = Path(path)
     if path.is_dir():
         files = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "there are none"
-        raise LayoutError(f"{path}: a folder; name a file of one model in it ({files})")
+        raise LayoutError(f"{path}: is a folder. Name a file in it that contains one model ({files})")
     with open_tensors(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
     if any(name.startswith("rows.") or "/" in name for name in tensors):
-        raise LayoutError(f"{path}: holds no single model; it has {', '.join(sorted(tensors)[:5])}")
+        raise LayoutError(f"{path}: does not contain a single model. It contains {', '.join(sorted(tensors)[:5])}")
     if isinstance(model, ModelSpec):
         if "rows" not in tensors:
-            raise LayoutError(f"{path}: does not say what data its model takes; give the module itself")
+            raise LayoutError(f"{path}: does not describe the data of its model. Give the module itself")
         return Model.load(path, model).module()
     module = copy.deepcopy(model).cpu().eval()
     if "rows" not in tensors:
@@ -43,7 +43,7 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
         for name in [*wanted, *tensors]:
             got, want = (list(values[name].shape) if name in values else "none" for values in (tensors, wanted))
             if got != want:
-                raise LayoutError(f"{path}: {name!r} has the shape {got}, that of the given module {want}")
+                raise LayoutError(f"{path}: {name!r} has the shape {got}, but in the given module {want}")
         dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
         module.to(dtype).load_state_dict(tensors)
         return module

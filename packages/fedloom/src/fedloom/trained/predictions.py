@@ -119,7 +119,7 @@ class Assignment(NamedTuple):
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
         ]
         owners = sorted({self.owners[int(rows[0])] for rows in places})
-        what = "not recalibrated, since the validation part had one class only"
+        what = "not recalibrated, because the validation part contains only one class"
         return [f"{what}: {sum(map(len, places))} rows of {', '.join(owners)}"] if places else []
 
     def strange(self, x: Tensor) -> list[str]:
@@ -156,7 +156,10 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
         one = predict_with_one(models.ready(kind, client), rows)
         what = f"the {one.groups[0][1].about['kind']} model" + (f" of {one.owners[0]}" if client is not None else "")
         if client is None and facts.table is not None:
-            what += ", columns scaled as at the clients on average: neither a client is given nor does a column name it"
+            what += (
+                ", columns scaled as at the clients on average, because neither a client nor a column of "
+                "clients is given"
+            )
         return one._replace(notes=(what,))
     kind_of_sites = kind or next(k for k in MOST_PERSONAL_FIRST if k in models.kinds())
     models.ready(kind_of_sites, models.names[0])  # a kind that does not exist is refused whoever owns the rows
@@ -170,7 +173,8 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
     unknown_sites = ", ".join(f"{site!r} ({count} rows)" for site, count in list(strange.items())[:8])
     if strange and "global" not in models.kinds():
         raise ConfigError(
-            f"no client of the run: {unknown_sites}; {models.about['method']} has no global model, give a client"
+            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so give "
+            "a client of the run"
         )
     groups = [
         (torch.tensor(some), models.ready(kind_of_sites if site else "global", site or None))
@@ -180,9 +184,9 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
     notes = [
         f"each row by the {kind_of_sites} model of its site"
         if kind_of_sites != "global"
-        else "the global model, scaled as each site's"
+        else "the global model, scaled as at each site"
     ]
-    notes += [f"no client of the run, so the global model: {unknown_sites}"] if strange else []
+    notes += [f"not a client of the run, so the global model predicts: {unknown_sites}"] if strange else []
     return Assignment(groups, owners, tuple(notes))
 
 
@@ -204,9 +208,7 @@ def meanings(model: Model) -> list[str]:
         return []
     horizon = model.recipe.objective.horizon
     if horizon is None:
-        return [
-            "predictions are logs of hazards, which rank rows; [task] horizon makes them probabilities of the event"
-        ]
+        return ["predictions are log hazards, which only rank rows. Set [task] horizon for probabilities of the event"]
     return [f"predictions are probabilities of the event by time {horizon:g}"]
 
 
@@ -274,7 +276,7 @@ def evaluated(
     kinds = [models.kinds_for(rows.sites, client) if kind is None else [kind] for models in runs]
     if not any(kinds):
         names = ", ".join(str(models.about["method"]) for models in runs)
-        raise ConfigError(f"{names} has no global model; give --client for a personal one")
+        raise ConfigError(f"{names} has no global model. Give --client for a personal one")
     for models, one in ((models, one) for models, some in zip(runs, kinds, strict=True) for one in some):
         choice = assigned(models, rows, one, client)
         new = models.fitted is not None and set(choice.owners) == {"global"}

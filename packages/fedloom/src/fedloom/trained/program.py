@@ -50,11 +50,11 @@ def checked_archive(content: bytes, facts: str) -> bytes:
             raise ValueError("its parts are compressed")
         parts = {entry.filename.partition("/")[2]: archive.read(entry) for entry in entries}
     if len(parts) < len(entries):
-        raise ValueError("two of its parts have one name")
+        raise ValueError("two of its parts have the same name")
     allowed = (*WRITTEN_BY_TORCH, GRAPH_ENTRY, SAMPLES_ENTRY, *CONFIG_ENTRIES, f"extra/{facts}")
     for name in parts:
         if name not in allowed and not TENSOR_ENTRY_PATTERN.fullmatch(name):
-            raise ValueError(f"it holds {name!r}")
+            raise ValueError(f"it contains {name!r}")
     for name in CONFIG_ENTRIES:
         _check_config(json.loads(parts[name]))
     inputs = torch.load(io.BytesIO(parts[SAMPLES_ENTRY]), weights_only=True)
@@ -79,7 +79,7 @@ def _check_config(config: dict[str, Any]) -> None:
     """Raise if tensors are pickles, or are stored elsewhere."""
     for name, payload in config["config"].items():
         if payload["use_pickle"] is not False or not re.fullmatch(r"(weight|tensor)_\d+", payload["path_name"]):
-            raise ValueError(f"{name!r} is no plain tensor")
+            raise ValueError(f"{name!r} is not a plain tensor")
     _check_words(config)
 
 
@@ -122,7 +122,7 @@ def _check_words(value: object, key: str = "") -> None:
         if value:
             _check_tree(json.loads(value)[1])
     elif isinstance(value, str) and GRAPH_TEXT_PATTERN.fullmatch(value) is None:
-        raise ValueError(f"its graph has the text {value[:40]!r}")
+        raise ValueError(f"its graph contains the text {value[:40]!r}")
 
 
 def _check_size(node: ast.AST) -> None:
@@ -141,7 +141,7 @@ def _check_size(node: ast.AST) -> None:
         case ast.Name(id=name) if re.fullmatch(r"[a-z]{1,2}\d+", name):
             inner = []
         case _:
-            raise ValueError("a size in its graph is an expression of another kind")
+            raise ValueError("a size in its graph is an unknown kind of expression")
     for part in inner:
         _check_size(part)
 

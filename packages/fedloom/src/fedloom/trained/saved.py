@@ -156,8 +156,8 @@ class SavedModels:
         present_kinds = [kind for kind in MODEL_CHOICES if self._path(kind).is_file()]
         if not present_kinds:
             raise RunDirError(
-                f"{folder} holds no models of {method}, seed {seed}; they are written when the run is done: run the "
-                "experiment again to finish it"
+                f"{folder} contains no models of {method}, seed {seed}. They are written at the end "
+                "of a run. Run the experiment again to finish it"
             )
         self._kinds = present_kinds
         for name in (*present_kinds, *(file.stem for file in folder.glob("base-*.safetensors"))):
@@ -230,7 +230,9 @@ class SavedModels:
                 for group, value in fields.items()
             }
         except KeyError as error:
-            raise LayoutError(f"{self._path('server')}: is of another method, it has no {error}") from None
+            raise LayoutError(
+                f"{self._path('server')}: belongs to another method, because it contains no {error}"
+            ) from None
         return ServerSide(
             algorithm, self._local, server_fields["server"], server_fields["kept"], shares, sizes, rounds, recipe.seed
         )
@@ -244,7 +246,8 @@ class SavedModels:
         if tensor is None or tuple(tensor.shape[: len(shape)]) != shape:
             got = "nothing" if tensor is None else [*tensor.shape]
             raise LayoutError(
-                f"{self._path(file)}: {name} must have the shape {[*shape]}, got {got}; is it of this run?"
+                f"{self._path(file)}: {name} must have the shape {[*shape]}, got {got}. Check that "
+                "the file belongs to this run"
             )
         return tensor
 

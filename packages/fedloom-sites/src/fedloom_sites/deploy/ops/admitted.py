@@ -61,17 +61,17 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     file = server_file(folder)
     database, home = _running(file)
     keys = _set_aside(file.parent, name)
-    out = f"{name} is not let in at any later start, since its key is in {KEYS_FOLDER}/{name}{REVOKED_SUFFIX} now"
+    out = f"{name} cannot connect at any later start, because its key is now in {KEYS_FOLDER}/{name}{REVOKED_SUFFIX}"
     nodes = [node for key in keys if (node := _node_of(database, key)) is not None]
     if not nodes:
-        raise ConfigError(f"the server has let no key of {name} in yet; {out}")
+        raise ConfigError(f"the server has not registered a key of {name} yet; {out}")
     registered = [number for number, status in nodes if status != UNREGISTERED_STATUS]
     if not registered:
-        raise ProcessError(f"the server does not let {name} in: its key was revoked before")
+        raise ProcessError(f"the server rejects the key of {name}, because it was revoked")
     try:
         ask("unregister", home, programs, node=registered[-1])
     except ProcessError as error:
-        raise ProcessError(f"{error}\n{out}; repeat the command once the server answers") from None
+        raise ProcessError(f"{error}\n{out}. Repeat the command once the server answers") from None
     return registered[-1]
 
 
@@ -84,7 +84,7 @@ def _set_aside(server: Path, name: str) -> list[str]:
     file = key_file(server, name)
     sites = sorted({path.stem for kind in (ADMITTED_SUFFIX, REVOKED_SUFFIX) for path in file.parent.glob(f"*{kind}")})
     if name not in sites:
-        raise ConfigError(f"there is no site {name}; sites: {', '.join(sites)}")
+        raise ConfigError(f"no site is called {name}; sites: {', '.join(sites)}")
     keys = _revoked_keys(server, name)
     if file.exists():
         keys = [*(key for key in keys if key != _line(file)), _line(file)]
@@ -125,6 +125,8 @@ def _node_of(database: Path, key: str) -> tuple[int, str] | None:
         with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             row = connection.execute("SELECT node_id, status FROM node WHERE public_key = ?", (pem,)).fetchone()
     except sqlite3.Error as error:
-        cure = "start the server; 'flwr supernode list' there has its nodes, 'flwr supernode unregister' revokes one"
+        cure = (
+            "start the server. There, 'flwr supernode list' shows its nodes and 'flwr supernode unregister' revokes one"
+        )
         raise ConfigError(f"cannot read the nodes of {database} ({error}); {cure}") from None
     return None if row is None else (row[0] % (1 << 64), str(row[1]))

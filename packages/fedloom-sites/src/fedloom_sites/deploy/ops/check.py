@@ -47,10 +47,10 @@ COMPARED_PACKAGES = (
 """Packages whose version `check_site` compares."""
 MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
 """Largest difference between a site's clock and the server's: signatures of connections contain the time."""
-NEW_NAME = "correct server in site.toml, or have the coordinator run 'fedloom deploy renew' with --host of this name"
+NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
 CERTIFICATE_HINTS = {
-    9: "set the clock of this machine, or of the one that made it",
-    10: "have the coordinator run 'fedloom deploy renew', or set the clock of this machine",
+    9: "set the clock of this machine, or the clock of the machine that made the certificate",
+    10: "ask the coordinator to run 'fedloom deploy renew', or set the clock of this machine",
     62: NEW_NAME,
     64: NEW_NAME,
 }
@@ -95,11 +95,13 @@ def _findings_of(check: Check, site: Site) -> Iterator[Finding]:
 
 def _versions(site: Site) -> Iterator[Finding]:
     if __version__ != site.version:
-        yield Finding("refused", f"fedloom is {__version__} here, the experiment runs {site.version}; install that")
+        yield Finding(
+            "refused", f"fedloom is {__version__} here, but the experiment runs {site.version}. Install that version"
+        )
     try:
         flower = version("flwr")
     except PackageNotFoundError:
-        yield Finding("refused", "Flower is not installed; pip install 'fedloom-sites[deploy]'")
+        yield Finding("refused", "Flower is not installed. Run: pip install 'fedloom-sites[deploy]'")
         return
     low, high = FLOWER_VERSIONS
     if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
@@ -110,7 +112,7 @@ def _versions(site: Site) -> Iterator[Finding]:
             yield Finding("note", f"versions that differ from the server's when it was set up: {'; '.join(differing)}")
     else:
         bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
-        yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}; install one of these")
+        yield Finding("refused", f"Flower is {flower} here, but fedloom needs {bounds}. Install such a version")
 
 
 def versions() -> dict[str, str]:
@@ -129,7 +131,7 @@ def _experiment(site: Site) -> Iterator[Finding]:
     yield from _privacy(site, experiment)
     modules = [*site.code, *site.installed]
     if modules:
-        yield Finding("ok", f"user code: {', '.join(modules)}: as agreed on, and it imports")
+        yield Finding("ok", f"user code: {', '.join(modules)}: the agreed version is here and can be imported")
 
 
 def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
@@ -141,11 +143,15 @@ def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
         alone = remaining_noise(noise)
         if alone is not None:
             cost += f" ({epsilon(alone, setting.rounds):.3g} against all other sites of a smallest sum)"
-        yield Finding("ok", f"privacy: {cost}; scores stay here")
+        yield Finding("ok", f"privacy: {cost}, and scores do not leave this site")
     elif site.epsilon is not None:
         Ledger(site.state, None, site.epsilon, f"site {site.site}").release(0)
     elif accounted(None, setting.aggregator) is not None:
-        yield Finding("ok", "privacy: the server adds the noise; uploads reach it as they are, scores stay here")
+        yield Finding(
+            "ok",
+            "privacy: the server adds the noise, so it receives the uploads without noise. Scores do not "
+            "leave this site",
+        )
 
 
 def _data(site: Site) -> Iterator[Finding]:
@@ -153,7 +159,7 @@ def _data(site: Site) -> Iterator[Finding]:
     train, validation, test = part_sizes(fed, site.client)
     if train == 0:
         few = "" if site.secure is None else f"; every sum needs {site.secure.threshold} other sites with samples"
-        yield Finding("note", f"data: no sample; the site will get models and contribute nothing{few}")
+        yield Finding("note", f"data: no samples. The site will receive models and contribute nothing{few}")
         return
     yield from _share(site, train)
     for note in fed.data.notes:
@@ -166,7 +172,7 @@ def _data(site: Site) -> Iterator[Finding]:
     if lacking:
         unscored = ", and AUROC has no value here" if fed.data.task == "binary" else ""
         yield Finding(
-            "note", f"labels: no training sample of {', '.join(lacking)}; the site trains all the same{unscored}"
+            "note", f"labels: no training sample of {', '.join(lacking)}. The site can train all the same{unscored}"
         )
     else:
         what = "classes" if fed.data.classed else "labels"
@@ -181,22 +187,24 @@ def _share(site: Site, train: int) -> Iterator[Finding]:
     if most > MAX_SAFE_SHARE:
         yield Finding(
             "note",
-            f"sums: by max_share = {most:g} one site may be {most:.0%} of a sum, which then tells nearly what this "
-            f"site sends; have the coordinator agree on {MAX_SAFE_SHARE:g} or less",
+            f"sums: max_share = {most:g} lets one site be {most:.0%} of a sum, and such a sum nearly "
+            f"shows the site's upload. Ask the coordinator to set {MAX_SAFE_SHARE:g} or less",
         )
     if most == 1:
         return
-    cure = "have the coordinator agree on a larger max_share in [secure] of all, or on other weights"
+    cure = "ask the coordinator for a larger max_share in [secure] at all sites, or for other weights"
     if isinstance(setting.client_weights, list | tuple):
         share = setting.client_weights[site.client] / sum(setting.client_weights)
         if share > min(most, MAX_SAFE_SHARE):
-            yield Finding("note", f"sums: this site has {share:.0%} of all weight, at most {most:.0%} may be; {cure}")
+            yield Finding(
+                "note", f"sums: this site has {share:.0%} of all weight, but at most {most:.0%} is allowed; {cure}"
+            )
     elif counts_samples(setting.resolved()):
         rest = math.ceil(train * (1 - most) / most)
         yield Finding(
             "note",
-            f"sums: a site has at most {most:.0%} of the weight, so the other sites of every sum need {rest} training "
-            f"samples together; if they have fewer, {cure}",
+            f"sums: a site may have at most {most:.0%} of the weight, so the other sites of every sum "
+            f"need {rest} training samples together. If they have fewer, {cure}",
         )
 
 
@@ -211,7 +219,7 @@ def _keys(site: Site) -> Iterator[Finding]:
             fine = False
             yield Finding("refused", sentence)
     if fine:
-        yield Finding("ok", "keys: both are there, and only their owner reads them")
+        yield Finding("ok", "keys: both exist, and only their owner can read them")
 
 
 def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
@@ -221,24 +229,28 @@ def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
         yield f"cannot read the private key {path}: {error.strerror}"
         return
     if mode & 0o077:
-        yield f"{path} can be read by others (mode {mode:o}); chmod 600 {path}"
+        yield f"{path} can be read by others (mode {mode:o}). Run: chmod 600 {path}"
     try:
         key = load_ssh_private_key(data, password=None)
     except (ValueError, TypeError) as error:
         yield f"{path} is not a private key in OpenSSH form without a passphrase: {str(error).splitlines()[0]}"
         return
     if not isinstance(key, kind) or (isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name != "secp384r1"):
-        yield f"{path} must be an {name} key; make one as the directions of the deployment say"
+        yield f"{path} must be an {name} key. Make one as described in the README of the deployment"
 
 
 def _authority(site: Site) -> Iterator[Finding]:
     try:
         certificate = x509.load_pem_x509_certificate(regular(site.ca).read_bytes())
     except OSError as error:
-        yield Finding("refused", f"cannot read the authority's certificate {site.ca}: {error.strerror}")
+        yield Finding(
+            "refused", f"cannot read the certificate of the certificate authority {site.ca}: {error.strerror}"
+        )
         return
     except ValueError:
-        yield Finding("refused", f"{site.ca} is not a certificate in PEM form; get the file from the server again")
+        yield Finding(
+            "refused", f"{site.ca} is not a certificate in PEM form. Get the file from the server's administrator again"
+        )
         return
     yield _dates("the authority's certificate", certificate)
 
@@ -246,12 +258,14 @@ def _authority(site: Site) -> Iterator[Finding]:
 def _dates(what: str, certificate: x509.Certificate) -> Finding:
     now, start, end = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > end:
-        return Finding("refused", f"{what} ended on {end:%Y-%m-%d %H:%M} UTC; ask the server for a new one")
+        return Finding(
+            "refused", f"{what} expired on {end:%Y-%m-%d %H:%M} UTC. Ask the server's administrator for a new one"
+        )
     if now < start:
-        here = f"here it is {now:%Y-%m-%d %H:%M}; set the clock"
+        here = f"the time here is {now:%Y-%m-%d %H:%M}. Set the clock"
         return Finding("refused", f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC only, {here}")
     if now > end - EXPIRY_NOTICE:
-        return Finding("note", f"{what} ends soon, on {end:%Y-%m-%d}")
+        return Finding("note", f"{what} expires soon, on {end:%Y-%m-%d}")
     return Finding("ok", f"{what} is valid until {end:%Y-%m-%d}")
 
 
@@ -261,19 +275,20 @@ def _disk(site: Site) -> Iterator[Finding]:
         with NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
-        yield Finding(
-            "refused", f"nothing can be written in {folder}: {error.strerror}; the site's models are kept there"
-        )
+        yield Finding("refused", f"cannot write in {folder}: {error.strerror}. The site stores its models there")
         return
     free = shutil.disk_usage(folder).free >> 20
     if free < site.free_disk:
-        yield Finding("refused", f"{free} MB are free at {folder}, free_disk requires {site.free_disk} MB; make room")
+        yield Finding(
+            "refused",
+            f"only {free} MB are free at {folder}, but free_disk requires {site.free_disk} MB. Free some space",
+        )
     else:
         yield Finding("ok", f"disk: {free} MB are free at {folder}")
 
 
 def _port(site: Site) -> Iterator[Finding]:
-    check_free(site.port, "port (the site may be running already)")
+    check_free(site.port, "port (the site may already be running)")
     yield Finding("ok", f"port {site.port} on loopback is free")
 
 
@@ -328,10 +343,12 @@ def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
     finally:
         connection.close()
     if status == HTTPStatus.PRECONDITION_FAILED:
-        why = "it was never registered there, or it was revoked; ask the coordinator"
-        yield Finding("refused", f"the server does not let the key of {site.site} in: {why}")
+        why = "it was never registered there, or it was revoked. Ask the coordinator"
+        yield Finding("refused", f"the server rejects the key of {site.site}: {why}")
     elif status == HTTPStatus.BAD_REQUEST:
-        yield Finding("ok", f"key: the server lets {site.site} in, unless a node with its key is there already")
+        yield Finding(
+            "ok", f"key: the server accepts {site.site}, unless a node with the same key is already connected"
+        )
 
 
 def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
@@ -346,12 +363,16 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
     except ssl.SSLCertVerificationError as error:
         fault, cure = error.verify_message.rstrip("."), CERTIFICATE_HINTS.get(error.verify_code)
         if cure is None:
-            yield Finding("refused", f"{address} is not the server of ca.crt: {fault}; get its ca.crt, or ask")
+            yield Finding(
+                "refused",
+                f"{address} does not have the certificate of the server in ca.crt: {fault}. Get its "
+                "ca.crt, or ask its administrator",
+            )
         else:
             yield Finding("refused", f"the certificate of {address}: {fault}; {cure}")
     except (OSError, HTTPException) as error:
         yield Finding(
-            "refused", f"the server {address} cannot be reached over TLS: {error}; check address and firewall"
+            "refused", f"the server {address} cannot be reached over TLS: {error}. Check the address and the firewall"
         )
     else:
         yield _clock(parsedate_to_datetime(date) if date else None)
@@ -361,14 +382,17 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
 
 def _clock(server: datetime | None) -> Finding:
     if server is None:
-        return Finding("note", "clock: the server does not say what time it is")
+        return Finding("note", "clock: the server does not send its time")
     ahead = datetime.now(UTC) - server
     if ahead > MAX_CLOCK_LEAD + timedelta(seconds=1):  # the header has whole seconds
         return Finding(
-            "refused", f"the clock is {ahead.total_seconds():.0f} s ahead of the server's, 5 s are allowed; use NTP"
+            "refused",
+            f"the clock is {ahead.total_seconds():.0f} s ahead of the server's clock, at most 5 s are allowed. Use NTP",
         )
     if ahead < -MAX_CLOCK_LAG:
         return Finding(
-            "refused", f"the clock is {-ahead.total_seconds():.0f} s behind the server's, 300 s are allowed; use NTP"
+            "refused",
+            f"the clock is {-ahead.total_seconds():.0f} s behind the server's clock, at most 300 s "
+            "are allowed. Use NTP",
         )
-    return Finding("ok", "clock: that of the server")
+    return Finding("ok", "clock: equal to the server's clock")

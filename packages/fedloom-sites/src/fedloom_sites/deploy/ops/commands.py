@@ -1,4 +1,4 @@
-"""The filled files of `ops/`: command lines and environment of Flower's programs, units, gate and instructions."""
+"""The filled files of `ops/`: command lines and environment of Flower's programs, units, proxy and instructions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
     """
     path = str(values.get("file", ""))
     if set(path) & set("\"'\\\n"):
-        raise ConfigError(f"Flower takes no path with quotes or backslashes, got {path!r}; use another folder")
+        raise ConfigError(f"Flower cannot use a path with quotes or backslashes, got {path!r}. Use another folder")
     places = {**(dict(of) if of else {}), **values, "programs": programs}
     return [Template(word).substitute(places) for word in _table("commands")[name]]
 

@@ -1,6 +1,6 @@
 """The complete directory of a deployment, with a folder for the server and a folder for every site.
 
-Units, gate, app and instructions are the filled files of `ops/`.
+Units, reverse proxy, app and instructions are the filled files of `ops/`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ Files = dict[str, str | bytes]
 def _plain(path: Path) -> Path:
     """Return a path, and raise if it has characters that units, reverse proxy or instructions would change."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
-        raise ValueError(f"must begin with / and have letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}")
+        raise ValueError(
+            f"must begin with / and contain only letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}"
+        )
     return path
 
 
@@ -66,8 +68,10 @@ Folder = Annotated[Path, AfterValidator(_plain)]
 class Location(Value):
     """Location of a deployment."""
 
-    host: str = Field("localhost", pattern=r"^[A-Za-z0-9.:-]+$", description="host or address of the reverse proxy")
-    gate_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy, to which sites connect")
+    host: str = Field(
+        "localhost", pattern=r"^[A-Za-z0-9.:][A-Za-z0-9.:-]{0,252}$", description="host or address of the reverse proxy"
+    )
+    proxy_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy, to which sites connect")
     port: int = Field(18000, ge=1, le=65535, description="port of the server behind the reverse proxy, on loopback")
     home: Folder = Field(DEFAULT_HOME, description="folder on the machines for server/ and site/")
     programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder of fedloom's programs on the machines")
@@ -81,9 +85,9 @@ class Location(Value):
         return "fedloom" if self.home == DEFAULT_HOME else "fedloom" + re.sub(r"[^A-Za-z0-9_.]", "-", str(self.home))
 
     @property
-    def gate(self) -> str:
+    def proxy(self) -> str:
         """Address that sites connect to, as host:port."""
-        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.gate_port}"
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.proxy_port}"
 
 
 def machine_folders(folder: Path) -> dict[str, Path]:
@@ -104,7 +108,7 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
     """
     check_output_folder(out)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is there already; its keys are kept: choose another --out, or delete it yourself")
+        raise ConfigError(f"{out} already exists and contains keys. Choose another --out, or delete it yourself")
     out.parent.mkdir(parents=True, exist_ok=True)
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     new.mkdir(mode=0o700)
@@ -141,16 +145,18 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
         ca = keys.Authority.load(regular(here / "ca.key").read_bytes(), regular(here / "ca.crt").read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"{here} has no authority ({error.strerror}); put its folder there for this command"
+            f"{here} contains no certificate authority ({error.strerror}). Copy its folder there to use this command"
         ) from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise ConfigError(f"{here} has a damaged ca.key or ca.crt; put its folder there for this command") from None
+        raise ConfigError(
+            f"{here} contains a damaged ca.key or ca.crt. Copy the authority's folder there to use this command"
+        ) from None
     server = folder / "server"
     host = _host_of(server / "server.toml") if host is None else host
     place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
     if left < days:
-        raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
+        raise ConfigError(f"the certificate of the authority expires in {left} days, so --days must be at most that")
     drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
     try:
         write_files(new, _certified(ca, place))
@@ -166,7 +172,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
 def _host_of(server_file: Path) -> str:
     if not server_file.exists():
-        raise ConfigError(f"{server_file} is not there to name the server's host; say --host")
+        raise ConfigError(f"{server_file} does not exist, so the server's host is unknown. Give --host")
     return read_server(server_file).host
 
 
@@ -234,7 +240,9 @@ def compose(of: Server | Site, place: Location) -> str:
                 network="host" if name in ("superlink", "site") else "service:superlink",
             )
         )
-    about = f"# {of.name}: docker compose up -d; make image builds the image; a gate for nginx is in gate.conf"
+    about = (
+        f"# {of.name}: docker compose up -d. Make image builds the image; the reverse proxy for nginx is in gate.conf"
+    )
     return "\n".join([about, f"name: {_project(place, _side(of))}", "services:", *services])
 
 
@@ -248,8 +256,8 @@ def _project(place: Location, side: str) -> str:
 
 def gate(server: Server, place: Location) -> str:
     """Return the nginx configuration of the reverse proxy."""
-    places = {"host": place.host, "port": place.gate_port, "folder": place.home / "server", "prefix": place.prefix}
-    return fill_template("gate.conf", **places, limit=server.body_limit, behind=_gate_target(server))
+    places = {"host": place.host, "port": place.proxy_port, "folder": place.home / "server", "prefix": place.prefix}
+    return fill_template("gate.conf", **places, limit=server.body_limit, behind=_proxy_target(server))
 
 
 def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
@@ -288,7 +296,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
     agreed |= {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
     agreed |= {f"{CODE_FOLDER}/{path}": data for path, data in plan.code.files.items()}
     quorum = place.quorum or plan.threshold or len(members) // 2 + 1
-    settings = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
+    settings = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.proxy}
     settings |= {} if place.metrics_port is None else {"metrics_port": place.metrics_port}
     settings["norm_bound"] = plan.norm_bound
     settings |= {} if plan.most_samples is None else {"examples_limit": plan.most_samples}
@@ -305,7 +313,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
             "server.toml": text_of(server),
             "gate.conf": gate(server, place),
             "compose.yaml": compose(server, place),
-            f"{CLI_FOLDER}/config.toml": profile(_gate_target(server), home / "ca.crt"),
+            f"{CLI_FOLDER}/config.toml": profile(_proxy_target(server), home / "ca.crt"),
             **{f"units/{name}.service": text for name, text in units(server, place).items()},
             **{f"nodes/{m.site}.pub": f"{m.node_key}\n" for m in members},
             **{f"{APP_FOLDER}/{name}": OPS_FOLDER.joinpath(APP_FOLDER, name).read_text() for name in _APP_FILES},
@@ -319,7 +327,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
             data=plan.data,
             data_dir=plan.data_dir,
             share=plan.share,
-            server=place.gate,
+            server=place.proxy,
         )
         yield (
             "site",
@@ -329,7 +337,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
                 **site_files(site, node, signing, place),
             },
         )
-    yield "directions", ".", {"README.md": _readme(plan, server, place)}
+    yield "instructions", ".", {"README.md": _readme(plan, server, place)}
 
 
 _APP_FILES = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
@@ -357,7 +365,7 @@ def _readme(plan: DeploymentPlan, server: Server, place: Location) -> str:
         environment=place.programs.parent,
         version=__version__,
         run=" ".join(f"'{word}'" if '"' in word else word for word in words),
-        behind=_gate_target(server),
+        behind=_proxy_target(server),
         until=f"{datetime.now(UTC) + timedelta(days=place.days):%Y-%m-%d}",
     )
 
@@ -394,7 +402,7 @@ def _only_to(peer: str) -> str:
         return f"# IPAddressDeny=any with IPAddressAllow=localhost and the address of {peer} allows nothing else"
 
 
-def _gate_target(server: Server) -> str:
+def _proxy_target(server: Server) -> str:
     """Return the address behind the reverse proxy, as host:port."""
     return f"{server.address}:{server.port}"
 

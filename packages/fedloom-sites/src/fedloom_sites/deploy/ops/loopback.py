@@ -26,7 +26,7 @@ from fedloom_sites.deploy.site.local_data import site_federation
 
 LOG_PREFIX = "fedloom: "
 """Prefix of the server's log lines that are meant for people."""
-RENEW_HINT = "'fedloom deploy renew' makes its certificate and key anew"
+RENEW_HINT = "'fedloom deploy renew' makes the server's certificate and key anew"
 """Advice on the files of the server's certificate."""
 
 Print = Callable[[str], None]
@@ -49,7 +49,7 @@ class Loopback:
         self._server_file = self.folder / "server" / "server.toml"
         if not self._server_file.exists():
             raise ConfigError(
-                f"{folder} has no server/server.toml; write it with 'fedloom deploy init EXPERIMENT.toml'"
+                f"{folder} contains no server/server.toml. Write it with 'fedloom deploy init EXPERIMENT.toml'"
             )
         agreed = read_server(self._server_file)
         self.sites: dict[str, Site] = {m.site: read_site(self.site_file(m.site)) for m in agreed.sites}
@@ -134,20 +134,20 @@ class Loopback:
                 for process in serving:
                     process.check()
                 for process in [p for p in sites if not p.alive()]:
-                    show(f"{LOG_PREFIX}{process.name} has ended, the others go on; the end of {process.log}:")
+                    show(f"{LOG_PREFIX}{process.name} has ended, the others continue. The end of {process.log}:")
                     show(f"{LOG_PREFIX}{process.tail(3)}")
                     sites.remove(process)
                 pass_on()
                 time.sleep(0.2)
             pass_on()
         if stream.reap() != 0:
-            raise ProcessError(f"the run could not be started or followed; the end of {stream.log}:\n{stream.tail()}")
+            raise ProcessError(f"the run could not be started or followed. The end of {stream.log}:\n{stream.tail()}")
         if stops := [line for line in stream.log.read_text().splitlines() if line.startswith(STOP_PREFIX)]:
             raise ProcessError(stops[-1].removeprefix(LOG_PREFIX))
         status = self.status()
         if status != "finished:completed":
-            cure = "the same command resumes after the last round; if it ends so again, the log has the reason"
-            raise ProcessError(f"the run ended as {status}; {cure}; the end of {stream.log}:\n{stream.tail()}")
+            cure = "the same command resumes after the last round. If the run ends like this again, see the log"
+            raise ProcessError(f"the run ended as {status}; {cure}. The end of {stream.log}:\n{stream.tail()}")
 
     def status(self) -> str:
         """Return the status of the last run in Flower's words."""
@@ -206,7 +206,9 @@ def check_certificate(server: Server) -> None:
     try:
         ssl.create_default_context(cafile=server.ca)
     except ssl.SSLError:
-        raise ConfigError(f"{server.ca} is not a certificate in PEM form; authority/ has another copy") from None
+        raise ConfigError(
+            f"{server.ca} is not a certificate in PEM form. The folder authority/ contains another copy"
+        ) from None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.certificate, server.key, lambda: "")
     except ssl.SSLError as error:
@@ -252,6 +254,9 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
                 show(f"site {name} is node {nodes[name]}")
                 here.start_site(name)
             else:
-                show(f"site {name} stays out, its key was revoked; 'fedloom deploy remove' ends the wait for it")
+                show(
+                    f"site {name} cannot connect, because its key was revoked. 'fedloom deploy remove' "
+                    "tells the server not to wait for it"
+                )
         here.run(say)
     return here

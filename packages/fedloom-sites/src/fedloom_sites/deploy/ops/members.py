@@ -87,14 +87,15 @@ def add(folder: Path, name: str, place: Location) -> Change:
     """
     file = server_file(folder)
     server, out = read_server(file), folder / "changes" / name
-    check_idle(server)
     if same := case_twin(name, (m.site for m in server.sites)):
-        raise ConfigError(f"{folder} has a site {same}, got {name}; choose a name that differs in more than case")
+        raise ConfigError(
+            f"{folder} has a site {same}, got {name}. Choose a name that differs in more than upper and lower case"
+        )
     if out.exists():
-        raise ConfigError(f"{out} is there already; its keys are kept: use it, or delete it yourself")
+        raise ConfigError(f"{out} already exists and contains keys. Use it, or delete it yourself")
     templates = [read_toml(path, "site file") for path in sorted(folder.glob("sites/*/site.toml"))]
     if any(site.get("share", "all") == "partition" for site in templates):
-        raise ConfigError("the sites share the data of one partition, which a further site would cut anew")
+        raise ConfigError("the sites share the data of one partition, and a further site would change the partition")
     pairs = keys.key_pair("connection"), keys.key_pair("signing")
     member = make(
         Member,
@@ -102,6 +103,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         "fedloom deploy add", Member.model_fields,
     )  # fmt: skip
     members = (*server.sites, member)
+    check_idle(server)  # it creates a lock, so it comes after the checks of the name
     document, start = read_toml(server.experiment, "experiment file"), _last_model(server)
     done = (Checkpoints(server.checkpoints).meta() or {}).get("round", 0)
     method = document["method"][0]
@@ -194,12 +196,12 @@ def proposed(folder: Path, change: Path) -> Proposal:
         rounds = [int(d["method"][0].pop("rounds", d.get("rounds", 0))) for d in (document, before)]
     except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         sentence = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f"{change} holds no new agreement: {sentence}") from None
+        raise ConfigError(f"{change} contains no new agreement: {sentence}") from None
     files = {"experiment.toml": experiment}
     rules = {
-        f"it changes settings of the site's own ({', '.join(sorted(foreign))})": not foreign,
-        "it is no change of this site's agreement": site.fingerprint in (former, new.fingerprint),
-        "the experiment file is another one": digest(experiment) == new.fingerprint,
+        f"it changes settings that belong to the site ({', '.join(sorted(foreign))})": not foreign,
+        "it is not a change of this site's agreement": site.fingerprint in (former, new.fingerprint),
+        "the experiment file has changed": digest(experiment) == new.fingerprint,
         "the experiment changes": document == before and rounds[0] <= rounds[1],
     }
     if new.fingerprint == site.fingerprint and new.clients == site.clients:
@@ -212,10 +214,10 @@ def proposed(folder: Path, change: Path) -> Proposal:
         rules |= {
             "the experiment file names other members": header.endswith(keys_digest(members)),
             "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in FIXED_FIELDS),
-            "the members are not one more": [m.client for m in members][-1:] == [new.clients - 1]
+            "the change does not add exactly one member": [m.client for m in members][-1:] == [new.clients - 1]
             and new.clients == site.clients + 1,
             "the keys or the threshold of secure aggregation change": _keeps(site.secure, new.secure, members),
-            "the initial model is another one": start == new.start,
+            "the initial model has changed": start == new.start,
             "the sites share the data of one partition": site.share == "all",
         }
     wrong = [what for what, holds in rules.items() if not holds]
@@ -223,7 +225,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
         raise ConfigError(f"{change} cannot be approved: {'; '.join(wrong)}")
     record = read_checked(site.folder / "session" / "session.json") or {}
     if progress_of(record).stage in (Stage.MASKED, Stage.AGREED):
-        raise RunDirError("a secure session is under way here; let its round come to its end, then approve")
+        raise RunDirError("a secure session is still running here. Wait until its round has ended, then approve")
     files["site.toml"] = tomli_w.dumps(settings).encode()
     return Proposal(new, [m for m in members if m.client >= site.clients], files)
 
@@ -266,7 +268,7 @@ def remove(folder: Path, name: str) -> Server:
     rest = [m for m in settings["sites"] if m["site"] != name]
     least = 1 if server.secure is None else server.secure.threshold
     if len(rest) < least:
-        raise ConfigError(f"without {name} there are {len(rest)} sites, a run needs {least}")
+        raise ConfigError(f"without {name} {len(rest)} sites are left, but a run needs {least}")
     settings |= {"sites": rest, "quorum": min(settings["quorum"], len(rest))}
     make(Server, settings, str(file), fields_of(Server))
     write_atomic(file, tomli_w.dumps(settings).encode())
@@ -282,7 +284,7 @@ def member_of(server: Server, name: str) -> Member:
     for member in server.sites:
         if member.site == name:
             return member
-    raise ConfigError(f"there is no site {name}; sites: {', '.join(m.site for m in server.sites)}")
+    raise ConfigError(f"no site is called {name}; sites: {', '.join(m.site for m in server.sites)}")
 
 
 def check_idle(server: Server) -> None:
@@ -295,13 +297,13 @@ def check_idle(server: Server) -> None:
         with lock(server.checkpoints, wait=0):
             pass
     except RunDirError:
-        raise RunDirError("a run is under way; let it end, or stop it, then change its members") from None
+        raise RunDirError("a run is in progress. Wait for its end or stop it, then change its members") from None
     pending = [PendingSums(server.checkpoints).newest(what) for what in ("uploads", "scores")]
     for one in pending if server.secure is not None else ():
         if one is not None and not one.told and one.attempts:
             raise RunDirError(
-                f"a secure session is under way: the sum of round {one.round} was asked for and is not open yet; run "
-                "the server to its end first"
+                f"a secure session is in progress: the sum of round {one.round} was requested and is "
+                "not decrypted yet. Run the server to its end first"
             )
 
 
@@ -357,7 +359,7 @@ def _last_model(server: Server) -> bytes | None:
     experiment = read_agreed(server)
     spec, samples = experiment.common.model, server.samples
     if spec.adapters is not None:
-        raise Refused("the experiment trains adapters, which are no initial model; begin a new deployment")
+        raise Refused("the experiment trains adapters, and adapters cannot be an initial model. Start a new deployment")
     module = spec.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
     check_digest_of(file)
     Layout.create(module).load(module, load_file(file)["rows"].reshape(-1))

@@ -82,7 +82,7 @@ class Process:
         """Return the end of the output, or the reason that Flower or the system has written."""
         output = self.log.read_text(errors="replace")
         if os.strerror(errno.EADDRINUSE).lower() in output.lower():
-            return "another program took its port after that was chosen; run the same command again"
+            return "another program took the chosen port in the meantime. Run the same command again"
         _, why, reason = output.rpartition(EXIT_CODE_PREFIX)
         return why + reason.partition("\n\n")[0] if why else "\n".join(output.splitlines()[-lines:])
 
@@ -94,7 +94,7 @@ class Process:
         """
         if not self.alive():
             raise ProcessError(
-                f"{self.name} ended with exit status {self.reap()}; the end of {self.log}:\n{self.tail()}"
+                f"{self.name} ended with exit status {self.reap()}. The end of {self.log}:\n{self.tail()}"
             )
 
 
@@ -177,4 +177,4 @@ def check_free(port: int, what: str) -> None:
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
-        raise ConfigError(f"{what}: port {port} on 127.0.0.1 is not free ({error.strerror}); choose another") from None
+        raise ConfigError(f"{what}: port {port} on 127.0.0.1 is not free ({error.strerror}). Choose another") from None

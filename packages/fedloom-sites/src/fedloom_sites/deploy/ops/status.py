@@ -33,8 +33,8 @@ from fedloom_sites.deploy.settings import Server, read_server
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
 """States of a run that ended, by the reason. A stopped run can be resumed."""
 CERTIFICATE_CURES = {
-    "server's certificate": "fedloom deploy renew, then reload the gate and restart the superlink's unit",
-    "authority's certificate": "begin a new deployment",
+    "server's certificate": "run 'fedloom deploy renew', reload the reverse proxy and restart the superlink's unit",
+    "authority's certificate": "start a new deployment",
 }
 """Advice on replacing an expiring certificate."""
 TRAINING_MESSAGES = ("train", "masked")
@@ -49,7 +49,7 @@ def _fitting() -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise RunDirError(
-            f"the server's log and checkpoints do not fit together ({what}); nothing was changed"
+            f"the server's log and checkpoints contradict each other ({what}). Nothing was changed"
         ) from None
 
 
@@ -70,7 +70,9 @@ def server_file(folder: Path) -> Path:
     """
     files = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
     if not files:
-        raise ConfigError(f"{folder} has no server.toml and no server/server.toml; give the directory of a deployment")
+        raise ConfigError(
+            f"{folder} contains no server.toml and no server/server.toml. Give the directory of a deployment"
+        )
     return files[0]
 
 
@@ -186,7 +188,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
     if status["epsilon"] is not None:
         cost = f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}"
         inside = status["epsilon_sites"]
-        texts.append(cost if inside is None else f"{cost}; {inside:.4g} against all other sites of a smallest sum")
+        texts.append(cost if inside is None else f"{cost}, and {inside:.4g} against all other sites of a smallest sum")
     texts += [f"analysis {one['name']}: {words_of(one)}" for one in status["analyses"]]
     texts += status["counted"]
     for row in status["means"]:
@@ -243,7 +245,7 @@ def serve_metrics(server: Server) -> Iterator[None]:
     except OSError as error:
         where = f"{server.metrics_address}:{server.metrics_port}"
         raise ConfigError(
-            f"metrics cannot be served on {where} ({error.strerror}); choose another metrics_port"
+            f"metrics cannot be served on {where} ({error.strerror}). Choose another metrics_port"
         ) from None
     try:
         yield
@@ -275,7 +277,7 @@ class _Collector:
         yield gauge("rounds_done", "rounds done", {(): status["rounds"]})
         yield gauge("rounds_planned", "rounds of the experiment", {(): status["planned"]})
         yield gauge("round_seconds", "duration of the last round", {(): seconds.get("last")})
-        yield gauge("epsilon", "epsilon spent, of the client that took part most often", {(): status["epsilon"]})
+        yield gauge("epsilon", "epsilon spent by the client that took part most often", {(): status["epsilon"]})
         replies = {k: None if s["last_reply"] is None else _time(s["last_reply"]).timestamp() for k, s in sites.items()}
         yield gauge("site_last_reply_timestamp_seconds", "last accepted reply of a site", replies, "site")
         for name, about in (("accepted", "accepted"), ("missed", "missed")):
@@ -299,7 +301,7 @@ def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if not is_in_use(server.checkpoints):
         return {
             "state": "killed",
-            "reason": "the server ended without a word, as after 'flwr stop'; run it again to go on",
+            "reason": "the server ended without a message, as after 'flwr stop'. Run it again to continue",
         }
     diverges = [f"diverges: {line['reason']}" for line in log if line.get("what") == "diverges"]
     return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else "".join(diverges[-1:])}

@@ -33,6 +33,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     PROTOCOL_VERSION,
     REPLY_FIELDS,
     STATUS_FIELDS,
+    UNABLE_STATUS,
     Envelope,
     Kind,
     Pending,
@@ -43,7 +44,7 @@ from fedloom_sites.deploy.protocol.envelope import (
 from fedloom_sites.deploy.protocol.forms import Forms, Upload, score_names
 from fedloom_sites.deploy.protocol.identity import is_signed
 from fedloom_sites.deploy.protocol.lengths import lengths, out_of_range
-from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, LateReply, Rejected, plain
+from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, LateReply, Rejected, UnableReply, plain
 from fedloom_sites.deploy.settings import Server, bound_of
 
 MAX_WORK_COUNT = 10**15
@@ -118,7 +119,7 @@ class Checks:
             Rejected: a check fails. The message names the failure. No other error is possible.
         """
         if pending is None:
-            raise Rejected(1, "answers no open message")
+            raise Rejected(1, "does not answer an open message")
         draft = _Draft(message, pending, is_late, answered)
         try:
             for _, _, step in self.STEPS:
@@ -148,15 +149,15 @@ class Checks:
         if count < need:
             raise RunStopped(
                 Stop.TOO_FEW,
-                f"round {round}: {count} of {wanted} sites answered with something usable, the quorum is "
-                f"{need}; the state before the round is kept: run again to go on",
+                f"round {round}: only {count} of {wanted} sites sent a usable answer, but the quorum "
+                f"is {need}. The state before the round is saved. Run the command again to continue",
             )
 
     def _no_error(self, draft: _Draft) -> _Draft:
         if draft.message.has_error():
             error = draft.message.error
             sentence = re.sub(WRAPPED_ERROR_PATTERN, r"\2", str(error.reason), flags=re.DOTALL)
-            raise Rejected(2, f"error {error.code} of the node: {sentence}")
+            raise Rejected(2, f"error {error.code} from the node: {sentence}")
         return draft
 
     def _read(self, draft: _Draft) -> _Draft:
@@ -188,20 +189,22 @@ class Checks:
         for name, value in wanted.items():
             if head[name] != value:
                 got, want = (v.hex() if isinstance(v, bytes) else v for v in (head[name], value))
-                hint = "; the site has another agreement, or has not approved this one" if name == "experiment" else ""
+                hint = ". The site has another agreement, or has not approved this one" if name == "experiment" else ""
                 raise Rejected(4, f"{name} is {str(got)[:40]}, not {str(want)[:40]}{hint}")
         client: int = head["client"]
         if client not in self._keys:
-            raise Rejected(4, f"no site has the number {client}")
+            raise Rejected(4, f"no site has number {client}")
         fields = {name: value for name, value in head.items() if name != "signature"}
         fields |= {"metrics": draft.envelope.metrics}
         if not is_signed(self._keys[client], fields, head["signature"]):
-            raise Rejected(4, f"not signed with the key of client {client}")
+            raise Rejected(4, f"the signature is not by the key of client {client}")
         return draft
 
     def _no_refusal(self, draft: _Draft) -> _Draft:
+        if draft.head["status"] == UNABLE_STATUS:
+            raise UnableReply(draft.head["reason"])
         if draft.head["status"] != "ok":
-            raise Rejected(2, f"the site refuses: {draft.head['reason']}")
+            raise Rejected(2, f"the site rejected the message: {draft.head['reason']}")
         return draft
 
     def _data(self, draft: _Draft) -> _Draft:
@@ -217,12 +220,12 @@ class Checks:
         """
         for name, want in compared(self._settings.samples).items():
             if (got := head[name]) != want:
-                raise Rejected(3, f"{name} of the site's data is {str(got)[:200]}, that of the experiment {want}")
+                raise Rejected(3, f"{name} of the site's data is {str(got)[:200]}, but the experiment has {want}")
         sizes, limit = head["sizes"], self._settings.examples_limit
         if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
-            raise Rejected(9, f"numbers of samples must be three from 0 to {limit}, got {str(sizes)[:60]}")
+            raise Rejected(9, f"numbers of samples must be three numbers from 0 to {limit}, got {str(sizes)[:60]}")
         if not re.fullmatch(rf"[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}", head["figures"]):
-            raise Rejected(9, f"figures must be bits in hexadecimal digits, got {head['figures'][:60]!r}")
+            raise Rejected(9, f"figures must be bits as hexadecimal digits, got {head['figures'][:60]!r}")
 
     def _decode(self, draft: _Draft) -> _Draft:
         pending, arrays = draft.pending, draft.envelope.arrays
@@ -231,7 +234,7 @@ class Checks:
         assert self._forms is not None
         count = 0 if pending.kind in ("score", "result") else 1
         if len(arrays) != count:
-            raise Rejected(5, f"{len(arrays)} arrays, {count} are expected")
+            raise Rejected(5, f"expected {count} arrays, got {len(arrays)}")
         if not count:
             return draft
         upload = partial(self._forms.read_up, client=draft.head["client"], down=pending.down)
@@ -257,7 +260,8 @@ class Checks:
         if head["samples"] != declared:
             raise Rejected(
                 9,
-                f"{head['samples']} training samples, {declared} were declared at the start of the run; {GROWTH_HINT}",
+                f"the site reports {head['samples']} training samples, but declared {declared} at the start of the "
+                f"run. {GROWTH_HINT}",
             )
         work = head.get("work", [0, 0, 0])
         if len(work) != 3 or not all(type(k) is int and 0 <= k <= MAX_WORK_COUNT for k in work):
@@ -291,11 +295,13 @@ class Checks:
         for name, norm in norms.items():
             bound = bound_of(self._settings.norm_bound, name)
             if not (norm <= bound and math.isfinite(norm)):
-                raise Rejected(11, f"the difference of {name} is {norm:.4g} long, at most {bound:.4g} is allowed")
+                raise Rejected(
+                    11, f"the norm of the difference of {name} is {norm:.4g}, at most {bound:.4g} is allowed"
+                )
         if not bool(usable((*up,), 1, job.setting.engine.norm_bound).all()):
-            raise Rejected(11, f"a field is longer than engine.norm_bound = {job.setting.engine.norm_bound}")
+            raise Rejected(11, f"the norm of a field exceeds engine.norm_bound = {job.setting.engine.norm_bound}")
         if any(bool((weight < 0).any()) for weight in job.weights(up)):
-            raise Rejected(11, "a weight of the client's model is below zero")
+            raise Rejected(11, "a weight of the client's model is negative")
         self._check_ranges(up, pending)
         return draft._replace(norm=math.hypot(*norms.values()))
 
@@ -310,7 +316,7 @@ class Checks:
             return
         work = job.work(pending.round, torch.tensor([pending.client]))
         for name, number, low, high in out_of_range(up, job.algorithm.ranges(pending.down, up, work)):
-            raise Rejected(11, f"{name} is {number:.4g}, it can be {low:.4g} to {high:.4g}")
+            raise Rejected(11, f"{name} is {number:.4g}, but must be from {low:.4g} to {high:.4g}")
 
     def _check_time(self, draft: _Draft) -> _Draft:
         if draft.is_late and draft.pending.kind != "hello":
@@ -320,7 +326,7 @@ class Checks:
     def _once(self, draft: _Draft) -> _Draft:
         client = draft.head["client"]
         if not draft.is_late and client in draft.answered:
-            raise Rejected(12, f"client {client} has answered already")
+            raise Rejected(12, f"client {client} has already answered")
         return draft
 
     STEPS: ClassVar[
@@ -329,7 +335,7 @@ class Checks:
         (2, "no error of the node", _no_error),
         (3, "records, fields and bytes of its kind", _read),
         (4, "release, experiment, kind, round, nonce, client, digest and signature", _identify),
-        (2, "no refusal of the site", _no_refusal),
+        (2, "no rejection by the site", _no_refusal),
         (9, "in a greeting, the experiment's columns and possible numbers of samples", _data),
         (5, "number, names, sizes, headers, types and order of the arrays (5 to 7)", _decode),
         (8, "finite numbers", _finite),

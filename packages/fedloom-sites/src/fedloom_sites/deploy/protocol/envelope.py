@@ -99,6 +99,9 @@ REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
 STATUS_FIELDS = {"status": str, "reason": str, "signature": bytes}
 """Additional fields of every reply."""
 
+UNABLE_STATUS = "unable"
+"""Status of a reply of a site that could not write to its disk, so that the server may send the message again."""
+
 MAX_REASON_CHARACTERS = 500
 """Largest number of characters in a reason."""
 
@@ -269,7 +272,7 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
         if type(value) is not wanted[name]:
             raise WireError(f"{name} must be {wanted[name].__name__}, got {_short(value)}")
         if isinstance(value, str | bytes) and len(value) > 10_000:
-            raise WireError(f"{name} is {len(value)} long")
+            raise WireError(f"{name} is too long ({len(value)} characters)")
     return dict(record)
 
 

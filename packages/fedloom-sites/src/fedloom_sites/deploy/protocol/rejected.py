@@ -7,7 +7,7 @@ import re
 from fedloom.errors import FedloomError
 from fedloom_sites.deploy.protocol.envelope import MAX_REASON_CHARACTERS
 
-GROWTH_HINT = "for data that grow, declare a snapshot at the site: fedloom deploy snapshot"
+GROWTH_HINT = "If the data grow, declare a snapshot at the site: fedloom deploy snapshot"
 """Advice for a site whose number of samples has changed."""
 
 
@@ -29,6 +29,13 @@ class LateReply(Rejected):
 
     def __init__(self) -> None:
         super().__init__(1, "too late, its round continues without it")
+
+
+class UnableReply(Rejected):
+    """Error: a site could not write to its disk. The same message may have an answer later."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(2, f"the site cannot answer now: {reason}")
 
 
 def plain(text: str) -> str:

@@ -131,7 +131,7 @@ def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
     state = rogue.sites[site.client].site.state
     answered, sent = list[str](), 0
     if _status_of(rogue, site.client, write_good_message(site, rogue)) != "ok":
-        raise Inapplicable(f"the site refuses good messages: {rogue.refused[-1]}")
+        raise Inapplicable(f"the site rejects valid messages: {rogue.refused[-1]}")
     before = _files_of(state)
     for message in write_bad_messages(site, rogue):
         sent += 1
@@ -141,7 +141,7 @@ def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
     return judge(
         bool(wrong),
         f"{sent} malformed, foreign, truncated and huge messages",
-        "a message has the agreed form, or it is refused before anything is read from it",
+        "a site reads only messages of the agreed form",
         f"answers to {', '.join(wrong)}",
     )
 
@@ -209,7 +209,7 @@ def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
         return AttackOutcome(
             "stopped", tried, "nothing", f"{len(status['alarms'])} alarms in the site's log and status"
         )
-    return AttackOutcome("OPEN", tried, "that nobody at the site is told", "the site raises an alarm")
+    return AttackOutcome("OPEN", tried, "the site raises no alarm", "the site raises an alarm")
 
 
 def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
@@ -225,7 +225,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
         releases += ask_upload(site, rogue, t, rogue.download(1e-3 * releases)) > 0
     spent = 0.0 if noise is None else epsilon(noise, releases) if releases else 0.0
     most = limit if limit is not None else epsilon(noise, trainer.rounds) if noise is not None else 0.0
-    tried = f"{2 * rounds} releases, each round twice with another model"
+    tried = f"{2 * rounds} releases, two for each round, with different models"
     is_open = spent > most * (1 + 1e-9) or (noise is None and releases > 0)
     budget = "epsilon in site.toml" if limit is not None else "epsilon of the agreed rounds"
     return judge(
@@ -249,7 +249,8 @@ def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
         bool(small),
         f"figures of {len(groups.sums.groups)} groups",
         f"a site publishes a group of {LEAST_ROWS} or more rows of each class (min_rows)",
-        f"figures of {len(small)} groups below {LEAST_ROWS} rows, the smallest of {min(small.values(), default=0)}",
+        f"figures of {len(small)} groups with fewer than {LEAST_ROWS} rows, the smallest with "
+        f"{min(small.values(), default=0)}",
         f"figures of {len(counts)} groups",
     )
 
@@ -270,8 +271,8 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
     return judge(
         bool(small),
         f"cells of {', '.join(agreed)} with few patients of this site",
-        f"a site answers zeros for cells of fewer than {DEFAULT_LEAST} patients (rules, min_subjects)",
-        f"cells of fewer than {DEFAULT_LEAST} patients: {', '.join(small)}",
+        f"a site answers zero for cells with fewer than {DEFAULT_LEAST} patients (rules, min_subjects)",
+        f"cells with fewer than {DEFAULT_LEAST} patients: {', '.join(small)}",
     )
 
 
@@ -284,7 +285,7 @@ def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
     return judge(
         differing > 0,
         f"{len(transcripts[0])} crafted questions of agreed and other analyses",
-        "a site answers the agreed questions, each once, and its refusals depend on the message alone",
+        "a site answers only the agreed questions, each once, and its rejections depend only on the message",
         f"{differing} answers tell two samples apart",
         f"{answered} answers" + ("" if site.site.secure is None else ", each a masked vector"),
     )
@@ -328,9 +329,9 @@ def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
     reason = _read_table(site, data)
     return judge(
         not reason,
-        "a table with a column whose name holds U+202E",
-        "names with characters for the direction of text are refused",
-        "the site takes a name that looks like another one",
+        "a table with a column whose name contains U+202E",
+        "names with characters that change the direction of text are rejected",
+        "the site accepts a name that looks like another one",
         "a refusal",
     )
 
@@ -359,7 +360,7 @@ def _table_of(site: RehearsedSite, suffix: str = ".csv") -> tuple[Path, dict[str
     source = dict(site.site.data)
     key = "path" if "path" in source else "source"
     if site.site.samples.table is None or not Path(str(source[key])).suffix:
-        raise Inapplicable("the site's data are no table in a file")
+        raise Inapplicable("the site's data are not a table in a file")
     path = site.folder / f"crafted{suffix}"
     return path, source | {key: str(path)}
 

@@ -56,5 +56,5 @@ def judge(is_open: bool, tried: str, rule: str, learned: str, nothing: str = "no
         nothing: information that the server learned otherwise.
     """
     if is_open:
-        return AttackOutcome("OPEN", tried, learned, f"not stopped; the rule would be: {rule}")
+        return AttackOutcome("OPEN", tried, learned, f"not stopped. The rule would be: {rule}")
     return AttackOutcome("stopped", tried, nothing, rule)

@@ -66,7 +66,9 @@ def find_first_layer(job: Job, features: int) -> FirstLayer:
     after = [name for name in names[1:] if len(shapes[name]) == 2 and int(shapes[name][1]) == units]
     biases = [name for name in names[1:3] if tuple(shapes[name]) == (units,)]
     if len(first) != 2 or int(first[1]) != features or not after or not biases:
-        raise Inapplicable("the model does not begin with a hidden linear layer, from which this attack reads samples")
+        raise Inapplicable(
+            "the first layer of the model is not a hidden linear layer, and this attack reads samples from such a layer"
+        )
     return FirstLayer(names[0], biases[0], after[0], units)
 
 
@@ -75,7 +77,7 @@ def training_rows(client: Any, fed: Federation) -> Tensor:
     index = fed.indices("train", client)[:MOST_COMPARED]
     rows = fed.fetch(index)
     if not rows.is_floating_point():
-        raise Inapplicable("samples are texts")
+        raise Inapplicable("the samples are texts")
     return rows.reshape(len(index), -1).double()
 
 
@@ -137,7 +139,9 @@ def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
             if absolute(kind, field.numel(), job.oracle.layout.d) or kind.keeps:
                 break
             return field.reshape(-1)
-    raise Inapplicable(f"uploads of {type(job.algorithm).__name__} are no changes of the model, which are read here")
+    raise Inapplicable(
+        f"uploads of {type(job.algorithm).__name__} are not model updates, and this attack reads model updates"
+    )
 
 
 def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tensor | None:
@@ -180,7 +184,9 @@ def read_single_upload(site: RehearsedSite) -> AttackOutcome:
             session.vector(c, rogue.terms(1, download), download)
             numbers.add(session.vectors.get(c, b"")[SIGNATURE_BYTES:])
         is_open = upload is not None or len(numbers) == 1
-        return judge(is_open, tried, "uploads leave under masks, drawn anew in each session", "an upload without masks")
+        return judge(
+            is_open, tried, "every upload is masked, and each session draws new masks", "an upload without masks"
+        )
     tried = "one round with an honest model"
     if upload is None:
         return AttackOutcome("stopped", tried, "nothing", f"the site refuses: {rogue.refused[-1]}")
@@ -198,12 +204,12 @@ def read_by_bins(site: RehearsedSite) -> AttackOutcome:
     change = ask_change(site, rogue, craft_bins(rogue, layer, rows))
     count = 0 if change is None else count_read(read_bins(layer, rogue.trainer.job, change), rows)
     tried = f"one crafted model with {layer.units} bins"
-    learned = f"{count} of {len(rows)} training samples to {READ_ERROR:.0%}"
+    learned = f"{count} of {len(rows)} training samples, to {READ_ERROR:.0%}"
     protection = protection_of(site)
     if count and protection == "masks":
-        remains = "a sum hides whose samples they are, not the samples: add noise (delta), or trust the server"
+        remains = "a sum hides the origin of samples, not the samples. Add noise (delta), or trust the server"
         return AttackOutcome("remains", tried, f"{learned}, in the sum of a round", remains)
-    rule = "noise (delta)" if protection != "masks" else "training blurs single samples; noise (delta) hides them"
+    rule = "noise (delta)" if protection != "masks" else "training blurs single samples. Noise (delta) hides them"
     return judge(bool(count), tried, rule, learned, "0 samples")
 
 
@@ -262,7 +268,7 @@ def change_first_sample(site: RehearsedSite) -> Federation:
         changed = replace(fed, data=replace(fed.data, x=x))
         if site.copy(changed).figures == figures:
             return changed
-    raise Inapplicable("every other first sample changes a fact that the site publishes")
+    raise Inapplicable("each candidate for the first sample changes a fact that the site publishes")
 
 
 def compare_twins(site: RehearsedSite) -> AttackOutcome:
@@ -271,7 +277,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     All numbers except the masked numbers are compared.
     """
     if site.site.secure is None and not site.copy().trainer.private:
-        raise Inapplicable("the server gets this site's answers themselves, see the row on single uploads")
+        raise Inapplicable("the server receives the answers of this site directly, see the row on single uploads")
     twins = [site.copy(**BUDGET_SETTINGS), site.copy(change_first_sample(site), **BUDGET_SETTINGS)]
     rogues = [site.rogue(twin) for twin in twins]
     try:
@@ -288,7 +294,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     return judge(
         differing > 0,
         f"{questions} crafted models, to the site with one sample and with another in its place",
-        "a refusal, its sentence and its length depend on the message alone",
+        "a rejection, its sentence and its length depend only on the message",
         f"{differing} of {questions} answers tell the two samples apart",
         f"0 of {questions} answers differ",
     )
@@ -334,7 +340,9 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
         return AttackOutcome(
             "OPEN", tried, learned, "the model memorizes: fewer epochs, a smaller model, or noise (delta)"
         )
-    return AttackOutcome("remains", tried, learned, "what a model shows of its training; noise (delta) bounds it")
+    return AttackOutcome(
+        "remains", tried, learned, "a model reveals something about its training samples. Noise (delta) limits it"
+    )
 
 
 def _losses_of(job: Job, model: Tensor, client: int, part: str) -> Tensor:
@@ -345,7 +353,7 @@ def _losses_of(job: Job, model: Tensor, client: int, part: str) -> Tensor:
 
 SAMPLE_ATTACKS: Sequence[tuple[str, Any]] = (
     ("single upload", read_single_upload),
-    ("is this row there? (refusals)", compare_twins),
+    ("is this row in the data? (rejections)", compare_twins),
     ("bins of one row (crafted model)", read_by_bins),
     ("models that memorize", guess_members),
 )

@@ -27,7 +27,7 @@ HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
 """Seconds after which a series of sums ends."""
-NOT_SUMS = "uploads leave this site without masks; see the row on single uploads"
+NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
 
 
 def agreed_of(site: RehearsedSite) -> Secure:
@@ -119,7 +119,7 @@ def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
     tried = f"one honest round of {site.clients} sites"
     if session.is_open:
         return AttackOutcome(
-            "remains", tried, f"the sum of {len(session.vectors)} sites", "the sum of a round is what it is"
+            "remains", tried, f"the sum of {len(session.vectors)} sites", "the sum of a round is released as it is"
         )
     reasons = "; ".join(dict.fromkeys(rogue.refused)) or "no reason was given"
     return AttackOutcome("OPEN", tried, "the round has no sum", f"the study cannot run with these settings: {reasons}")
@@ -164,8 +164,9 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
     learned_sums += ["two sums of one round, whose difference is this site's"] if first and session.is_open else []
     return judge(
         bool(learned_sums),
-        f"{agreed.threshold} drop-outs and lists of survivors of 1 to {agreed.threshold - 1} sites; two lists",
-        f"a sum needs {agreed.threshold} sites, and a session opens one list",
+        f"{agreed.threshold} drop-outs and lists of survivors of 1 to {agreed.threshold - 1} sites, "
+        "and two different lists",
+        f"a sum needs {agreed.threshold} sites, and a session accepts one list",
         ", ".join(learned_sums),
     )
 
@@ -216,7 +217,7 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
     return judge(
         bool(learned_sums),
         "the same model in the next round, without this site",
-        "sums on one model are of the same sites",
+        "sums on the same model contain the same sites",
         f"this site's {' and '.join(learned_sums)}, by subtraction",
     )
 
@@ -255,14 +256,14 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
     sizes = [len(row) for row in rows]
     differences = sum(one != other for one, other in itertools.pairwise(sizes))
     tried = f"{len(cohorts)} rounds with nearly the same model, every second one without this site"
-    rule = f"sums are of the same sites, apart from {agreed.changes} agreed changes of a site (changes)"
-    learned = f"{differences} differences of what this site sends"
+    rule = f"sums contain the same sites, apart from {agreed.changes} agreed changes of a site (changes)"
+    learned = f"{differences} differences that contain this site's uploads"
     if (("uploads", site.client),) not in find_isolated(rows, agreed.threshold):
         return judge(False, tried, rule, learned)
     if site.copy().trainer.private:
         return AttackOutcome("remains", tried, f"{learned}, each with its noise", "epsilon counts each round")
     if max(differences, agreed.changes) <= MAX_CHANGES:
-        return AttackOutcome("remains", tried, learned, f"{rule}; agree on changes = 0 if no site may be away")
+        return AttackOutcome("remains", tried, learned, f"{rule}. Agree on changes = 0 if no site may be away")
     return judge(True, tried, rule, learned)
 
 
@@ -275,7 +276,7 @@ def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
     learned = "what this site sends, as the rest of all differences"
     if is_alone and site.copy().trainer.private:
         return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each round")
-    rule = f"{agreed.steady_sites} sites of every sum have never been away (steady)"
+    rule = f"{agreed.steady_sites} sites of every sum have never been absent (steady)"
     return judge(is_alone, tried, rule, learned)
 
 
@@ -290,8 +291,8 @@ def begin_again(site: RehearsedSite) -> AttackOutcome:
     return judge(
         before.is_open and after.is_open,
         "another experiment on the same data and model, without this site",
-        f"a site remembers sums by the name of its data ({site.site.data_name!r}), over experiments",
-        "what this site sends, by subtraction",
+        f"a site remembers sums by the name of its data ({site.site.data_name!r}), across experiments",
+        "this site's upload, by subtraction",
     )
 
 
@@ -321,8 +322,8 @@ def change_terms(site: RehearsedSite) -> AttackOutcome:
     learned_sums += ["a sum of different models"] if session.is_open else []
     return judge(
         bool(learned_sums),
-        "two models, and two terms, in one session; a model of its own for each site",
-        "a session has one answer, and masks fit for one model and one list of terms",
+        "two models and two lists of terms in one session, and a different model for each site",
+        "a session has one answer, and masks fit one model and one list of terms",
         ", ".join(learned_sums),
     )
 
@@ -335,6 +336,6 @@ SUM_ATTACKS: Sequence[tuple[str, Any]] = (
     ("one model twice", repeat_model),
     ("neighboring sums", compare_neighbors),
     ("all others leave", leave_one_by_one),
-    ("the study begun again", begin_again),
+    ("the study started again", begin_again),
     ("changed terms", change_terms),
 )

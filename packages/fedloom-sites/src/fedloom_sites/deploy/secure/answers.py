@@ -30,11 +30,11 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
     """
     adverts = secure.read_adverts(message)
     if [a.client for a in adverts] != [client]:
-        raise WireError(f"one advertisement, of client {client}, is expected, got {[a.client for a in adverts][:5]}")
+        raise WireError(f"expected one advertisement, from client {client}, got {[a.client for a in adverts][:5]}")
     try:
         secure.check_adverts(name, adverts, public)
     except Broken as error:
-        raise WireError(f"{error}; do both sides have the same agreement?") from None
+        raise WireError(f"{error}. Do both sides have the same agreement?") from None
     return adverts[0]
 
 
@@ -46,7 +46,7 @@ def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed
     """
     parts, receivers = secure.split_parts(message, shares.SEALED_SHARE_BYTES), {*session.adverts} - {client}
     if set(parts) != receivers:
-        raise WireError(f"shares for {sorted(receivers)} are expected, got those for {sorted(parts)}")
+        raise WireError(f"expected shares for {sorted(receivers)}, got shares for {sorted(parts)}")
     for to, sealed in parts.items():
         if not shares.is_signed(session, client, to, sealed, public):
             raise WireError(f"the share for client {to} is not signed by client {client} for this session")
@@ -75,7 +75,7 @@ def read_vector(
         return read_signature(message[:SIGNATURE_BYTES], text, public), vector, sent
     if message.startswith(ACCUSATION_PREFIX):
         return secure.split_parts(message[len(ACCUSATION_PREFIX) :], SIGNATURE_BYTES)
-    raise WireError(f"a masked vector has {end + counted} bytes, got {len(message)}")
+    raise WireError(f"a masked vector must have {end + counted} bytes, got {len(message)}")
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:
@@ -87,7 +87,7 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
     try:
         public.verify(message, text)
     except InvalidSignature:
-        raise WireError("the signature is not of this sum: the site was asked something else") from None
+        raise WireError("the signature does not fit this sum: the site received another request") from None
     return message
 
 
@@ -99,5 +99,5 @@ def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
     """
     parts = secure.split_parts(message, secure.KEY_BYTES)
     if set(parts) != set(owners):
-        raise WireError(f"shares of {sorted(owners)} are expected, got those of {sorted(parts)}")
+        raise WireError(f"expected shares of {sorted(owners)}, got shares of {sorted(parts)}")
     return parts

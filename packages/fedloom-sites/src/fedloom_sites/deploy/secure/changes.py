@@ -87,19 +87,20 @@ class Changes(NamedTuple):
         changed = self.changed(sites, weights)
         if over := self.exhausted(changed):
             why = (
-                "the list of opened sums at this site was damaged, so no site leaves the sums or returns any more"
+                "the list of decrypted sums at this site was damaged, so sites can no longer leave the sums or return"
                 if self.record.get("lost")
-                else f"a site leaves the sums over the same data, or returns, {self.limit} times at most (changes in "
-                "the table secure)"
+                else f"a site may leave the sums over the same data, or return, at most {self.limit} times "
+                "(changes in the table secure)"
             )
-            raise Broken(f"the sum is of other sites than the sum before, it differs in {', '.join(over)}; {why}")
+            raise Broken(f"the sum contains other sites than the sum before, they differ in {', '.join(over)}; {why}")
         used = self.record.get("changes", {})
         counts = {**used, **{c: used.get(c, 0) + 1 for c in changed}}
         steady = [c for c in sites if c not in counts]
         if changed and len(steady) < self.steady:
             raise Broken(
-                f"the sum differs from the sum before in {', '.join(sorted(changed))}; {len(steady)} of its sites have "
-                f"never left the sums over the same data, {self.steady} must have (steady in the table secure)"
+                f"the sum differs from the sum before in {', '.join(sorted(changed))}. Only "
+                f"{len(steady)} of its sites were in all sums over the same data, but {self.steady} "
+                "are required (steady in the table secure)"
             )
         return self._replace(
             record={

@@ -68,11 +68,11 @@ def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> byt
         WireError: the message has another length, or the site has not signed the message.
     """
     if len(message) != COUNTERS_BYTES:
-        raise WireError(f"masked counters and their signature have {COUNTERS_BYTES} bytes, got {len(message)}")
+        raise WireError(f"masked counters and their signature must have {COUNTERS_BYTES} bytes, got {len(message)}")
     try:
         public.verify(message[:SIGNATURE_BYTES], _signed(bound, message[SIGNATURE_BYTES:]))
     except InvalidSignature:
-        raise WireError("the signature is not of these counters: the site was asked something else") from None
+        raise WireError("the signature does not fit these counters: the site received another request") from None
     return message
 
 
@@ -101,7 +101,7 @@ def open_counters(
     total: Integers = np.sum([np.frombuffer(one, dtype="<u8") for one in numbers], axis=0, dtype=np.uint64)
     total = secure.unmasked(session, _masks(bound), messages, total, secrets)
     if bool((total > len(messages)).any()) or int(total.sum()) > len(messages):
-        raise Broken("the sum of counters is out of range: a site's counters are wrong, or a mask is still on them")
+        raise Broken("the sum of counters is out of range: a site sent wrong counters, or a mask was not removed")
     return AnswerCounts(*total.tolist()), wrong
 
 
@@ -113,7 +113,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
     """
     if counts.answered < threshold:
         raise Broken(
-            f"{counts.answered} sites have answered from their samples, a sum that is opened must be of {threshold}"
+            f"only {counts.answered} sites answered from their samples, but a sum needs {threshold} to be decrypted"
         )
 
 

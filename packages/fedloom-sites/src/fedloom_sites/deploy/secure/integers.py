@@ -40,5 +40,5 @@ def decode(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]
     steps = total.view(np.int64)
     limit = int(2 * count * MAX_NUMBER) << RESOLUTION_BITS
     if bool(((steps > limit) | (steps < -limit)).any()):
-        raise Broken(f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it")
+        raise Broken(f"the sum of {count} sites is out of range: a site sent a wrong vector, or a mask was not removed")
     return np.ldexp(steps.astype(np.float64), -RESOLUTION_BITS)

@@ -54,9 +54,12 @@ def check_maskable(setting: Setting) -> None:
     elif setting.aggregation_weights.probes:
         why = f"aggregation_weights {setting.aggregation_weights.kind!r} queries single clients"
     elif setting.sampler.probes or setting.sampler.learns:
-        why = f"sampler {setting.sampler.kind!r} looks at single clients"
+        why = f"sampler {setting.sampler.kind!r} reads single clients"
     elif setting.sampler.repeats:
-        why = f"sampler {setting.sampler.kind!r} draws a client twice, which would make a sum mostly its own"
+        why = (
+            f"sampler {setting.sampler.kind!r} may draw a client twice, so that a sum would consist "
+            "mostly of its upload"
+        )
     elif (
         isinstance(setting.aggregator, PrivateMean)
         and 0 < released(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS
@@ -64,14 +67,14 @@ def check_maskable(setting: Setting) -> None:
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
     if isinstance(setting.schedule, Stream):
         raise Refused(
-            f"schedule {setting.schedule.kind!r} sends sites different models at different times, but a sum under "
-            "masks needs one download for all its sites",
+            f"schedule {setting.schedule.kind!r} sends sites different models at different times, but "
+            "a sum under masks needs the same download for all its sites",
             rule="masks-need-rounds",
             fix="leave {schedule} or secure aggregation out",
         )
     if why:
         raise Refused(
-            f"{why}, but under secure aggregation the server receives sums only",
+            f"{why}, but under secure aggregation the server receives only sums",
             rule="masks-need-sums",
             fix="choose another, or leave it out",
         )
@@ -154,9 +157,9 @@ class SessionMember:
             session, secrets = self._agreed_by(record), _secrets(record)
             sealed = _read(message, shares.SEALED_SHARE_BYTES)
             if not set(sealed) <= set(session.adverts) - {self._client}:
-                raise Broken("shares came of sites that did not advertise")
+                raise Broken("shares came from sites that did not advertise keys")
             if len(sealed) + 1 < session.threshold:
-                raise Broken(f"{len(sealed) + 1} sites sent shares, {session.threshold} are needed")
+                raise Broken(f"{len(sealed) + 1} sites sent shares, but {session.threshold} are required")
             held, accuses = {self._client: bytes.fromhex(record["own"])}, dict[int, bytes]()
             for c, part in sealed.items():
                 try:
@@ -226,7 +229,7 @@ class SessionMember:
         """
         record = self._session(round, nonce, "count")
         if not record["counters"]:
-            raise Broken("the sum of this session is opened without counters")
+            raise Broken("the sum of this session is decrypted without counters")
         signed = _read(message, SIGNATURE_BYTES)
         if "counted" not in record:
             held, arrived = _held_shares(record), self._enter(record, signed)
@@ -276,7 +279,7 @@ class SessionMember:
         """
         arrived = self._arrived(record, signed)
         if not {record.get("arrived"), record.get("survivors")} <= {None, _listed(signed)}:
-            raise Broken("this site has signed that the sum is of other sites")
+            raise Broken("this site has signed a sum of other sites")
         secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
         bases = {str(c): record["bases"][str(c)] for c in arrived}
         self._opened.reveal(
@@ -303,12 +306,12 @@ class SessionMember:
         """
         sent, peers = _read(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
         if sent.keys() != {*arrived}:
-            raise Broken(f"counters must be of the {len(arrived)} sites of the sum, got those of {len(sent)}")
+            raise Broken(f"expected counters of the {len(arrived)} sites of the sum, got counters of {len(sent)}")
         answers = {
             c: _read(part, secure.KEY_BYTES) for c, part in _read(openers, len(peers) * (4 + secure.KEY_BYTES)).items()
         }
         if any({*one} != {*peers} or c not in peers for c, one in answers.items()):
-            raise Broken("the shares of the counters' masks are not of the sites of the session")
+            raise Broken("the shares of the counters' masks do not belong to the sites of the session")
         session, bound = self._agreed_by(record), self._bound(record)
         counts, _ = counters.open_counters(session, bound, peers, sent, answers, self._public)
         counters.check_enough(counts, self._agreed.threshold)
@@ -330,9 +333,11 @@ class SessionMember:
             Broken: the sum may not be opened.
         """
         if self._client not in clients or not {*clients} <= {int(c) for c in record["held"]}:
-            raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
+            raise Broken(
+                "the list of sites whose vector arrived contains a site that sent no shares, or lacks this site"
+            )
         if len(clients) < self._agreed.threshold:
-            raise Broken(f"the sum is of {len(clients)} sites, it must be of {self._agreed.threshold} or more")
+            raise Broken(f"the sum contains {len(clients)} sites, but must contain {self._agreed.threshold} or more")
         weights = {int(c): values for c, values in record["weights"].items()}
         check_summands(weights, clients, self._agreed.threshold, self._agreed.max_share)
         return [*clients]
@@ -362,7 +367,7 @@ class SessionMember:
         if bytes.fromhex(record["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
             raise Broken("this site's own keys are missing or are not those that it advertised")
         if len(adverts) < self._agreed.threshold:
-            raise Broken(f"{len(adverts)} sites advertised keys, {self._agreed.threshold} are needed")
+            raise Broken(f"{len(adverts)} sites advertised keys, but {self._agreed.threshold} are required")
         return secure.session_of(name, self._agreed.threshold, adverts)
 
     @staticmethod

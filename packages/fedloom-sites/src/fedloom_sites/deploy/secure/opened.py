@@ -130,23 +130,25 @@ class OpenedSums:
                 opened: dict[str, Any] = experiment["opened"].setdefault(what, {})
                 forgotten = experiment["forgotten"]
                 if t <= forgotten.get(what, -1 if what in ("uploads", "scores") else forgotten.get(ANALYSES, -1)):
-                    raise Broken(f"round {t} is too long ago to know whether its {what} were summed already")
+                    raise Broken(
+                        f"round {t} is too long ago: fedloom no longer knows whether its {what} were already summed"
+                    )
                 new = {"bases": bases, "models": models[what], **({"question": question} if question else {})}
                 is_new |= str(t) not in opened
                 before = opened.setdefault(str(t), new)
                 if before["bases"].keys() != bases.keys():
                     raise Broken(
-                        f"the {what} of round {t} were summed already, of other sites; the two sums reveal their "
-                        "difference"
+                        f"the {what} of round {t} were already summed with other sites. The two sums "
+                        "reveal their difference"
                     )
                 if before != new:
-                    raise Broken(f"the {what} of round {t} were summed already, on another model or from other states")
+                    raise Broken(f"the {what} of round {t} were already summed, on another model or from other states")
                 for other in self._on_same_models(record, what, models[what]):
                     apart = sum(bases.get(c) != other["bases"].get(c) for c in {*bases, *other["bases"]})
                     if 0 < apart < threshold:
                         raise Broken(
-                            f"the {what} on these models were summed already, in another round, of sites of which "
-                            f"{apart} differ; the two sums reveal their difference"
+                            f"the {what} on these models were already summed in another round, and "
+                            f"{apart} of the sites differ. The two sums reveal their difference"
                         )
                 while len(opened) > REMEMBERED_SUMS:
                     oldest = min(opened, key=int)

@@ -167,17 +167,17 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
         Broken: an advertisement is forged, from another session, without an owner, or a duplicate.
     """
     if len({a.client for a in adverts}) != len(adverts):
-        raise Broken("a site's keys are advertised twice")
+        raise Broken("the keys of one site are advertised twice")
     publics = [key for a in adverts for key in (a.sealing, a.masking)]
     if len(set(publics)) != len(publics):
         raise Broken("two sites advertise the same key")
     for a in adverts:
         if a.client not in keys:
-            raise Broken(f"keys are advertised of client {a.client}, whom the agreement does not know")
+            raise Broken(f"keys are advertised for client {a.client}, who is not in the agreement")
         try:
             keys[a.client].verify(a.signature, _advertised(session, a))
         except InvalidSignature:
-            raise Broken(f"the keys of client {a.client} are not signed by it for this session") from None
+            raise Broken(f"the keys of client {a.client} are not signed by that client for this session") from None
 
 
 def _advertised(session: bytes, a: Advert) -> bytes:
@@ -208,7 +208,7 @@ def common(private: X25519PrivateKey, public: bytes) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise Broken("an advertised key is no public key of X25519") from None
+        raise Broken("an advertised key is not a public key of X25519") from None
 
 
 def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
@@ -252,11 +252,11 @@ def check_statement(
             keys[client].verify(signature, text)
         except (InvalidSignature, KeyError):
             raise Broken(
-                f"client {client} has not signed this sum: it was asked something else, or sums other sites"
+                f"client {client} has not signed this sum: it received another request, or sums other sites"
             ) from None
         count += 1
     if count < session.threshold:
-        raise Broken(f"{count} sites have signed this sum, {session.threshold} must")
+        raise Broken(f"only {count} sites have signed this sum, but {session.threshold} are required")
 
 
 # -------------------------------------------------------------------------------------------------------------- masks
@@ -328,11 +328,11 @@ def split_parts(message: bytes, width: int) -> dict[int, bytes]:
     """
     step = 4 + width
     if len(message) % step or len(message) > MAX_SITES * step:
-        raise WireError(f"{len(message)} bytes are no list of at most {MAX_SITES} parts of {width} bytes")
+        raise WireError(f"{len(message)} bytes are not a list of at most {MAX_SITES} parts of {width} bytes")
     rows = [message[a : a + step] for a in range(0, len(message), step)]
     parts = {int.from_bytes(row[:4], "little"): row[4:] for row in rows}
     if [*parts] != sorted(parts) or len(parts) != len(rows):
-        raise WireError("parts must be of different clients, in rising order")
+        raise WireError("parts must belong to different clients, in increasing order")
     return parts
 
 

@@ -124,7 +124,7 @@ def decrypted(session: Session, common: bytes, sender: int, to: int, sealed: byt
     try:
         return AESGCM(_way(session, common, sender, to)).decrypt(nonce, text, session.digest)
     except InvalidTag:
-        raise Unreadable(f"the share of client {sender} for client {to} does not decrypt") from None
+        raise Unreadable(f"the share of client {sender} for client {to} cannot be decrypted") from None
 
 
 def _share_header(session: Session, sender: int, to: int, body: bytes) -> bytes:
@@ -261,7 +261,7 @@ class Undecided(Broken):
 
     def __init__(self, owner: int, count: int) -> None:
         self.owner = owner
-        super().__init__(f"no subset of the {count} shares of client {owner}'s secret gives what it is committed to")
+        super().__init__(f"no subset of the {count} shares of client {owner}'s secret fits the committed value")
 
 
 def restored(
@@ -283,7 +283,7 @@ def restored(
         Undecided: the shares do not give a secret that matches its owner's commitment.
     """
     if len(answers) < session.threshold:
-        raise Broken(f"{len(answers)} sites gave their shares, {session.threshold} are needed")
+        raise Broken(f"only {len(answers)} sites sent their shares, but {session.threshold} are required")
 
     def fits(owner: int, secret: bytes) -> bool:
         advert = session.adverts[owner]

@@ -92,7 +92,7 @@ class MaskedAnswers:
         }  # fmt: skip
         with publish_reasons():
             if not fewest <= len(arrays) <= most:
-                raise WireError(f"{len(arrays)} arrays, {fewest} to {most} are expected")
+                raise WireError(f"expected {fewest} to {most} arrays, got {len(arrays)}")
             return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
@@ -118,12 +118,12 @@ class MaskedAnswers:
         self._numbers = 0
         with publish_reasons():
             if len(envelope.arrays) < 2 + trains:
-                raise WireError(f"{len(envelope.arrays)} arrays, at least {2 + trains} are expected")
+                raise WireError(f"expected at least {2 + trains} arrays, got {len(envelope.arrays)}")
             download = envelope.arrays[0] if trains else None
             message, inbox, *models = envelope.arrays[trains:]
             terms = read_terms(message)
             if (terms.round, terms.trains) != (t, trains):
-                raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
+                raise Broken(f"the terms belong to round {terms.round}, but the message to round {t}")
             check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
             check_models(terms, download, models)
         weights_of_all = terms.weights(self._weighed(terms))
@@ -157,8 +157,9 @@ class MaskedAnswers:
             with publish_reasons():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                     raise Broken(
-                        f"the row that the server's sum has of site {self._site.site} is not on this disk any more, so "
-                        "its change is unknown; the site cannot take part in this run again"
+                        f"the row of site {self._site.site} that the server has summed is no longer "
+                        "on this disk, so its change is unknown. The site cannot take part in this "
+                        "run again"
                     )
             weights = terms.share(job, client), float(job.masses[client])
             with publish_reasons():
@@ -208,7 +209,7 @@ class MaskedAnswers:
                 output, *weights, before, is_neutral=trained.is_neutral, is_cut=is_cut
             )
             if is_cut:
-                trainer.log_privately("the upload was longer than agreed and was shortened")
+                trainer.log_privately("the norm of the upload exceeded the agreed bound and was reduced")
             if clipped:
                 trainer.log_privately(f"{clipped} numbers of the upload are out of range and were clipped")
             return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}

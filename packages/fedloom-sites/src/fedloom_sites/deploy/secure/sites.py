@@ -66,8 +66,9 @@ class MaskedSites(Sites):
         job, forms, t, down = self._job, self._forms, request.round, request.down
         if not is_common(down):
             raise Refused(
-                f"{type(job.algorithm).__name__} sends every client another download; under secure aggregation all "
-                "get the same, so that no site can be singled out"
+                f"{type(job.algorithm).__name__} sends every client another download, but secure "
+                "aggregation needs the same download for all clients, so that the server cannot "
+                "single out a site"
             )
         everyone = zip(request.ids.tolist(), request.share.double().flatten().tolist(), strict=True)
         shares = {c: share for c, share in everyone if bool(self._transport.sizes[c, 0])}
@@ -116,12 +117,12 @@ class MaskedSites(Sites):
             return
         total = counts.answered + counts.neutral
         reason = (
-            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, as their own was not "
-            "finite, failed or had a weight below zero, or their protection refused the model; the log of each of "
-            "these sites has the reason"
+            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, "
+            "because their upload was not finite, failed or had a negative weight, or because their "
+            "protection rejected the model. The log of each of these sites states the reason"
         )
         if counts.answered < self._agreed.threshold:
-            least = f"a sum needs {self._agreed.threshold} others, so no site opens it"
+            least = f"a sum needs {self._agreed.threshold} others, so no site decrypts it"
             raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}")
         self._transport.note("neutral uploads", t, clients, reason)
 
@@ -179,7 +180,13 @@ class MaskedSites(Sites):
         return AnalysisSum(session.value, session.clients, session.counts)
 
     def _tally(self, request: ScoreRequest) -> None:
-        """Sum the scores of all connected sites in a separate session. If no sum results, the run continues."""
+        """Sum the scores of all connected sites in a separate session.
+
+        If no sum results, the run continues without the scores. After the last round, the run waits for the sites.
+
+        Raises:
+            RunStopped: after the last round, too few sites answered. The run continues when they are back.
+        """
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
 
@@ -192,12 +199,14 @@ class MaskedSites(Sites):
             groups = self.group_sums.decode(total[n:], count) if with_groups else []
             return self._figures.decode(total[:n], count), groups
 
-        self._tallied = t, {}
         try:
             length = n + (self.group_sums.length if with_groups else 0)
             figures, self._groups = self._sessions.sum(terms, self._weights(terms), letter, length, read).value
             self._tallied = t, figures
         except (Broken, GivenUp, RunStopped) as error:
+            if isinstance(error, RunStopped) and with_groups:  # the sites store their last models in this session
+                raise RunStopped(error.reason, f"scores after the last round: {error.detail}") from None
+            self._tallied = t, {}
             self._transport.note("scores given up", t, asks, str(error))
 
     def _terms(
@@ -255,4 +264,6 @@ class MaskedSites(Sites):
                 continue
             norm = float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).norm())
             if norm > most * (1 + 1e-6) + 1e-6:
-                raise Broken(f"the sum of {name} of {count} sites is {norm:.4g} long, {most:.4g} is the most it can be")
+                raise Broken(
+                    f"the norm of the sum of {name} of {count} sites is {norm:.4g}, but can be at most {most:.4g}"
+                )

@@ -171,7 +171,7 @@ class SecureSums:
             return None
         vectors: dict[int, tuple[bytes, Integers, bytes]] = {c: a for c, a in answers.items() if c not in accusations}
         if self._apart(terms, [*vectors]) != [*vectors]:
-            raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal what a single site sent")
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal the upload of a single site")
         self._check_summands(t, weights, vectors)
         self._check_leaving(terms, weights, vectors)
         total: Integers = np.sum([vector for _, vector, _ in vectors.values()], axis=0, dtype=np.uint64)
@@ -232,14 +232,12 @@ class SecureSums:
                 if c not in keys or not shares.is_readable(session, accused, c, sealed[accused][c], keys[c])
             ]
             if bad:
-                self._leave_out(
-                    course.round, accused, f"its shares for {self._names(bad)} do not decrypt, which it has signed"
-                )
+                self._leave_out(course.round, accused, f"its signed shares for {self._names(bad)} do not decrypt")
             for accuser in {*accusers} - {*bad}:
                 self._leave_out(
                     course.round,
                     accuser,
-                    f"it claims that the share of {self._names([accused])} does not decrypt; it does",
+                    f"it claims that the share of {self._names([accused])} does not decrypt, but it does",
                 )
         return len(self._out) > before
 
@@ -266,8 +264,9 @@ class SecureSums:
             if missing:
                 raise RunStopped(
                     Stop.TOO_FEW,
-                    f"round {terms.round}: a sum without {self._names(missing)} and that of round {before.round}, on "
-                    "the same models, would reveal what it sent; the run continues when it is back",
+                    f"round {terms.round}: a sum without {self._names(missing)} and the sum of round "
+                    f"{before.round}, on the same models, would together reveal the upload of that "
+                    "site. The run continues when the site is back",
                 )
             clients = [c for c in clients if c in before.clients]
         return [*clients]
@@ -285,8 +284,9 @@ class SecureSums:
             "stays out",
             terms.round,
             stays_out,
-            f"round {terms.round}: {self._names(stays_out)} has left the sums or returned {self._changes.limit} times, "
-            "and every further change would reveal one more difference (changes in the table secure)",
+            f"round {terms.round}: {self._names(stays_out)} has left the sums or returned "
+            f"{self._changes.limit} times, and every further change would reveal one more difference "
+            "(changes in the table secure)",
         )
         return [c for c in cohort if c not in stays_out]
 
@@ -302,7 +302,7 @@ class SecureSums:
             self._changes.after(*self._counting(terms, weights, clients))
         except Broken as error:
             raise RunStopped(
-                Stop.TOO_FEW, f"round {terms.round}: {error}; the run continues when the sites of that sum are back"
+                Stop.TOO_FEW, f"round {terms.round}: {error}. The run continues when the sites of that sum are back"
             ) from None
 
     def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
@@ -351,13 +351,13 @@ class SecureSums:
             try:
                 read(total, len(pending.clients))
             except Refused as error:
-                why = f"{error}; which site's vector is wrong cannot be known from a sum"
+                why = f"{error}. A sum does not show which site's vector is wrong"
                 self._unmasked.keep(pending := pending._replace(attempts=MAX_ATTEMPTS))
                 continue
             self._unmasked.keep(pending := pending._replace(total=total, told=True))
             return pending
         raise GivenUp(
-            f"round {t}: the sum was asked for in vain: {why}; a sum of other sites would reveal the difference",
+            f"round {t}: no sum was obtained: {why}. A sum of other sites would reveal the difference",
             pending.clients,
         )
 
@@ -390,7 +390,7 @@ class SecureSums:
             if is_new:
                 self._unmasked.keep(pending := pending._replace(attempts=0))
             return pending, counts
-        raise GivenUp(f"round {t}: the counters of the sum were asked for in vain: {why}", pending.clients)
+        raise GivenUp(f"round {t}: no counters of the sum were obtained: {why}", pending.clients)
 
     def _session_of(self, pending: PendingSum) -> secure.Session:
         """Rebuild the session of a requested sum."""
@@ -448,7 +448,7 @@ class SecureSums:
         self._out.add(client)
         name = self._names([client])
         self._transport.note(
-            "left out", t, [client], f"round {t}: {name} is left out until the server starts again: {why}"
+            "left out", t, [client], f"round {t}: {name} is excluded until the server starts again: {why}"
         )
 
     def _names(self, clients: Collection[int]) -> str:
@@ -464,7 +464,9 @@ class SecureSums:
         """
         count, threshold = len(clients), self._agreed.threshold
         if count < threshold:
-            raise RunStopped(Stop.TOO_FEW, f"round {t}: {count} sites would be summed, the threshold is {threshold}")
+            raise RunStopped(
+                Stop.TOO_FEW, f"round {t}: the sum would contain {count} sites, but the threshold is {threshold}"
+            )
         try:
             check_summands(weights, clients, threshold, self._agreed.max_share)
         except Broken as error:

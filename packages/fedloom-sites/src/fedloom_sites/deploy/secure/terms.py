@@ -45,11 +45,14 @@ class AnalysisStep(Value):
     """Question of an analysis whose answers are summed: bytes in a form that the analysis declares."""
 
     analysis: str = Field(
-        pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$", description="name of the analysis, of user code its import path"
+        pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$",
+        description="name of the analysis, or its import path for user code",
     )
     step: int = Field(ge=0, lt=MOST_STEPS, description="number of the question, from 0")
     content: str = Field(
-        pattern=r"^([0-9a-f]{2})*$", max_length=MAX_TERMS_BYTES, description="the bytes, in hexadecimal digits"
+        pattern=r"^([0-9a-f]{2})*$",
+        max_length=MAX_TERMS_BYTES,
+        description="content of the question, in hexadecimal digits",
     )
 
     @classmethod
@@ -66,8 +69,8 @@ class AnalysisStep(Value):
 class Terms(Value):
     """Request to all sites of a session."""
 
-    round: int = Field(ge=0, description="round to train, or whose models are scored alone")
-    trains: bool = Field(description="the sites train")
+    round: int = Field(ge=0, description="round to train, or round whose models are scored without training")
+    trains: bool = Field(description="true if the sites train")
     sizes: tuple[tuple[Count, Count, Count], ...] = Field(
         max_length=MAX_SITES, description="training, validation and test samples of every site"
     )
@@ -75,13 +78,13 @@ class Terms(Value):
     accepted: tuple[Count, ...] = Field(max_length=MAX_SITES, description="last accepted round of each requested site")
     download: str = Field("", description="SHA-256 of the message from which every site of the cohort trains")
     scored: int = Field(-1, ge=-1, description="round whose models are scored. -1 for none")
-    common: bool = Field(False, description="the global model is scored")
-    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models that are read")
+    common: bool = Field(False, description="true if the global model is scored")
+    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with the models to score")
     figures: tuple[Bits, ...] = Field(
-        (), max_length=MAX_SITES, description="figures and bins defined by the samples of every site, if any are summed"
+        (), max_length=MAX_SITES, description="metrics and bins that every site's samples define, if any are summed"
     )
 
-    question: AnalysisStep | None = Field(None, description="step of an analysis that is summed, and nothing else")
+    question: AnalysisStep | None = Field(None, description="step of an analysis to sum, and nothing else")
 
     @property
     def sums(self) -> dict[str, int]:
@@ -224,13 +227,15 @@ def check_summands(
     """
     counting = [c for c in clients if any(weights[c])]
     if len(counting) < threshold:
-        raise Broken(f"{len(counting)} of the {len(clients)} sites of the sum have samples, {threshold} must have")
+        raise Broken(
+            f"{len(counting)} of the {len(clients)} sites of the sum have samples, but {threshold} are required"
+        )
     for column in zip(*(weights[c] for c in counting), strict=True):
         share, client = max((weight, -c) for weight, c in zip(column, counting, strict=True))
         if share > most * sum(column):
             raise Broken(
-                f"client {-client} has {share / sum(column):.1%} of the weight of the sum, at most {most:.0%} is "
-                "agreed (max_share in the table secure)"
+                f"client {-client} has {share / sum(column):.1%} of the weight of the sum, but at "
+                f"most {most:.0%} is agreed (max_share in the table secure)"
             )
 
 
@@ -250,23 +255,23 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
     """
     if terms.question is not None:
         if terms.question.analysis in ("uploads", "scores"):
-            raise Broken(f"an analysis cannot be called {terms.question.analysis}")
+            raise Broken(f"{terms.question.analysis} is not a valid name of an analysis")
         if (terms.trains, terms.scored, terms.download) != (False, -1, ""):
-            raise Broken("terms of an analysis must ask nothing else")
+            raise Broken("the terms of an analysis must not ask for anything else")
     elif terms.scored > terms.round or (not terms.trains and (terms.scored, terms.download) != (terms.round, "")):
-        raise Broken("terms must score a round that is done, and scores alone have no download")
+        raise Broken("terms must score a finished round, and a request for scores alone contains no download")
     if len(terms.sizes) != clients or [*terms.cohort] != sorted({*terms.cohort} & {*range(clients)}):
-        raise Broken(f"terms must be of the {clients} sites of the agreement, each once, in rising order")
+        raise Broken(f"terms must list sites of the agreement ({clients}), each once, in increasing order")
     if client not in terms.cohort:
-        raise Broken(f"the terms are of other sites: {[*terms.cohort]}")
+        raise Broken(f"the terms list other sites: {[*terms.cohort]}")
     if len(terms.accepted) != len(terms.cohort) or terms.bases[client] != accepted:
-        raise Broken(f"the terms must have a round of every site, and of this one {accepted}, as the message has")
+        raise Broken(f"the terms must contain a round for every site, and for this site {accepted}, like the message")
     if list(terms.sizes[client]) != list(sizes):
-        raise Broken(f"the terms give this site {[*terms.sizes[client]]} samples, it has {[*sizes]}")
+        raise Broken(f"the terms state {[*terms.sizes[client]]} samples for this site, but it has {[*sizes]}")
     if len(terms.figures) != (clients if terms.scored >= 0 or terms.question is not None else 0):
-        raise Broken("terms must have the figures that every site can have, where anything but uploads is summed")
+        raise Broken("if a sum contains more than uploads, the terms must list the metrics that every site can compute")
     if terms.figures and terms.figures[client] != figures:
-        raise Broken("the terms give this site other figures than its samples define")
+        raise Broken("the terms list other metrics for this site than its samples allow")
 
 
 def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:
@@ -279,4 +284,4 @@ def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) 
     if digests != [*terms.models] or (hashlib.sha256(download).hexdigest() if download is not None else "") != (
         terms.download
     ):
-        raise Broken("the models are not those of the terms: other sites got others")
+        raise Broken("the server sent this site another model than the terms of the session name")

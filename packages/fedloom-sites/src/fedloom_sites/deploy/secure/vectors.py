@@ -120,9 +120,9 @@ class UploadVector:
         )
         work = torch.from_numpy(total[-WORK_COUNTS:].view(np.int64).copy())
         if bool((work < 0).any()):
-            raise Broken("the sum of work is below zero: a mask is still on it")
+            raise Broken("the sum of work is negative: a mask was not removed")
         if clipped > count:
-            raise Broken(f"the counter of clipped uploads is out of range: it is {clipped}, of {count} sites")
+            raise Broken(f"the counter of clipped uploads is out of range: {clipped} of {count} sites")
         sums = {}
         values = torch.from_numpy(numbers).split([*self._widths.values()])
         for (name, field), value in zip(self._fields.items(), values, strict=True):
@@ -218,7 +218,7 @@ class ScoreVector:
         rows = total.reshape(-1, 4)
         values, counts = integers.decode(rows[:, :2].reshape(-1), count).reshape(-1, 2), rows[:, 2:].view(np.int64)
         if bool(((counts < 0) | (counts[:, :1] > count)).any()):
-            raise Broken("the sum of scores is out of range: a mask is still on it")
+            raise Broken("the sum of scores is out of range: a mask was not removed")
         return {
             key: (value / sites, weighted / SCORE_UNIT / samples if samples else np.nan, int(sites))
             for key, (value, weighted), (sites, samples) in zip(self._names, values, counts.tolist(), strict=True)

@@ -79,8 +79,8 @@ class AnalysisServer:
         except (DataError, Refused) as error:
             if self._unanswered:
                 raise type(error)(
-                    f"{error}; in {self._unanswered} of its steps sites could not answer, as where one row has more "
-                    "than half of the weight of its site"
+                    f"{error}. In {self._unanswered} of its steps some sites could not answer, for "
+                    "example because one row has more than half of the weight of its site"
                 ) from error
             raise
         self._sites.share_result(self._agreed.name, table)
@@ -109,8 +109,8 @@ class AnalysisServer:
             silent = got.counts.neutral or len(got.clients) - got.counts.answered
             if not may_retry:
                 raise DataError(
-                    f"{silent} of {len(got.clients)} sites have no answer to step {place + 1} of the analysis {name} "
-                    f"({question.name}); the log of each such site has the reason"
+                    f"{silent} of {len(got.clients)} sites did not answer step {place + 1} of the "
+                    f"analysis {name} ({question.name}). The log of each such site states the reason"
                 )
             self._unanswered += 1
             return nothing, Info(len(got.clients), 0, silent, 0), got.clients
@@ -126,6 +126,7 @@ class AnalysisServer:
         stem = stem_of(self._agreed.name)
         if any(self._record.parent.glob(f"{stem}-[0-9]*.json")):
             raise Refused(
-                f"the steps of the analysis {self._agreed.name} in {self._record.parent} were recorded by an earlier "
-                "version of fedloom, which alone can finish them; deploy the experiment anew"
+                f"the steps of the analysis {self._agreed.name} in {self._record.parent} were "
+                "recorded by an earlier version of fedloom, and only that version can finish them. "
+                "Deploy the experiment again"
             )

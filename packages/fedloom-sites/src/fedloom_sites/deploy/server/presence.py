@@ -78,11 +78,14 @@ class NodePresence:
         """
         other = self.nodes.get(client, node)
         if other != node and other not in self._mute:
-            raise Rejected(12, f"node {other} is client {client} already")
+            raise Rejected(12, f"node {other} is already client {client}")
         earlier, counts = self.sizes[client], torch.tensor(sizes)
         if self._fixed and bool(earlier.any()) and not torch.equal(earlier, counts):
-            what = f"{sizes} training, validation and test samples, {earlier.tolist()} when the run began"
-            raise Rejected(9, f"{what}; {GROWTH_HINT}")
+            raise Rejected(
+                9,
+                f"the site has {sizes} training, validation and test samples, but had {earlier.tolist()} "
+                f"at the start of the run. {GROWTH_HINT}",
+            )
         self.nodes[client], self._who[node] = node, client
         self.sizes[client] = counts
 

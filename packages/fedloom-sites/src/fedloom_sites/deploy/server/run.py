@@ -60,8 +60,8 @@ STOP_PREFIX = "fedloom: stops: "
 """Beginning of the line with the reason why a run ended early."""
 STOP_FILE = "stop"
 """File beside the server's audit log that requests the end of the run after the current round."""
-STOP_HINT = "stopped by 'fedloom deploy stop'; 'fedloom deploy stop FOLDER --undo' allows the next start"
-FINISHED_HINT = "all rounds are done; for more of them, deploy an experiment with more rounds"
+STOP_HINT = "stopped by 'fedloom deploy stop'. To allow the next start: 'fedloom deploy stop FOLDER --undo'"
+FINISHED_HINT = "all rounds are done. For more rounds, deploy an experiment with more rounds"
 
 
 @undisturbed()
@@ -138,54 +138,59 @@ def check_deployable(
     method = experiment.methods[0]
     if any(one.setting.attack is not None for one in experiment.methods):
         raise Refused(
-            "an attack is for simulation",
+            "attacks exist only in simulations",
             rule="deploy-attack",
             fix="leave {attack} out, here and in [[method]], to deploy this experiment",
         )
     if method.setting.early_stop is not None:
-        raise Refused("early_stop is for simulation: leave the table out, and set the rounds of this experiment")
+        raise Refused(
+            "early_stop is for simulation",
+            rule="deploy-early-stop",
+            fix="leave {early_stop} out, and choose the rounds",
+        )
     if method.setting.devices is not None:
         raise Refused(
-            "devices are of virtual time, and real sites take their own",
+            "devices simulate times, but real sites take the time that they need",
             rule="deploy-devices",
-            fix="leave {devices} out to deploy",
+            fix="leave {devices} out to deploy the experiment",
         )
     schedule = method.setting.schedule
     if not isinstance(schedule, Synchronous | Stream):
         raise Refused(
-            f"schedule {schedule.kind!r} is of virtual time, and the server's file has the deadline of a round",
+            f"schedule {schedule.kind!r} needs simulated time, but the deadline of a real round is in "
+            "the server's file",
             rule="deploy-schedule",
-            fix="leave {schedule} out to deploy, or set {schedule = 'buffered'}",
+            fix="leave {schedule} out to deploy the experiment, or set {schedule = 'buffered'}",
         )
     if experiment.common.evaluate.clients is not None:
         raise Refused(
-            "evaluate.clients is for simulation, and every site scores models",
+            "evaluate.clients works only in simulations, because every real site scores models",
             rule="deploy-scored-clients",
-            fix="leave {evaluate.clients} out to deploy",
+            fix="leave {evaluate.clients} out to deploy the experiment",
         )
     if method.setting.pooled:
         raise Refused(
-            f"{method.label} pools the data of all clients, which real sites do not give",
+            f"{method.label} pools the data of all clients, but real sites do not share their data",
             rule="deploy-pooled-data",
             fix="choose another method",
         )
     if uses_clusters(method.setting.client_weights):
         raise Refused(
-            f"client_weights = {method.setting.client_weights!r} is for simulation: clusters are found "
-            "before the sites are there",
+            f"client_weights = {method.setting.client_weights!r} works only in simulations, because "
+            "fedloom finds the clusters before the sites connect",
             rule="deploy-weights",
             fix="give a number for each site in {weights}, or {weigher = 'equitable'}, which finds them in every round",
         )
     if column_of_shares(method.setting.client_weights):
         raise Refused(
-            f"client_weights = {method.setting.client_weights!r} is for simulation: the server does not "
-            "see the rows of sites",
+            f"client_weights = {method.setting.client_weights!r} works only in simulations, because "
+            "the server does not see the rows of sites",
             rule="deploy-weights",
             fix="give a number for each site in {weights}",
         )
     if method.setting.model.init_from is not None and not start:
         raise Refused(
-            "model.init_from is a file of this machine, and nothing holds the sites to the same one",
+            "model.init_from names a file on this machine, and nothing ensures that the sites have the same file",
             rule="deploy-model-file",
             fix="leave {model.init_from} out, or give a function of a package that every site has, "
             "{model.kind = 'package.module:function'}",
@@ -196,8 +201,8 @@ def check_deployable(
     check_privacy(setting.method, setting.upload_transform, setting.aggregator, sampler, setting.aggregation_weights)
     if sampler.learns and any(k.primary and k.base.startswith("rows.") for k in fields.values()):
         raise Refused(
-            f"sampler {sampler.kind!r} looks at the clients' models, but {method.label} uploads a difference to a "
-            "state that stays at the client",
+            f"sampler {sampler.kind!r} reads the clients' models, but {method.label} uploads a "
+            "difference to a state that stays at the client",
             rule="deploy-sampler-models",
             fix="choose another {sampler}",
         )
@@ -298,7 +303,7 @@ class _Run(Hooks):
             try:
                 request = score_request(self._job, state) if one.analysis.uses_models else None
                 if one.analysis.uses_models and request is None:
-                    raise Refused("the run scores no models")
+                    raise Refused("the run computes no scores of models")
                 end = AnalysisServer(self._sites, one, settings.checkpoints, request).run()
             except (DataError, GivenUp, Refused) as error:
                 self._say(f"fedloom: no result of the analysis {name}: {error}")
@@ -321,7 +326,7 @@ class _Run(Hooks):
             if isinstance(noise, GaussianNoise | SharedMean):  # the sites have ledgers of their own
                 after = spent(noise, setting.sampler, state.uploads + 1, t)
                 if limit is not None and after > limit:
-                    raise Refused(f"round {t} would make epsilon {after:.4g}, the limit is {limit:.4g}")
+                    raise Refused(f"round {t} would raise epsilon to {after:.4g}, but the limit is {limit:.4g}")
             else:
                 Ledger(self._settings.checkpoints, noise, limit, "the run", least=t - 1 if noise else 0).release(t)
         except Refused as error:

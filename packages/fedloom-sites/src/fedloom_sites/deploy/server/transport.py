@@ -27,10 +27,13 @@ from fedloom_sites.deploy.protocol.checks import Checks
 from fedloom_sites.deploy.protocol.envelope import Pending, Reply, Request, message_of
 from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.protocol.identity import verifying_key
-from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, plain
+from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, UnableReply, plain
 from fedloom_sites.deploy.server.bounded import POLL_SECONDS, call_with_retry, pull
-from fedloom_sites.deploy.server.presence import NodePresence
+from fedloom_sites.deploy.server.presence import LEAST_SECONDS, NodePresence
 from fedloom_sites.deploy.settings import Server
+
+MAX_REPEATS = 2
+"""Number of times that a message is sent again to a site that could not write to its disk."""
 
 
 class Transport:
@@ -59,6 +62,7 @@ class Transport:
         )
         self._overdue: dict[str, tuple[Pending, float]] = {}
         self._posted: dict[str, tuple[Pending, float]] = {}
+        self._unable = set[int]()
 
     def _met(self) -> dict[int, int]:
         """Return the client of each node with a logged reply, so that a site has a name before its first answer."""
@@ -112,9 +116,14 @@ class Transport:
         need = len(self.members) if everyone else self._settings.quorum
         if len(self.nodes) < need:
             why = "".join(f"; {name}: {reason}" for name, reason in self.presence.reasons().items())
-            rule = f"; {everyone} needs every site's number of samples when the run begins" if everyone else ""
+            rule = (
+                (f". For {everyone}, the server needs every site's number of samples at the start of the run")
+                if everyone
+                else ""
+            )
             raise RunStopped(
-                Stop.TOO_FEW, f"{len(self.nodes)} of {need} sites are there, missing: {', '.join(missing)}{why}{rule}"
+                Stop.TOO_FEW,
+                f"{len(self.nodes)} of {need} sites are connected, missing: {', '.join(missing)}{why}{rule}",
             )
         self._say(f"fedloom: begins without {', '.join(missing)}")
 
@@ -145,7 +154,8 @@ class Transport:
     ) -> dict[int, Reply]:
         """Return accepted replies by client. Unanswered requests are repeated until ``need`` replies have arrived.
 
-        A reply to a request for scores only does not count towards ``need``.
+        A reply to a request for scores only does not count towards ``need``. A site that could not write to its disk
+        gets the same request again, `MAX_REPEATS` times, even if enough other sites have answered.
 
         Args:
             round: round of the run.
@@ -156,14 +166,21 @@ class Transport:
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
         replies: dict[int, Reply] = {}
-        open_ = dict(requests)
+        open_, repeats, is_enough, longest = dict(requests), MAX_REPEATS, False, self._settings.deadline
         while True:
             self.greet()
-            now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in self.nodes]
-            good, bad = self.exchange(round, now, need - _counting(replies), self._settings.deadline, wanted)
+            asked = self._unable if is_enough else {*open_}
+            now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in {*self.nodes} & asked]
+            self._unable, start = set(), time.monotonic()
+            good, bad = self.exchange(round, now, need - _counting(replies), longest, wanted)
+            longest = min(longest, max(LEAST_SECONDS, time.monotonic() - start)) if self._unable else longest
             replies |= good
+            if self._unable and not repeats:
+                bad |= self._unable
+            repeats -= bool(self._unable)
             open_ = {c: request for c, request in open_.items() if c not in good and c not in bad}
-            if (_counting(replies) >= need and not {*wanted} & {*open_}) or (not open_ and requests):
+            is_enough = _counting(replies) >= need and not {*wanted} & {*open_}
+            if (is_enough and not self._unable & {*open_}) or (not open_ and requests):
                 break
             if time.monotonic() > end or not requests:
                 break
@@ -212,8 +229,8 @@ class Transport:
             times, why = took[pending.kind].values(), f"no answer within {waited:.0f} s"
             if waited <= deadline and waited > self.presence.longest_wait(times):
                 why += (
-                    f", and the median of the other sites is {median(times):.0f} s; if the site needs longer, give a "
-                    f"larger pace than {self._settings.pace:g} in server.toml"
+                    f", and the median of the other sites is {median(times):.0f} s. If the site needs "
+                    f"longer, raise pace above {self._settings.pace:g} in server.toml"
                 )
             self._mark_mute(pending, why)
         return good, bad
@@ -225,7 +242,7 @@ class Transport:
             client, usual = slow
             site = self.members[client].site
             self._say(
-                f"fedloom: {site} is slow ({kind}): {took[client]:.0f} s, the median of the others is {usual:.0f} s"
+                f"fedloom: {site} is slow ({kind}): {took[client]:.0f} s, but the median of the others is {usual:.0f} s"
             )
             self._audit.write(
                 "slow", kind=kind, round=round, client=client, site=site, seconds=took[client], others=usual
@@ -321,7 +338,8 @@ class Transport:
         if self.presence.silent(pending.node):
             name = self.presence.name(pending.node)
             self._say(
-                f"fedloom: {name} is mute ({pending.kind}: {why}); the server does not wait for it until it answers"
+                f"fedloom: {name} does not answer ({pending.kind}: {why}). The server continues "
+                "without it until it answers"
             )
             self._audit.write("mute", reason=why, **self._facts(pending))
 
@@ -375,7 +393,9 @@ class Transport:
         self._audit.write("rejected", **facts, **self._facts(pending))
         if lost:
             self._mark_mute(pending, error.reason)
-        return set() if pending.client is None or lost or is_late else {pending.client}
+        asked_again = isinstance(error, UnableReply) and not is_late
+        self._unable |= {pending.client} if asked_again and pending.client is not None else set()
+        return set() if pending.client is None or lost or is_late or asked_again else {pending.client}
 
 
 def _counting(replies: Mapping[int, Reply]) -> int:

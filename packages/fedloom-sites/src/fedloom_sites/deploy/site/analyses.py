@@ -137,7 +137,7 @@ class SiteAnalyses:
             may_answer &= self._is_known_snapshot(one, subjects)
             if not may_answer:
                 raise Refused(
-                    "the rows are not those of the first step, or few subjects differ from an earlier snapshot"
+                    "the rows are not those of the first step, or only few subjects differ from an earlier snapshot"
                 )
             rows = self._with_models(terms, models) if models else self._rows
             vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
@@ -164,7 +164,9 @@ class SiteAnalyses:
 
     def _agreed(self, name: str) -> AgreedAnalysis:
         if name not in self.agreed:
-            raise Refused(f"this site answers no analysis {name[:60]!r}: it is not agreed on, or epsilon is limited")
+            raise Refused(
+                f"this site does not answer the analysis {name[:60]!r}: it is not agreed on, or epsilon is limited"
+            )
         return self.agreed[name]
 
     def _steps(self, name: str) -> Path:
@@ -216,15 +218,15 @@ class SiteAnalyses:
         record = read_checked(path)
         if record is None and path.exists():
             raise Broken(
-                f"{path.name} of this site is damaged, so the steps of the analysis {one.name} that it has answered "
-                "cannot be known"
+                f"{path.name} of this site is damaged, so fedloom cannot know which steps of the "
+                f"analysis {one.name} it has answered"
             )
         record = record or {"rows": "", "steps": {}}
         question = digest_of([terms.question.message])
         if record["steps"].setdefault(f"{step}", question) != question:
-            raise Broken(f"step {step} of the analysis {one.name} was answered already, for another question")
+            raise Broken(f"step {step} of the analysis {one.name} was already answered, for another question")
         if record.setdefault("terms", terms.course) != terms.course:
-            raise Broken(f"the analysis {one.name} was begun by other terms: sites, sizes or cells have changed")
+            raise Broken(f"the analysis {one.name} was started with other terms: sites, sizes or cells have changed")
         first = record["rows"] or rows
         write_checked(path, {**record, "rows": first})
         return bool(rows == first)
@@ -244,8 +246,9 @@ class SiteAnalyses:
                 return
             if len(fits) >= most:
                 raise Broken(
-                    f"{len(fits)} experiments have asked the analysis {one.name} over the data {site.data_name!r}, and "
-                    "every further one would reveal a difference; begin it under another data_name"
+                    f"{len(fits)} experiments have already asked for the analysis {one.name} over the "
+                    f"data {site.data_name!r}, and every further one would reveal a difference. Start "
+                    "it under another data_name"
                 )
             fits.append(site.fingerprint)
             write_checked(site.memory_folder / MEMORY_FILE, record)
@@ -274,7 +277,9 @@ class SiteAnalyses:
         path = self._trainer.site.memory_folder / MEMORY_FILE
         record = read_checked(path)
         if record is None and path.exists():
-            raise Broken(f"{path.name} of this site is damaged, so the analyses of its data cannot be known")
+            raise Broken(
+                f"{path.name} of this site is damaged, so fedloom cannot know the earlier analyses of its data"
+            )
         return record or {"asked": {}, "snapshots": [], "salt": secrets.token_hex(16)}
 
     def _digests(self) -> tuple[str, list[str]]:

@@ -40,7 +40,7 @@ def check_approved_digest(site: Site, digest: str) -> None:
         ConfigError: the digests differ. The message names both digests.
     """
     if digest != site.digest:
-        raise ConfigError(f"the digest of the run is {site.digest}, got {digest}; ask those who sent it to you")
+        raise ConfigError(f"the digest of the run is {site.digest}, got {digest}. Ask the sender of the digest")
 
 
 def check_approved(site: Site) -> None:
@@ -57,6 +57,6 @@ def check_approved(site: Site) -> None:
         approved = None
     if approved != site.digest:
         raise Refused(
-            f"site {site.site} has not approved run {site.digest[:16]}; "
-            "there: fedloom deploy approve FOLDER --digest DIGEST"
+            f"site {site.site} has not approved run {site.digest[:16]}. At the site, run: fedloom "
+            "deploy approve FOLDER --digest DIGEST"
         )

@@ -10,7 +10,7 @@ from flwr.app import Message, RecordDict
 
 from fedloom.data import Federation
 from fedloom.data.input_spec import compared
-from fedloom.errors import CheckpointError, Refused, printable, sentence_of
+from fedloom.errors import CheckpointError, DiskError, Refused, printable, sentence_of
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.version import __version__
 from fedloom_sites.deploy.alarms import Alarms, message_digest, raise_alarm
@@ -19,6 +19,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     MAX_REASON_CHARACTERS,
     PROTOCOL_VERSION,
     REQUEST_FIELDS,
+    UNABLE_STATUS,
     Envelope,
     common_head,
     digest_of,
@@ -91,6 +92,8 @@ class Client:
     def reply(self, content: RecordDict) -> RecordDict:
         """Return the signed reply to the content of a message from the server. A rejection contains the reason.
 
+        If the site cannot write to its disk, the reply says so, and the server may send the same message again.
+
         The reply contains the reason only if the reason contains no value of a sample. Under differential privacy or
         secure aggregation, the reason must also come from code that reads no sample (`PublicReason`). Otherwise the
         reason is only in the site's log.
@@ -111,15 +114,18 @@ class Client:
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:MAX_REASON_CHARACTERS]}
         except Exception as error:  # the server gets the sentence, and logs it
             reason = public = sentence_of(error)
+            cause, status = error.__cause__ if isinstance(error, PublicReason) else error, "refused"
             if not isinstance(error, PublicReason if secret else (PublicReason, *QUOTES_NO_VALUE)):
                 public = self.trainer.log_privately(reason)
-            more, arrays, metrics = {"status": "refused", "reason": public[:MAX_REASON_CHARACTERS]}, [], None
+            elif isinstance(cause, DiskError):
+                status = UNABLE_STATUS
+            more, arrays, metrics = {"status": status, "reason": public[:MAX_REASON_CHARACTERS]}, [], None
         self._memory.notes.clear()
         more["digest"] = digest_of(arrays)
         try:
             self._note_sent(head, more, arrays, metrics, reason)
         except CheckpointError as error:  # what cannot be noted does not leave
-            more, arrays, metrics = {"status": "refused", "reason": str(error)[:MAX_REASON_CHARACTERS]}, [], None
+            more, arrays, metrics = {"status": UNABLE_STATUS, "reason": str(error)[:MAX_REASON_CHARACTERS]}, [], None
             more["digest"] = digest_of(arrays)
         return self._signed(head, more, arrays, metrics)
 
@@ -163,18 +169,20 @@ class Client:
             ("experiment", head["experiment"][:16], site.fingerprint[:16]),
         ):
             if got != here:
-                raise Refused(f"the server's {what} is {printable(str(got)[:60])}, that of site {site.site} is {here}")
+                raise Refused(f"the server's {what} is {printable(str(got)[:60])}, but site {site.site} has {here}")
         if head["client"] not in (-1, site.client):
-            raise Refused(f"the message is for client {head['client']}, site {site.site} is client {site.client}")
+            raise Refused(f"the message is for client {head['client']}, but site {site.site} is client {site.client}")
         if head["digest"] != digest_of(envelope.arrays):
-            raise Refused("the arrays did not arrive as they were sent")
+            raise Refused("the arrays changed on the way")
         if head["kind"] == "ask" and self.trainer.private:
-            raise Refused(f"site {site.site} answers no question: epsilon is limited, and answers have no noise")
+            raise Refused(
+                f"site {site.site} answers no analyses, because epsilon is limited and answers carry no noise"
+            )
 
         kind = head["kind"]
         if kind not in ("hello", *self.answers.kinds):
             agreed = "no secure aggregation" if site.secure is None else "secure aggregation"
-            raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement has {agreed}")
+            raise Refused(f"site {site.site} answers no message of the kind {kind}, because the agreement has {agreed}")
         if kind != "hello":
             check_approved(site)
         self._check_round(head)
@@ -191,15 +199,15 @@ class Client:
         trains = kind in ("train", "ask", "masked")
         behind, _ = self._memory.accepted()
         if not int(trains) <= t <= rounds:
-            raise Rewound(f"round {t} is none of the agreed rounds 1 to {rounds}")
+            raise Rewound(f"round {t} is not one of the agreed rounds 1 to {rounds}")
         if t < behind - (not trains):
-            raise Rewound(f"round {t} is over: round {behind} was accepted here")
+            raise Rewound(f"round {t} is over: this site has already accepted round {behind}")
         accepted = head.get("accepted", 0)
         if not 0 <= accepted <= t - trains:
-            raise Rewound(f"the server names round {accepted} as accepted, and wants round {t}")
+            raise Rewound(f"the server names round {accepted} as accepted, but requests round {t}")
         scored = head.get("scored", -1)
         if scored != -1 and not behind - 1 <= scored < t:
-            raise Rewound(f"the server wants scores of round {scored} with the training of round {t}")
+            raise Rewound(f"the server requests scores of round {scored} together with the training of round {t}")
 
     def _watch_samples(self) -> None:
         """Report samples that changed since the last message, or raise if the agreement forbids changes.
@@ -210,14 +218,14 @@ class Client:
         before = self._memory.changed(self.trainer.samples)
         if before is None:
             return
-        what = f"the samples of {self.site.site} are not those that it began with"
+        what = f"the samples of {self.site.site} differ from those at the start"
         if self.site.fixed_data:
-            raise Refused(f"{what}, and by fixed_data they must stay; put the data back, or begin a new experiment")
+            raise Refused(f"{what}, but fixed_data requires the same data. Restore the data, or start a new experiment")
         self._memory.note_samples(self.trainer.samples)
         if self.trainer.private or self.site.secure is not None:
             self.trainer.log_privately(what)
         else:
-            self._memory.notes.append(f"{what}; the run continues with the new ones")
+            self._memory.notes.append(f"{what}. The run continues with the new samples")
 
     def _act(self, envelope: Envelope) -> Answer:
         if envelope.head["kind"] == "hello":

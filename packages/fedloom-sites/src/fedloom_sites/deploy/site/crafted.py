@@ -46,8 +46,8 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
     for new, old in zip(norms, before, strict=False):
         if old > 0 and not old / most <= new <= old * most:
             raise RefusedModel(
-                f"{where}: a norm of the model is {new:.4g}, it was {old:.4g} in the last one, and the site takes a "
-                f"change by {most:g} times"
+                f"{where}: a norm of the model is {new:.4g}, but was {old:.4g} in the last one, and "
+                f"the site accepts a change by a factor of {most:g}"
             )
 
 
@@ -77,6 +77,7 @@ def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, to
             continue
         if float((part[0].flatten(1) == 0).all(1).double().mean()) > most:
             raise RefusedModel(
-                f"round {t}: more units of a layer get no gradient from any sample of the site than dead_units = "
-                f"{most:g} allows; look for a server that crafts models, or raise dead_units in site.toml"
+                f"round {t}: in one layer, more units than dead_units = {most:g} allows get no "
+                "gradient from any sample of the site. Check whether the server crafts models, or "
+                "raise dead_units in site.toml"
             )

@@ -77,7 +77,7 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
                 if _is_taken(line, key):
                     return _exchanged(line, content, begin)
         if time.monotonic() > end:
-            raise NoAnswer(f"the process of the site cannot be started; {state / SITE_LOG_FILE} has the reason")
+            raise NoAnswer(f"the process of the site could not be started. The reason is in {state / SITE_LOG_FILE}")
         if line is None:
             begin.attempt()
         time.sleep(CONNECT_INTERVAL_SECONDS)
@@ -260,7 +260,7 @@ def _connected(path: Path) -> socket.socket | None:
         return None
     if not is_own(line):
         line.close()
-        raise ConfigError(f"{path} is of a process of another user; remove it")
+        raise ConfigError(f"{path} belongs to a process of another user. Remove it")
     return line
 
 
@@ -282,7 +282,7 @@ def _exchanged(line: socket.socket, content: bytes, begin: _Begin) -> bytes:
         kind, answer = receive(line, 1), receive_sized(line)
     except OSError as error:
         begin.attempt(wait=START_SECONDS / 2)
-        raise NoAnswer("the process of the site ended before it answered; a new one has been started") from error
+        raise NoAnswer("the process of the site ended before it answered. A new process was started") from error
     if kind != ANSWER_REPLY:
         raise NoAnswer(answer.decode(errors="replace"))
     return answer
@@ -304,7 +304,10 @@ def state_folder(site_file: Path) -> Path:
 def _check_own(folder: Path, refused: int) -> None:
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & refused:
-        raise ConfigError(f"{folder} must be a folder of this user that others cannot write to; remove or mend it")
+        raise ConfigError(
+            f"{folder} must be a folder of this user that others cannot write to. Remove it, or change "
+            "its owner and mode"
+        )
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ class Ledger:
             return regular(self._path).read_bytes() if self._path.exists() else b""
         except OSError as error:
             raise Spent(
-                f"the ledger of {self._who}, {self._path}, cannot be read ({error.strerror}), so what is spent "
-                "cannot be known; put back a copy of it, or begin a new experiment"
+                f"the ledger of {self._who}, {self._path}, cannot be read ({error.strerror}), so the "
+                "spent budget is unknown. Restore a copy of it, or start a new experiment"
             ) from None
 
     def _lines(self) -> list[bytes]:
@@ -90,19 +90,19 @@ class Ledger:
                 rounds.add(entry.get("round"))
             if not valid:
                 raise Spent(
-                    f"the ledger of {self._who}, {self._path}, is damaged in line {k + 1}, so what is spent cannot be "
-                    "known; put back a copy of it, or begin a new experiment"
+                    f"the ledger of {self._who}, {self._path}, is damaged in line {k + 1}, so the "
+                    "spent budget is unknown. Restore a copy of it, or start a new experiment"
                 )
         if len(lines) < self._least:
             raise Spent(
-                f"the ledger of {self._who}, {self._path}, has {len(lines)} releases, the state beside it has "
-                f"{self._least}; put back the newest copy of it, or begin a new experiment"
+                f"the ledger of {self._who}, {self._path}, lists {len(lines)} releases, but the state "
+                f"beside it {self._least}. Restore the newest copy of it, or start a new experiment"
             )
         if self._accepted and self._accepted not in rounds:
             raise Spent(
-                f"the ledger of {self._who}, {self._path}, has no release of round {self._accepted}, which the server "
-                "has accepted, so what is spent cannot be known; put back the newest copy of it, or begin a new "
-                "experiment"
+                f"the ledger of {self._who}, {self._path}, lists no release of round "
+                f"{self._accepted}, which the server has accepted, so the spent budget is unknown. "
+                "Restore the newest copy of it, or start a new experiment"
             )
         return lines
 
@@ -120,16 +120,17 @@ class Ledger:
             return 0
         if self._noise is None:
             raise Spent(
-                f"{self._who} releases nothing without accounted noise (epsilon = {self._limit}), but the experiment "
-                "has neither upload_transform 'gaussian-noise' nor aggregator 'private-mean' with a delta"
+                f"{self._who} releases nothing without accounted noise (epsilon = {self._limit}), but "
+                "the experiment has neither upload_transform 'gaussian-noise' nor aggregator "
+                "'private-mean' with a delta"
             )
         lines = self._lines()
         count = len(lines) + 1
         spent = epsilon(self._noise, count)
         if self._limit is not None and spent > self._limit:
             raise Spent(
-                f"the privacy budget of {self._who} is spent: release {count} would make epsilon {spent:.4g}, the "
-                f"limit is {self._limit:.4g}"
+                f"the privacy budget of {self._who} is spent: release {count} would raise epsilon to "
+                f"{spent:.4g}, but the limit is {self._limit:.4g}"
             )
         chain = {"number": count, "before": hashlib.sha256(lines[-1]).hexdigest() if lines else ""}
         entry = chain | {
@@ -165,14 +166,15 @@ class Ledger:
             record = read_checked(path)
             if record is None and path.exists():
                 raise Spent(
-                    f"{path} is damaged, so what other experiments on these data have spent cannot be known; put back "
-                    "a copy of it"
+                    f"{path} is damaged, so the budget that other experiments on these data have "
+                    "spent is unknown. Restore a copy of it"
                 )
             record = (record or {}) | {ledger: spent}
             further, total = len(record) - 1, sum(record.values())
             if further and self._limit is not None and total > self._limit:
                 raise Spent(
-                    f"the privacy budget of {self._who} is spent: with {further} other experiments on these data, "
-                    f"this release would make epsilon {total:.4g}, the limit is {self._limit:.4g}"
+                    f"the privacy budget of {self._who} is spent: with {further} other experiments on "
+                    f"these data, this release would raise epsilon to {total:.4g}, but the limit is "
+                    f"{self._limit:.4g}"
                 )
             write_checked(path, record)

@@ -53,8 +53,8 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         fed, client = cut(data, seed), site.client
         if fed.n != site.clients:
             raise ConfigError(
-                f"{site.site}: the partition gives {fed.n} clients, but the experiment has {site.clients} sites; with "
-                'data of its own, a site has share = "all"'
+                f"{site.site}: the partition gives {fed.n} clients, but the experiment has "
+                f'{site.clients} sites. A site with its own data has share = "all"'
             )
     else:
         fields = {name: getattr(cut, name) for name in SPLIT_FIELDS if name in cut.model_fields_set}
@@ -81,7 +81,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
         raise
     except DataError as error:
         if not Path(str(site.data.get("path", "."))).exists():
-            raise DataError(f"{error}; this site's data: set path in [data] of its site.toml") from error
+            raise DataError(f"{error}. Name the site's data as path in [data] of its site.toml") from error
         raise
     check_patients(site, local.source, data)
     return data
@@ -123,14 +123,16 @@ def check_samples(site: Site, data: Dataset) -> None:
         got = here[name]
         if got != wanted:
             raise (DataError if isinstance(got, list) and got and isinstance(got[0], str) else Refused)(
-                f"{site.site}: {name} of the data is {_text(got)}, that of the experiment {_text(wanted)}; the "
-                "columns, labels and options of the source must be the same at every site"
+                f"{site.site}: {name} of the data is {_text(got)}, but the experiment has "
+                f"{_text(wanted)}. The columns, labels and options of the source must be the same at "
+                "every site"
             )
     if site.samples.table is None and not site.samples.vocabulary:
         scaling, wanted = ((facts.mean, facts.std) for facts in (InputSpec.create(data), site.samples))
         if scaling != wanted:
             raise DataError(
-                f"{site.site}: mean and std of [data] are {scaling}, those of the experiment {wanted}; give the same"
+                f"{site.site}: mean and std of [data] are {scaling}, but the experiment has {wanted}. "
+                "Give the same values"
             )
         if not came_as_bytes(data) or not site.samples.pixels:  # bytes may have had noise since
             site.samples.samples(data.x, site.site, data.original_dtype)

@@ -109,8 +109,8 @@ def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
     fed = _samples(one, experiment, trained)
     if fed.data.name == "blank":
         raise ConfigError(
-            f"{site.site} has no samples, and the model's normalisation layers need statistics of training samples; "
-            "use it at a site that has some"
+            f"{site.site} has no samples, but the model's normalization layers need statistics of "
+            "training samples. Use it at a site with samples"
         )
     oracle = make_oracle(module, task_of(fed.data, setting.task), fed)
     oracle.set_statistics(row, torch.tensor([site.client]))
@@ -137,10 +137,10 @@ def _chosen(folder: Path, kind: str | None) -> Owned:
         ConfigError: no such model exists.
     """
     if not (folder / "site.toml").exists():
-        raise ConfigError(f"{folder} is no site's folder: it has no site.toml")
+        raise ConfigError(f"{folder} is not the folder of a site: it contains no site.toml")
     models_there = {one.model.kind: one for one in owned(folder)}
     if not models_there:
-        raise ConfigError(f"{folder} has no model yet: a site has one after the first round that it took part in")
+        raise ConfigError(f"{folder} contains no model yet: a site has a model after its first round")
     chosen = kind or min(
         models_there, key=lambda name: PREFERRED_KINDS.index(name) if name in PREFERRED_KINDS else len(PREFERRED_KINDS)
     )
@@ -177,8 +177,9 @@ def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
         return []
     module = setting.model.build(samples.shape, samples.outputs, 0, samples.tokens)
     return [
-        "normalisation layers: statistics of this site's own training part, as in the scores of the deployment; a "
-        "simulation averages them over its clients, but with evaluate.batchnorm_stats = 'own'"
+        "normalization layers use the statistics of this site's own training part, as in the scores "
+        "of the deployment. A simulation averages them over its clients, unless "
+        "evaluate.batchnorm_stats = 'own'"
     ] * bool(running_statistics(module))
 
 
@@ -206,7 +207,7 @@ def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, f
     index = fed.indices("test", site.client)
     if len(index) < MIN_IMPORTANCE_SAMPLES:
         raise ConfigError(
-            f"{site.site} has {len(index)} test samples, importance needs at least {MIN_IMPORTANCE_SAMPLES}"
+            f"{site.site} has {len(index)} test samples, but importance needs at least {MIN_IMPORTANCE_SAMPLES}"
         )
     module, task = trained.module(), task_of(fed.data, trained.recipe.objective)
     scored = Scored(lambda x: module(x).flatten(0, -2), task, fed, index)

@@ -25,10 +25,12 @@ SECRET_OPTION = "--superexec-auth-secret-file"
 CLIENT_PROGRAM = "flwr-clientapp"
 """Name under which Flower starts the program of a task."""
 NOT_LET_IN = (
-    "fedloom: the server has not let this site in. Unless the line above names a fault of TLS, it does not know the "
-    "site's key, or a node with this key is online: another process of the site, a copy of its folder on another "
-    "machine, or the site's last process, if that was killed less than a minute ago. Run 'fedloom deploy check' on the "
-    "site's folder: where it refuses the key, ask the coordinator; else end the other node, or wait a minute."
+    "fedloom: the server has not accepted this site. Unless the line above names a TLS error, the "
+    "server does not know the site's key, or a node with this key is already connected: another "
+    "process of the site, a copy of its folder on another machine, or the site's last process, if "
+    "that was killed less than a minute ago. Run 'fedloom deploy check' on the site's folder. If it "
+    "says that the key is rejected, ask the coordinator. Otherwise end the other node, or wait a "
+    "minute."
 )
 """Line of a site's log next to Flower's exit code, which states no reason."""
 

@@ -93,10 +93,10 @@ class PlainAnswers:
         site, sizes, figures = self._trainer.site, part_sizes(self._trainer.fed, int(self._trainer.ids)), self.figures
         with publish_reasons():
             if not arrays:
-                raise WireError("a step of an analysis has terms")
+                raise WireError("the request for a step of an analysis contains terms")
             terms, models = read_terms(arrays[0]), arrays[1:]
             if terms.question is None:
-                raise WireError("these terms ask no analysis")
+                raise WireError("these terms do not ask for an analysis")
             check_terms(terms, site.client, sizes, figures, site.clients, accepted)
             check_models(terms, None, models)
         vector, counters = self._analyses.answer(terms, models)
@@ -113,7 +113,7 @@ def single(arrays: list[bytes]) -> bytes:
         WireError: the message contains no array, or several arrays.
     """
     if len(arrays) != 1:
-        raise WireError(f"{len(arrays)} arrays, 1 is expected")
+        raise WireError(f"expected 1 array, got {len(arrays)}")
     return arrays[0]
 
 

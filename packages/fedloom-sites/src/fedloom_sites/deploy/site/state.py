@@ -98,19 +98,22 @@ class SiteState:
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
             raise Rewound(
-                f"round {current} was accepted here, the server names {accepted}, which is too far back to follow; the "
-                "site keeps its state and model: begin a new experiment, or put the server's checkpoints back"
+                f"this site accepted round {current}, but the server names {accepted}, which is too "
+                "far back. The site keeps its state and model. Start a new experiment, or restore "
+                "the server's checkpoints"
             )
         state = self.read(accepted) if accepted else None
         if accepted and state is None:
             state = next((s for r in (held, current, previous) if 0 < r < accepted and (s := self.read(r))), None)
             instead = "begins anew" if state is None else f"resumes from round {state.round}"
-            self.notes.append(f"the state of round {accepted} is not on this disk: the site {instead}")
+            self.notes.append(f"the state of round {accepted} is not on this disk, so the site {instead}")
             if state is None:
                 self._set_model_aside()
         if accepted != current:
             if accepted < current:
-                self.notes.append(f"the server went back: round {current} was accepted here, now it is {accepted}")
+                self.notes.append(
+                    f"the server went back: this site accepted round {current}, but the server now names {accepted}"
+                )
             before = current if accepted > current else 0
             held = held if state is None else state.round
             self._note(ACCEPTED_FILE, accepted=accepted, previous=before, held=held)
@@ -155,7 +158,7 @@ class SiteState:
         if path.exists() and not (aside := path.with_suffix(".lost")).exists():
             with explained(path):
                 path.replace(aside)
-            self.notes.append(f"the model of the state that is lost is kept as {aside.name}")
+            self.notes.append(f"the model of the lost state is saved as {aside.name}")
 
     def changed(self, samples: str) -> str | None:
         """Return the stored digest of the site's samples if it differs from the new digest, or None if it does not.
@@ -201,7 +204,7 @@ class SiteState:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}. Check the disk") from error
         data, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
         if hashlib.sha256(data).digest() != digest:
             with explained(path):
@@ -210,7 +213,7 @@ class SiteState:
             return None
         about = _about(path, data)
         if about is None or {k: about.get(k) for k in self._key} != self._key or about["round"] != round:
-            self.notes.append(f"{path} is of another experiment: not used")
+            self.notes.append(f"{path} belongs to another experiment, so it is not used")
             return None
         return Generation(round, about["base"], about["digest"], load(data), about["reply"])
 
@@ -255,7 +258,9 @@ def models(state: Path) -> list[SiteModel]:
                 about = json.loads(file.metadata()["about"])
             newest.append(SiteModel(about["experiment"], about["client"], about["round"], about["kind"], path))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); it is written anew after the next round") from error
+            raise CheckpointError(
+                f"{path} is damaged ({error}). The site writes it again after the next round"
+            ) from error
     return newest
 
 

@@ -36,7 +36,7 @@ from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.noise import deployed, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.forms import Forms
-from fedloom_sites.deploy.protocol.public import check_private, publish_reasons
+from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.settings import Site, check_version
 from fedloom_sites.deploy.site.crafted import check_change, check_units, norms_of
@@ -203,7 +203,8 @@ class Trainer:
                 return kept
             if site.dead_units is not None and self.private:
                 raise ConfigError(
-                    "dead_units looks at samples, which a delta or epsilon forbids; leave it out of site.toml"
+                    "dead_units reads samples without noise, but an agreed delta or epsilon requires "
+                    "noise. Leave dead_units out of site.toml"
                 )
             down = self.forms.read_down(download)
             norms, before = norms_of(job, down), [] if state is None else state.reply.get("norms", [])
@@ -243,7 +244,7 @@ class Trainer:
             self._check_result(job, output, t)
             check_units(site.dead_units, job, down, t, self.ids, len(site.samples.vocabulary))
             if stays_neutral:
-                raise Refused(f"round {t}: the uploads have changed between neutral and not as often as is agreed on")
+                raise Refused(f"round {t}: more uploads have changed between neutral and not neutral than agreed")
         except Exception as error:
             if self.noise is None and site.secure is None:
                 raise
@@ -266,9 +267,9 @@ class Trainer:
         if self.site.secure is None or self.noise is not None:
             return
         if not bool(usable(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
-            raise Refused(f"round {t}: a row of this site's state is longer than engine.norm_bound")
+            raise Refused(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
         if not bool(usable(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
-            raise Refused(f"round {t}: the upload has a weight below zero")
+            raise Refused(f"round {t}: a weight of the upload is negative")
 
     @cached_property
     def _blank(self) -> Job:
@@ -293,6 +294,8 @@ class Trainer:
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
         """Compute the scores of round ``t``, or return {} for a round below 0. A failure becomes a note.
 
+        A disk that cannot store the newest model is no such failure: the site does not answer then.
+
         Args:
             job: run from `attach_local_data`.
             models: messages from the server.
@@ -302,15 +305,21 @@ class Trainer:
         return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
 
     def attempt(self, what: str, score: Callable[[], T]) -> T | None:
-        """Return the result of a scoring function, or None if the function fails. A failure becomes a note."""
+        """Return the result of a scoring function, or None if the function fails. A failure becomes a note.
+
+        Raises:
+            PublicReason: the disk is full or cannot be written.
+        """
         try:
             return score()
+        except PublicReason:  # sums without this site's scores would look whole
+            raise
         except Exception as error:  # under a delta, the failure may reveal samples
             what = f"{what} cannot be scored"
             sentence = (
                 f"{what}: {error}"
                 if isinstance(error, QUOTES_NO_VALUE)
-                else f"{what}; the reason is in the site's own log"
+                else f"{what}. The site's own log states the reason"
             )
             self.log_privately(f"{what}: {sentence_of(error)}")
             if not self.private and self.site.secure is None:
@@ -325,7 +334,9 @@ class Trainer:
         personal = None if everyone is None or not has_samples else personal_models(job, everyone, t, ids)[0]
         row, kind = (shared, "global") if personal is None else (personal, "personal")
         if row is not None:
-            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
+            header = job.oracle.layout.header()
+            with publish_reasons():
+                self._memory.keep_model(row.cpu(), header, t, kind)
         if not has_samples or self.scoring == "off":
             return {}
         scores: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
@@ -356,7 +367,7 @@ class Trainer:
         sys.stderr.write(
             f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
         )
-        return f"site {self.site.site} could not answer; the reason is in its own log"
+        return f"site {self.site.site} could not answer. Its own log states the reason"
 
 
 def _digest(download: bytes, weights: Sequence[float]) -> str:

@@ -117,7 +117,9 @@ class Sampler(Value, ABC):
 class SizedSampler(Sampler, ABC):
     """A sampler that draws a fixed number of clients."""
 
-    fraction: float = Field(1.0, gt=0, le=1, description="share of the clients in a round: max(round(fraction n), 1)")
+    fraction: float = Field(
+        1.0, gt=0, le=1, description="fraction of the clients in a round: max(round(fraction n), 1)"
+    )
     clients: int | None = Field(None, ge=1, description="clients in a round, instead of the fraction")
 
     @model_validator(mode="after")

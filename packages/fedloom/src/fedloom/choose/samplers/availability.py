@@ -23,12 +23,12 @@ class Availability(SizedSampler):
 
     kind: ClassVar[str] = "availability"
     table: tuple[tuple[Literal[0, 1], ...], ...] | None = Field(
-        None, min_length=1, description="rounds x clients, 1 if a client is present"
+        None, min_length=1, description="table of rounds x clients, 1 if a client is present"
     )
     period: int = Field(
-        2, ge=1, description="rounds of a turn, without a table (default: at most the number of clients)"
+        2, ge=1, description="length of a cycle in rounds, without a table (default: at most the number of clients)"
     )
-    on: int = Field(1, ge=1, description="rounds of a turn in which a client is present, without a table")
+    on: int = Field(1, ge=1, description="rounds of a cycle in which a client is present, without a table")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

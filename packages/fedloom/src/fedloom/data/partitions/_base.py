@@ -63,8 +63,8 @@ class Pool(NamedTuple):
         if self.y is None:
             what = "has a label per position" if self.data.each else f"is a {self.data.task}"
             raise Refused(
-                f"{kind} splits by class, but {self.data.name} {what}; use iid, quantity-skew, by-column, or natural "
-                "where the data have natural clients"
+                f"{kind} splits by class, but {self.data.name} {what}. Use iid, quantity-skew, "
+                "by-column, or natural if the data have natural clients"
             )
         return self.y
 
@@ -116,8 +116,9 @@ class Draw(NamedTuple):
         outside = dealt[~trains[owner]]
         shown = ", ".join(self.names[k] if self.names else str(k) for k in np.flatnonzero(~trains)[:8].tolist())
         note = (
-            f"{n - of} of {n} clients have test rows alone ({shown}): they train on nothing, and their {len(outside)} "
-            "rows are the common test set, on which global models are scored as those of a new client"
+            f"{n - of} of {n} clients have only test rows ({shown}). They do not train, and their "
+            f"{len(outside)} rows are the common test set, on which global models are scored as for a "
+            "new client"
         )
         return self._replace(
             dealt=group_by_owner(dealt[trains[owner]], number[owner[trains[owner]]], of),
@@ -148,24 +149,27 @@ class Partition(Value):
     test_from: Literal["own", "ratio", "clients"] = Field(
         default="own",
         description=(
-            "own: the fraction `test` of the client's samples. ratio: test_count official test samples in "
-            "the client's training label ratio (FedSLR, section 5.1). clients: the official test samples of "
-            "the client's own users (LEAF)"
+            "source of test samples. own: the fraction `test` of the client's samples. ratio: "
+            "test_count official test samples in the client's training label ratio (FedSLR, section "
+            "5.1). clients: the official test samples of the client's own users (LEAF)"
         ),
     )
     test_count: int = Field(
         default=100, ge=1, description="test samples per client when test_from is ratio (FedSLR: 100)"
     )
     folds: int | None = Field(
-        default=None, ge=2, description="cross-validation: seed s tests on fold s mod folds of the split of s div folds"
+        default=None,
+        ge=2,
+        description="number of folds of a cross-validation. Seed s tests on fold s mod folds of the split of s "
+        "div folds",
     )
     max_train_per_client: int | None = Field(
         default=None, ge=1, description="training samples kept per client (FedACS, Table 2: 50)"
     )
-    min_size: int = Field(default=1, ge=1, description="least samples of every client")
+    min_size: int = Field(default=1, ge=1, description="smallest number of samples of a client")
     pool: bool = Field(
         default=False,
-        description="join the official training and test sets before the cut. Otherwise the test set stays common",
+        description="join the official training and test sets before the split. Otherwise the test set stays common",
     )
 
     @model_validator(mode="after")
@@ -173,10 +177,13 @@ class Partition(Value):
         if self.test + self.validation >= 1:
             raise ValueError(f"test + validation must be < 1 to leave training data, got {self.test + self.validation}")
         if self.pool and self.test_from != "own":
-            raise ValueError(f"test_from = {self.test_from!r} needs the official test set, but pool = true mixes it in")
+            raise ValueError(
+                f"test_from = {self.test_from!r} needs the official test set, but pool = true adds it to "
+                "the training samples"
+            )
         if self.folds is not None and self.test_from != "own":
             raise ValueError(
-                f"folds cut the client's own samples, but test_from is {self.test_from!r}; drop one of them"
+                f"folds split the client's own samples, but test_from is {self.test_from!r}. Leave one of them out"
             )
         return self
 
@@ -289,8 +296,8 @@ class Partition(Value):
         other = f"folds = {self.folds}" if self.folds is not None else f"test_from = {self.test_from!r}"
         if self.folds is not None or self.test_from != "own":
             raise PartitionError(
-                f"{self.kind}: {data.name} has marked its test rows (test_column or test_since), so {other} cannot "
-                "choose others; leave one of them out"
+                f"{self.kind}: {data.name} marks its test rows (test_column or test_since), so "
+                f"{other} cannot choose others. Leave one of them out"
             )
 
     def _in_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
@@ -303,9 +310,9 @@ class Partition(Value):
             for name, value in lists.items():
                 if strange := value.index[~np.isin(value.index, pool.index)].tolist():
                     raise PartitionError(
-                        f"{self.kind}: {name} has rows that are not in pool.index, which has one row of every subject "
-                        f"(first: row {strange[0]}); deal entries of pool.index, or set by_row = True in the class to "
-                        "deal single rows"
+                        f"{self.kind}: {name} contains rows that are not in pool.index, which lists "
+                        f"one row of every subject (first: row {strange[0]}). Assign entries of "
+                        "pool.index, or set by_row = True in the class to assign single rows"
                     )
             every = self._dealt_from(data)
             draw = draw._replace(dealt=_whole(design, draw.dealt, every))
@@ -316,7 +323,7 @@ class Partition(Value):
         trains = np.bincount(owner[~design.tested[draw.dealt.index]], minlength=n) > 0
         if not trains.any():
             raise PartitionError(
-                f"{self.kind}: every row of {data.name} is marked for the test part; none is trained on"
+                f"{self.kind}: every row of {data.name} is marked as test row, so no training row is left"
             )
         return draw if trains.all() else draw.without_tested(trains)
 
@@ -326,10 +333,13 @@ class Partition(Value):
             return []
         marked = data.design is not None and data.design.tested is not None
         if marked and self.test == 0:
-            return [f"{self.kind}: test = 0 leaves the test part empty, so rows that are marked for it are trained on"]
+            return [
+                f"{self.kind}: test = 0 leaves the test part empty, so rows that are marked as test rows "
+                "are training rows"
+            ]
         if draw.test is None and not marked:
             return []
-        who = "partition gives the test parts itself" if draw.test is not None else "test rows are marked in the data"
+        who = "the partition defines the test parts itself" if draw.test is not None else "the data mark test rows"
         return [f"{self.kind}: test = {self.test:g} has no effect, because the {who}"]
 
     def _check(self, draw: Draw, held: Dealt, data: Dataset) -> None:
@@ -339,33 +349,36 @@ class Partition(Value):
             sizes, what = data.design.counts(owners(draw.dealt), draw.dealt.index, n), "subjects"
         if len(sizes) == 0 or sizes.min() < self.min_size:
             who = f"client {sizes.argmin()} gets {sizes.min()} {what}" if len(sizes) else "there are no clients"
-            raise PartitionError(f"{self.kind}: {who} of {data.name}, min_size is {self.min_size}; use fewer clients")
+            raise PartitionError(
+                f"{self.kind}: {who} of {data.name}, but min_size is {self.min_size}. Use fewer clients"
+            )
         looked_at = data.prepare is not None or len(data.classes) == 1
         if looked_at and len(sizes) > 1 and bool((data.y == data.y[0]).all()):
-            raise DataError(f"{data.name}: the target is the same in every row; nothing can be learned from it")
+            raise DataError(f"{data.name}: the target is the same in every row. A model cannot learn from it")
         if self.test_from != "own" and data.test is None:
             raise PartitionError(
                 f"{self.kind}: test_from = {self.test_from!r}, but {data.name} has no official test set"
             )
         if self.test_from == "clients" and draw.test is None:
             raise PartitionError(
-                f"{self.kind}: test_from = 'clients' works with natural and by-column only; use 'ratio'"
+                f"{self.kind}: test_from = 'clients' works only with natural and by-column. Use 'ratio'"
             )
         changes = any(change is not None for change in (draw.noise, draw.relabel, draw.views))
         if draw.noise is not None or draw.views is not None:
             data.refuse_random(f"{self.kind}, which changes the samples of clients,")
         if self.test_from != "own" and changes:
             raise Refused(
-                f"{self.kind}: changes a client's samples, official test samples would not fit; use test_from = 'own'"
+                f"{self.kind}: changes a client's samples, so official test samples would not fit. "
+                "Use test_from = 'own'"
             )
         if draw.test is not None and (self.folds is not None or self.test_from == "ratio"):
             option = f"folds = {self.folds}" if self.folds is not None else "test_from = 'ratio'"
-            raise PartitionError(f"{self.kind}: gives the test parts itself, so {option} cannot; leave it out")
+            raise PartitionError(f"{self.kind}: defines the test parts itself, so {option} has no effect. Leave it out")
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
             if draw.test is not None:
-                cure = "give every sample to one client, and to one part; a test set of all clients is Draw.common"
-            raise Refused(f"{self.kind}: overlapping clients would need two versions of one sample; {cure}")
+                cure = "give every sample to one client, and to one part. A test set for all clients is Draw.common"
+            raise Refused(f"{self.kind}: clients that share a sample would need two versions of it; {cure}")
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
         """Choose for every client `test_count` official test samples, with the label shares of its training part."""
@@ -379,8 +392,8 @@ class Partition(Value):
         if (wanted > held).any():
             c = int((wanted - held).max(0).argmax())
             raise PartitionError(
-                f"{self.kind}: test_count = {self.test_count} needs {wanted[:, c].max()} test samples of class "
-                f"{data.classes[c]!r}, {data.name} has {held[c]}; lower test_count"
+                f"{self.kind}: test_count = {self.test_count} needs {wanted[:, c].max()} test samples "
+                f"of class {data.classes[c]!r}, but {data.name} has {held[c]}. Lower test_count"
             )
         return choose_each(lists, wanted, rng)
 
@@ -398,8 +411,9 @@ class Sized(Partition):
         """
         if self.clients * self.min_size > len(pool):
             raise PartitionError(
-                f"{self.kind}: {self.clients} clients of at least {self.min_size} samples, but {pool.data.name} has "
-                f"{len(pool)} to give; use fewer clients or a smaller min_size"
+                f"{self.kind}: {self.clients} clients with at least {self.min_size} samples each need "
+                f"more than the {len(pool)} samples of {pool.data.name}. Use fewer clients or a "
+                "smaller min_size"
             )
 
 
@@ -426,22 +440,25 @@ def _notes(
         if len(absent):
             absent_names = ", ".join(repr(classes[c]) for c in absent[:8]) + (", ..." if len(absent) > 8 else "")
             notes.append(
-                f"the data have no sample of {len(absent)} of their {len(classes)} classes ({absent_names}), for which "
-                "the model has outputs all the same: number the labels from 0 without gaps, if that was not meant"
+                f"the data contain no sample of {len(absent)} of their {len(classes)} classes "
+                f"({absent_names}), although the model has outputs for them. If this is not intended, "
+                "number the labels from 0 without gaps"
             )
         cells = [owners(cut[part]) * len(classes) + y[cut[part].index] for part in ("train", "test")]
         unknown, counts = np.unique(cells[1][~np.isin(cells[1], cells[0])], return_counts=True)
         if len(unknown):
             who, c = divmod(int(unknown[0]), len(classes))
             notes.append(
-                f"clients tested on a class that they have no training sample of: "
-                f"{len(np.unique(unknown // len(classes)))} (first: client {names[who]!r}, {counts[0]} test samples of "
-                f"class {classes[c]!r}); a "
-                "personal model cannot learn it: use test_from = 'own' or 'ratio', or a larger "
-                "max_train_per_client, if that matters"
+                f"{len(np.unique(unknown // len(classes)))} clients are tested on a class that they "
+                f"have no training sample of (first: client {names[who]!r}, {counts[0]} test samples "
+                f"of class {classes[c]!r}). A personal model cannot learn it. If that matters, use "
+                "test_from = 'own' or 'ratio', or a larger max_train_per_client"
             )
     held = np.concatenate([dealt.index for dealt in cut.values()])
     shared = len(held) - distinct(held, samples)
     if shared:
-        notes.append(f"clients overlap: {shared} of {len(held)} places are taken by samples that another place has too")
+        notes.append(
+            f"clients share samples: {shared} of {len(held)} places are taken by samples that another "
+            "place also contains"
+        )
     return notes

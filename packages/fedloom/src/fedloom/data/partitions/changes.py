@@ -34,7 +34,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
         The data set, and the standard deviation [N, c] of noise still to be drawn. None if ``later`` is empty.
     """
     if data.vocabulary:
-        raise Refused(f"{data.name}: noise needs samples that are numbers, and these are tokens; use another partition")
+        raise Refused(f"{data.name}: noise needs numeric samples, but these are tokens. Use another partition")
     x, original = data.x.float(), data.original_dtype
     if data.x.dtype == torch.uint8:
         x, original = x.div_(255), "uint8"
@@ -113,8 +113,8 @@ def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = No
         return replace(data, x=x, prepare=None, fitted=fitted, ready=ready)
     if len(outside):
         raise Refused(
-            f"{data.name}: its scaling is fitted on each client's training part, so a common test set has none; "
-            "set pool = true"
+            f"{data.name}: the scaling is fitted on each client's training part, so a common test set "
+            "cannot be scaled. Set pool = true"
         )
     x = data.prepare(data.x, who, fit_on)
     if ready is not None:

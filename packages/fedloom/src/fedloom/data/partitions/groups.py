@@ -36,7 +36,7 @@ class Natural(Partition):
         data = pool.data
         if data.users is None:
             have = f"its columns: {', '.join(data.columns)}" if data.columns else "it has no columns either"
-            raise PartitionError(f"natural: {data.name} has no natural clients; use kind by-column ({have}) or another")
+            raise PartitionError(f"natural: {data.name} has no natural clients. Use kind by-column ({have}) or another")
         return _draw_by_level(self, pool, data.users.numpy(), data.user_names, seed)
 
 
@@ -78,15 +78,13 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
     if n == 0 or n * (each or 1) > len(levels):
         raise PartitionError(
             f"{part.kind}: {max(n, 1)} clients of {each or 1} need {max(n, 1) * (each or 1)} values, "
-            f"{pool.data.name} has {len(levels)} of at least {part.min_size} samples; ask for fewer"
+            f"but {pool.data.name} has {len(levels)} with at least {part.min_size} samples. Use fewer"
         )
     if part.shuffle and (n != len(levels)):
         levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
     group = np.repeat(np.arange(n), even(len(levels), n)) if each is None else np.repeat(np.arange(n), each)
     if len(group) < len(levels):
-        notes.append(
-            f"{len(levels) - len(group)} of {len(levels)} {_LEVELS[part.kind]} are left over and belong to no client"
-        )
+        notes.append(f"{len(levels) - len(group)} of {len(levels)} {_LEVELS[part.kind]} belong to no client")
     client = np.full(len(names), n)
     client[levels[: len(group)]] = group
     label = tuple(names[level] for level in levels) if n == len(levels) else ()
@@ -118,9 +116,9 @@ class Clusters(Partition):
     @model_validator(mode="after")
     def _lists_fit(self) -> Clusters:
         if len(self.classes) != len(self.sizes) or min(self.classes) < 1 or min(self.sizes) < 1:
-            raise ValueError(f"classes {self.classes} and sizes {self.sizes} must be positive and equally many")
+            raise ValueError(f"classes {self.classes} and sizes {self.sizes} must be positive and have equal lengths")
         if isinstance(self.per_class, tuple) and len(self.per_class) != len(self.sizes):
-            raise ValueError(f"per_class {self.per_class} must be one number or one per cluster ({len(self.sizes)})")
+            raise ValueError(f"per_class {self.per_class} must be one number, or one per cluster ({len(self.sizes)})")
         return self
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -129,7 +127,7 @@ class Clusters(Partition):
         lists = pool.by_class(self.kind, numpy_generator(seed, purpose="clusters"))
         if sum(self.classes) > len(lists):
             raise PartitionError(
-                f"clusters: {sum(self.classes)} classes asked for, {data.name} has {len(lists)}; use fewer"
+                f"clusters: needs {sum(self.classes)} classes, but {data.name} has {len(lists)}. Use fewer"
             )
         counts = np.zeros((n, len(lists)), np.int64)
         groups = np.repeat(np.arange(len(self.sizes)), self.sizes)
@@ -140,8 +138,8 @@ class Clusters(Partition):
             each = held // size if wanted is None else wanted
             if each < 1 or each * size > held:
                 raise PartitionError(
-                    f"clusters: {size} clients of {max(each, 1)} samples of class {data.classes[c]!r}, "
-                    f"{data.name} has {held}; lower per_class or sizes"
+                    f"clusters: needs {size} clients with {max(each, 1)} samples of class "
+                    f"{data.classes[c]!r}, but {data.name} has {held}. Lower per_class or sizes"
                 )
             counts[groups == k, c] = each
         return Draw(deal(lists, counts), groups=groups)

@@ -35,15 +35,16 @@ class FeatureNoise(Sized):
     sigma_unit: Literal["variance", "std"] = Field(
         default="variance",
         description=(
-            "variance: sigma * i / m, i from 1 (paper). std: deviation sigma * i / m of the normalized "
-            "features, divided by the data set's std, i from 0 (FLAME's code)"
+            "meaning of sigma. variance: sigma * i / m, i from 1 (paper). std: deviation sigma * i / "
+            "m of the normalized features, divided by the data set's std, i from 0 (FLAME's code)"
         ),
     )
     noise_draws: Literal["per-sample", "per-batch"] = Field(
         default="per-sample",
         description=(
-            "per-sample: one draw per sample. per-batch: one draw per batch of a step, as in FLAME's code, with "
-            "fixed noise in validation and test samples and no noise in passes over a whole training part"
+            "time of a noise draw. per-sample: one draw per sample. per-batch: one draw per batch of "
+            "a step, as in FLAME's code, with fixed noise in validation and test samples and no "
+            "noise in passes over a whole training part"
         ),
     )
     base: dict[str, Any] = Field(
@@ -82,9 +83,11 @@ class LabelSwap(Sized):
         n = len(drawn.dealt.offsets) - 1
         most, count, notes = min(n, math.factorial(min(classes, 12))), self.groups, drawn.notes
         if count > most and "groups" not in self.model_fields_set:
-            count, notes = most, (*notes, f"label-swap: groups = {most}, because {n} clients allow no more")
+            count, notes = most, (*notes, f"label-swap: groups = {most}, because {n} clients do not allow more")
         if count > most:
-            raise PartitionError(f"label-swap: {count} groups of {n} clients and {classes} classes; use fewer groups")
+            raise PartitionError(
+                f"label-swap: {count} groups are too many for {n} clients and {classes} classes. Use fewer groups"
+            )
         tables = [tuple(range(classes))]
         while len(tables) < count:
             table = tuple(rng.permutation(classes).tolist())
@@ -118,19 +121,24 @@ class Rotated(Sized):
         """Draw the base's clients, and the view of each client's group."""
         shape, name = pool.data.shape, pool.data.name
         if len(shape) != 3 or pool.data.vocabulary:
-            raise Refused(f"rotated: needs images [channels, height, width], and samples of {name} are {[*shape]}")
+            raise Refused(f"rotated: needs images [channels, height, width], but the samples of {name} are {[*shape]}")
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         n, count, notes = len(drawn.dealt.offsets) - 1, self.turns, drawn.notes
         if "turns" not in self.model_fields_set:
             count = min(count, max(n // (1 + self.inverted), 1), 4 if shape[1] == shape[2] else 2)
         if count < self.turns:
-            notes = (*notes, f"rotated: turns = {count}, because clients or the shape of images allow no more")
+            notes = (
+                *notes,
+                f"rotated: turns = {count}, because the number of clients or the shape of images does not allow more",
+            )
         if count > 2 and shape[1] != shape[2]:
-            raise Refused(f"rotated: {count} turns need square images, those of {name} are {shape[1]} x {shape[2]}")
+            raise Refused(
+                f"rotated: {count} turns need square images, but the images of {name} are {shape[1]} x {shape[2]}"
+            )
         turns = np.array({1: [0], 2: [0, 2], 3: [0, 1, 2], 4: [0, 1, 2, 3]}[count])
         views = np.stack([np.tile(turns, 1 + self.inverted), np.repeat([0, 1][: 1 + self.inverted], len(turns))], 1)
         if len(views) > n:
-            raise PartitionError(f"rotated: {len(views)} views need as many clients, got {n}; use fewer turns")
+            raise PartitionError(f"rotated: {len(views)} views need at least as many clients, got {n}. Use fewer turns")
         groups = np.arange(n) * len(views) // n
         return drawn._replace(views=views[groups], groups=groups, notes=notes)
 
@@ -145,29 +153,40 @@ class MixedSkew(Sized):
     kind: ClassVar[str] = "mixed"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
     clients: int = Field(default=10, ge=2, description="number of clients")
-    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients of the first kind")
+    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients in the first partition")
     labels_per_client: int = Field(
-        default=2, ge=1, description="labels of each client of the first kind (default: the kind's own)"
+        default=2, ge=1, description="labels of each client in the first partition (default: the default of its kind)"
     )
-    alpha: float = Field(default=0.5, gt=0, description="concentration of the second kind (default: the kind's own)")
-    first_partition: dict[str, Any] | None = Field(default=None, description="table with a kind (None: shards)")
-    second_partition: dict[str, Any] | None = Field(default=None, description="table with a kind (None: quantity-skew)")
+    alpha: float = Field(
+        default=0.5, gt=0, description="concentration of the second partition (default: the default of its kind)"
+    )
+    first_partition: dict[str, Any] | None = Field(
+        default=None, description="first partition, a table with a kind (None: shards)"
+    )
+    second_partition: dict[str, Any] | None = Field(
+        default=None, description="second partition, a table with a kind (None: quantity-skew)"
+    )
     overlap: bool = Field(
-        default=False, description="both kinds draw from all samples, and quantity-skew also overlaps (FLAME's code)"
+        default=False,
+        description="both partitions draw from all samples, and quantity-skew also overlaps (FLAME's code)",
     )
 
     @model_validator(mode="after")
     def _tables_fit(self) -> MixedSkew:
         for short, long in (("labels_per_client", "first_partition"), ("alpha", "second_partition")):
             if getattr(self, long) is not None and short in self.model_fields_set:
-                raise ValueError(f"{short} is for the standard {long}, which the table replaces; put it into {long}")
+                raise ValueError(
+                    f"{short} belongs to the standard {long}, which the table replaces. Move it into {long}"
+                )
         self._halves()
         return self
 
     def _halves(self) -> tuple[Partition, Partition]:
         k = round(self.ratio * self.clients)
         if not 0 < k < self.clients:
-            raise ValueError(f"ratio {self.ratio} of {self.clients} clients leaves one kind without a client")
+            raise ValueError(
+                f"ratio {self.ratio} of {self.clients} clients leaves one of the two partitions without a client"
+            )
         assignment = "flame" if self.overlap else "labels"
         first = self.first_partition or {
             "kind": "shards", "labels_per_client": self.labels_per_client, "assignment": assignment
@@ -253,7 +272,7 @@ def nested(where: str, table: Mapping[str, object], clients: int, min_size: int)
     fields = dict(table)
     kind = choose("partition", PARTITIONS, fields.pop("kind", None), where)
     if kind is Clusters:
-        raise Refused(f"{where}: clusters fixes its own clients; use it alone")
+        raise Refused(f"{where}: clusters defines its own clients. Use it alone")
     extra = [name for name in fields if name in OUTER_FIELDS or name == "clients"]
     if extra:
         raise ConfigError(f"{where}: {', '.join(extra)} belongs to the partition itself, not to the table inside it")

@@ -102,7 +102,7 @@ def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: 
         index, offsets = lists
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
             raise ValueError(
-                f"{name}: offsets [n + 1] must rise from 0 to the {len(index)} entries of index, got {offsets}"
+                f"{name}: offsets [n + 1] must increase from 0 to the {len(index)} entries of index, got {offsets}"
             )
         if len(index) and (index.min() < 0 or index.max() >= samples):
             raise ValueError(
@@ -114,18 +114,20 @@ def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: 
             raise ValueError(f"common: must be positions from 0 to {samples - 1}, got {strange[0]}")
         if len(both := np.intersect1d(dealt.index, common)):
             raise ValueError(
-                f"{len(both)} samples of common are dealt to a client too (first: sample {both[0]}); leave them out of "
-                "dealt"
+                f"{len(both)} samples of common also belong to a client (first: sample {both[0]}). "
+                "Leave them out of dealt"
             )
     if test is None:
         return
     n, tested = len(dealt.offsets) - 1, len(test.offsets) - 1
     if tested != n:
-        raise ValueError(f"test has {tested} clients, dealt has {n}; give every client a test part, be it empty")
+        raise ValueError(
+            f"test has {tested} clients, but dealt has {n}. Give every client a test part, which may be empty"
+        )
     trained, tests = (owners(lists) * samples + lists.index for lists in (dealt, test))
     if len(both := np.intersect1d(trained, tests)):
         client, sample = divmod(int(both[0]), samples)
         raise ValueError(
-            f"{len(both)} test samples are dealt to the same client for training too (first: sample {sample} of client "
-            f"{client}); leave them out of dealt"
+            f"{len(both)} test samples are also training samples of the same client (first: sample "
+            f"{sample} of client {client}). Leave them out of dealt"
         )

@@ -83,9 +83,10 @@ class Shards(Sized):
     assignment: Literal["labels", "mcmahan", "flame"] = Field(
         default="labels",
         description=(
-            "labels: exactly q classes per client, each class shared evenly (NIID-Bench). mcmahan: q of "
-            "clients * q shards of the label-sorted samples. flame: q of ceil(q * clients / C) shards per "
-            "class, so that a class may repeat and some shards stay unused"
+            "assignment of labels. labels: exactly q classes per client, each class shared evenly "
+            "(NIID-Bench). mcmahan: q of clients * q shards of the label-sorted samples. flame: q of "
+            "ceil(q * clients / C) shards per class, so that a class may repeat and some shards stay "
+            "unused"
         ),
     )
 
@@ -97,7 +98,7 @@ class Shards(Sized):
         lists = pool.by_class(self.kind, rng)
         if q > classes:
             raise PartitionError(
-                f"shards: labels_per_client = {q}, but {pool.data.name} has {classes} classes; use at most {classes}"
+                f"shards: labels_per_client = {q}, but {pool.data.name} has {classes} classes. Use at most {classes}"
             )
         if self.assignment == "labels":
             return Draw(deal(lists, _shared_classes(lists, n, q, rng, pool)))
@@ -107,7 +108,7 @@ class Shards(Sized):
             sizes = even(len(pool), n * q)
         if sizes.min() == 0:
             raise PartitionError(
-                f"shards: {len(sizes)} shards of {len(pool)} samples leave some empty; use fewer clients"
+                f"shards: {len(sizes)} shards are more than the {len(pool)} samples can fill. Use fewer clients"
             )
         taker = np.full(len(sizes), n)
         taker[rng.permutation(len(sizes))[: n * q]] = np.repeat(np.arange(n), q)
@@ -132,7 +133,8 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
     if (dealt > held).any():
         c = int((dealt - held).argmax())
         raise PartitionError(
-            f"shards: {dealt[c]} clients share {held[c]} samples of class {pool.data.classes[c]!r}; use fewer clients"
+            f"shards: {dealt[c]} clients need samples of class {pool.data.classes[c]!r}, but there "
+            f"are only {held[c]}. Use fewer clients"
         )
     counts = np.zeros((n, len(lists)), np.int64)
     for c in np.flatnonzero(dealt).tolist():
@@ -165,7 +167,7 @@ class FemnistFedProx(Sized):
         if self.labels_per_client > len(lists):
             raise PartitionError(
                 f"femnist-fedprox: labels_per_client = {self.labels_per_client}, but {pool.data.name} has {len(lists)} "
-                f"classes; use at most {len(lists)}"
+                f"classes. Use at most {len(lists)}"
             )
         drawn = rng.lognormal(self.mean, self.std, self.clients)
         mean, notes, counts = self.mean, tuple[str, ...](), self._counts(len(lists), drawn)
@@ -177,8 +179,9 @@ class FemnistFedProx(Sized):
         if (wanted > held).any():
             c = int((wanted - held).argmax())
             raise PartitionError(
-                f"femnist-fedprox: {self.clients} clients ask for {wanted.sum()} samples, {wanted[c]} of class "
-                f"{pool.data.classes[c]!r}, but {pool.data.name} has {held[c]} of it to give; lower clients or mean"
+                f"femnist-fedprox: {self.clients} clients need {wanted.sum()} samples, {wanted[c]} of "
+                f"them of class {pool.data.classes[c]!r}, but {pool.data.name} has only {held[c]}. "
+                "Lower clients or mean"
             )
         return Draw(deal(lists, counts), notes=notes)
 
@@ -208,10 +211,13 @@ class Dirichlet(Sized):
     alpha: float = Field(
         default=0.5, gt=0, description="concentration, beta in FLAME and NIID-Bench (FLAME 0.5, FedSLR 0.1)"
     )
-    by: Literal["class", "client", "prior"] = Field(default="class", description="object of the Dirichlet draw")
+    by: Literal["class", "client", "prior"] = Field(
+        default="class", description="unit of a Dirichlet draw: class, client or prior"
+    )
     balanced: bool = Field(
         default=False,
-        description="with by = class: a client with its even share gets no more samples (NIID-Bench's code)",
+        description="with by = class: a client that has reached its even share gets no more samples "
+        "(NIID-Bench's code)",
     )
     size_std: float = Field(
         default=0.0, ge=0, description="with by = client or prior: sigma of log-normal sizes (0: equal sizes (FedSLR))"

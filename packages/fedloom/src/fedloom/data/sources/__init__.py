@@ -86,7 +86,7 @@ def source(name_or_path: str | Path, **options: object) -> Source:
     """
     name = str(name_or_path)
     if name == "hub:":
-        raise ConfigError("hub: lacks the name of a data set; write it as hub:owner/name")
+        raise ConfigError("hub: the name of a data set is missing. Write hub:owner/name")
     if name.startswith("hub:"):
         return HubData(name=name.removeprefix("hub:"), **options)
     if isinstance(name_or_path, Path) or (name not in SOURCES and _is_file(name)):

@@ -22,7 +22,7 @@ from fedloom.imports import path_of
 from fedloom.rundir import place_of
 from fedloom.values import Value
 
-FOLDER_DESCRIPTION = "file or folder of the data set; None: looked for in the data folder"
+FOLDER_DESCRIPTION = "file or folder of the data set. None: looked for in the data folder"
 
 
 class Source(Value):
@@ -94,13 +94,16 @@ def locate(
     if path is not None:
         place = Path(path).expanduser()
         if not place.exists():
-            raise DataError(f"{what}: not found at {place}; give the folder or archive that holds its original files")
+            raise DataError(
+                f"{what}: not found at {place}. Give the folder or archive that contains its original files"
+            )
         return place
     root = os.environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
         command = f"fedloom data {what.lower()} --data-dir FOLDER --fetch"
         raise DataError(
-            f"{what}: no data folder given; set {DATA_FOLDER_VARIABLE}, or give data_dir or path ({command} fills one)"
+            f"{what}: no data folder given. Set {DATA_FOLDER_VARIABLE}, or give data_dir or path "
+            f"({command} fetches the files)"
         )
     base = Path(root).expanduser()
     tried = [*(base / folder for folder in folders), base]
@@ -110,7 +113,7 @@ def locate(
     places = ", ".join(str(place) for place in tried)
     remote = next((name for name in REMOTE_SETS if REMOTE_SETS[name].folder in folders), None)
     cure = f"there, fetch them (fedloom data {remote} --fetch), or give path" if remote else "there, or give path"
-    raise DataError(f"{what}: not found; looked in {places}; put its original files {cure}")
+    raise DataError(f"{what}: not found. Looked in {places}. Put its original files {cure}")
 
 
 @contextmanager
@@ -132,8 +135,9 @@ def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
     if len(labels) and (labels.min() < 0 or labels.max() >= MOST_CLASSES):
         bad = int(((labels < 0) | (labels >= MOST_CLASSES)).argmax())
         raise DataError(
-            f"{where}: unknown label {labels[bad]:g} of sample {bad}, classes are numbered from 0 to at most "
-            f"{MOST_CLASSES - 1}; repair it, or set task = 'regression' if labels are measurements"
+            f"{where}: unknown label {labels[bad]:g} of sample {bad}, classes are numbered from 0 to "
+            f"at most {MOST_CLASSES - 1}. Repair it, or set task = 'regression' if labels are "
+            "measurements"
         )
     return tuple(str(i) for i in range(int(labels.max()) + 1 if len(labels) else 0))
 

@@ -87,8 +87,8 @@ class _Bounded(io.RawIOBase):
         self._start = now if math.isnan(self._start) else self._start
         if now - self._start > self._seconds:
             raise DataError(
-                f"{self._where}: not read to its end within {self._seconds:.0f} s, which is long for its packed size; "
-                "if the file is genuine, unpack it yourself and give the unpacked file"
+                f"{self._where}: reading took more than {self._seconds:.0f} s, which is long for its "
+                "packed size. If the file is genuine, unpack it yourself and give the unpacked file"
             )
         return count
 
@@ -107,14 +107,15 @@ class _Tail:
 
 def damaged(where: str, error: Exception) -> DataError:
     """Return the error for a file that cannot be unpacked."""
-    return DataError(f"{where}: truncated or damaged ({error}); fetch the file again")
+    return DataError(f"{where}: truncated or damaged ({error}). Fetch the file again")
 
 
 def bomb(where: str, size: int) -> DataError:
     """Return the error for a file that unpacks to far more bytes than expected."""
     return DataError(
-        f"{where}: unpacks to {size:,} bytes or more, too many for its packed size or beyond {MAX_UNPACKED_BYTES:,}; "
-        "if the file is genuine, unpack it yourself and give the unpacked file"
+        f"{where}: unpacks to {size:,} bytes or more, which is too much for its packed size or more "
+        f"than {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack it yourself and give the "
+        "unpacked file"
     )
 
 
@@ -168,7 +169,7 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
         size = path.stat().st_size
         file = path.open("rb")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its rights") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}). Check the path and its permissions") from error
     with file:
         yield _unpacked(file, size, str(path))
 
@@ -180,7 +181,7 @@ def check_regular(path: Path) -> None:
         DataError: the path is a pipe, socket or device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise DataError(f"{path}: is a pipe, socket or device; give a regular file")
+        raise DataError(f"{path}: is a pipe, socket or device. Give a regular file")
 
 
 def _is_tar(head: bytes) -> bool:
@@ -271,7 +272,7 @@ def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[Entry
     except DAMAGED_FILE_ERRORS as error:
         raise damaged(str(path), error) from error
     if tail.last.strip(b"\0") or len(tail.last) < tarfile.BLOCKSIZE:  # tarfile takes a torn archive for a short one
-        raise DataError(f"{path}: truncated, the end mark of the tar is missing; fetch the file again")
+        raise DataError(f"{path}: truncated, the end mark of the tar is missing. Fetch the file again")
 
 
 def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
@@ -286,7 +287,7 @@ def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
         got = cast("io.BufferedReader", entry.stream).readinto(view[done:])
         if not got:
             raise DataError(
-                f"{entry.where}: truncated, {what} needs {len(view):,} bytes, got {done:,}; fetch the file again"
+                f"{entry.where}: truncated, {what} needs {len(view):,} bytes, got {done:,}. Fetch the file again"
             )
         done += got
 
@@ -298,7 +299,7 @@ def finished(entry: Entry) -> None:
         DataError: bytes remain.
     """
     if entry.stream.read(1):
-        raise DataError(f"{entry.where}: bytes left after the last declared record; the file contradicts its header")
+        raise DataError(f"{entry.where}: data follow the last declared record, so the file contradicts its header")
 
 
 class GrowingRows:

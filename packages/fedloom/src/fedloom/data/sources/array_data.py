@@ -95,27 +95,27 @@ def make_dataset(
         each, y = True, np.ascontiguousarray(y.reshape(len(y), -1)).astype(np.int64)
     elif y.ndim > 2:
         raise DataError(
-            f"{place}: y {y.shape} fits no image of x {x.shape}; masks are whole numbers [N, height, width] with the "
-            "size of the images, -1 where a pixel has no label"
+            f"{place}: y {y.shape} does not fit images of x {x.shape}. Masks are whole numbers [N, "
+            "height, width] with the size of the images, and -1 for pixels without a label"
         )
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 and not each else y
     problems = []
     if x.dtype.kind not in "uifb" or x.ndim == 0:
-        problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}; encode text as numbers first")
+        problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}. Encode text as numbers first")
     if x.ndim == 1:
-        problems.append(f"x must be [N, features], got {x.shape}; of a single feature give x[:, None]")
+        problems.append(f"x must be [N, features], got {x.shape}. For a single feature, give x[:, None]")
     if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
         cures = {"S": "give y.astype(str)", "M": "give y.astype(str), or numbers", "c": "give real numbers"}
         cure = cures.get(y.dtype.kind, "give one row per sample")
         problems.append(f"y must be [N] classes or [N, k] targets, got {y.dtype} {y.shape}; {cure}")
     if len(x.shape) and len(y.shape) and len(x) != len(y):
-        problems.append(f"{len(x)} samples but {len(y)} targets; every sample needs one target")
+        problems.append(f"{len(x)} samples but {len(y)} targets. Every sample needs one target")
     problems += [f"{what} must be a list of names, got the text {names!r}" for what, names in texts if names]
     if users is not None and np.shape(users) != x.shape[:1]:
-        problems.append(f"users have shape {np.shape(users)} for {len(x)} samples; give one per sample")
+        problems.append(f"users have shape {np.shape(users)} for {len(x)} samples. Give one per sample")
     refuse(place, problems)
     if names and ((whole := x.astype(np.int32)) != x).any():
-        raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}; encode the text")
+        raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}. Encode the text")
     notes: tuple[str, ...] = ()
     if names:
         features = torch.from_numpy(whole)
@@ -135,13 +135,16 @@ def make_dataset(
         shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
         refuse(
             place,
-            [f"the test set has classes that no training sample has: {shown}; leave them out, or name all in classes"]
+            [
+                f"the test set contains classes that no training sample has: {shown}. Leave them out, or "
+                "list all classes in classes"
+            ]
             if new
             else [],
         )
     owners = None if users is None else plain(users, f"{name}: users")
     if owners is not None and owners.dtype.kind == "f" and np.isnan(owners).any():
-        raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no owner; give every sample one")
+        raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no client. Give every sample one")
     levels, codes = (None, None) if owners is None else np.unique(owners, return_inverse=True)
     with naming_file_in_errors(Path(place)):
         return Dataset(
@@ -194,7 +197,7 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
     """
     if channels_last is None and has_channels_last(x.shape):
         raise DataError(
-            f"{place}: x {x.shape} looks like images with their channels last; give channels_last = True or False"
+            f"{place}: x {x.shape} looks like images with their channels last. Give channels_last = True or False"
         )
     if channels_last and x.ndim != 4:
         raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {x.shape}")
@@ -222,9 +225,9 @@ def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
         at = tuple(np.argwhere(changed)[0].tolist())
         where = f"sample {at[0]}" + (f", column {at[1]}" if len(at) == 2 else "")
         yield (
-            f"x: {int(changed.sum()):,} whole numbers beyond {MAX_EXACT_INTEGER:,} are rounded to float32 "
-            f"({where}: {x[at]} is "
-            f"{int(kept[at])}); subtract the smallest, or give a table, whose columns are scaled before"
+            f"x: {int(changed.sum()):,} whole numbers beyond {MAX_EXACT_INTEGER:,} are rounded to "
+            f"float32 ({where}: {x[at]} is {int(kept[at])}). Subtract the smallest number, or give a "
+            "table, whose columns are scaled first"
         )
 
 
@@ -250,9 +253,8 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
             rows = int(beyond.reshape(len(x), -1).any(1).sum())
             more = f" ({rows} such rows)" if rows > 1 else ""
             raise DataError(
-                f"{place}: row {first + at[0]}{column}: expected a number of at most {MAX_NUMBER:.3g}, got "
-                f"{x[at]:g}{more}"
-                "; repair it, or leave its row out"
+                f"{place}: row {first + at[0]}{column}: expected a number of at most "
+                f"{MAX_NUMBER:.3g}, got {x[at]:g}{more}. Repair it, or leave its row out"
             )
     return out
 
@@ -267,16 +269,25 @@ def noted(data: Dataset) -> Dataset:
     """
     x = data.x
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
-        note = "x has bytes (uint8), which are read as pixels and divided by 255; give what are no pixels as floats"
+        note = (
+            "x contains bytes (uint8), which are read as pixels and divided by 255. If they are not pixels, give floats"
+        )
         return replace(data, notes=(*data.notes, note))
+    if x.dtype == torch.uint8 and x.numel() and not data.vocabulary and int(x.max()) <= 1:
+        note = (
+            "x has bytes of 0 and 1 alone, and bytes are divided by 255, so all samples are nearly black. Give 255 for "
+            "white, or floats"
+        )
+        data = replace(data, notes=(*data.notes, note))
     data = noted_copies(data)
     if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
         return data
     if x.ndim != 2 or _is_wide(x):
         largest = float(x.abs().max())
         note = (
-            f"x has numbers of up to {largest:,.4g}; floats are taken as they are, so training may diverge or learn "
-            "nothing: divide them, or of images give bytes (uint8), which are divided by 255"
+            f"x contains numbers of up to {largest:,.4g}. Floats are used without scaling, so "
+            "training may diverge or learn nothing. Divide them, or give images as bytes (uint8), "
+            "which are divided by 255"
         )
         return replace(data, notes=(*data.notes, note)) if largest > LARGE_VALUE and data.std is None else data
     columns = {str(k): values.double().numpy() for k, values in enumerate(x.T)}
@@ -312,9 +323,10 @@ def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
     if large:
         several = f", the largest of {len(large)} such columns" if len(large) > 1 else ""
         yield (
-            f"column {large[0]} has large numbers, of a median size of {sizes[large[0]]:,.4g}{several}; arrays are not "
-            "scaled, so training may diverge or learn nothing: divide the numbers by their standard deviation, or give "
-            "a table, whose columns are scaled"
+            f"column {large[0]} has large numbers, with a median size of "
+            f"{sizes[large[0]]:,.4g}{several}. Arrays are not scaled, so training may diverge or "
+            "learn nothing. Divide the numbers by their standard deviation, or give a table, whose "
+            "columns are scaled"
         )
 
 
@@ -340,14 +352,14 @@ def _targets(
         names = classes or tuple(rows)
         code_of = {name: code for code, name in enumerate(names)}
         if odd := [str(level) for level in levels if str(level) not in code_of]:
-            raise DataError(f"{place}: y has {', '.join(map(repr, odd))}, the classes are {', '.join(names)}")
+            raise DataError(f"{place}: y contains {', '.join(map(repr, odd))}, but the classes are {', '.join(names)}")
         y, classes = np.array([code_of[str(level)] for level in levels])[codes], names
     whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
     if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all()):
         shape_in_words = (
-            "a single 1 in every row, as one-hot classes have; give y.argmax(1)"
+            "a single 1 in every row, as one-hot classes have. Give y.argmax(1)"
             if bool((y.sum(1) == 1).all())
-            else "0 and 1 only, as several labels of a sample have; give task = 'multilabel'"
+            else "0 and 1 only, as several labels of a sample have. Give task = 'multilabel'"
         )
         raise DataError(
             f"{place}: y {y.shape} has {shape_in_words}, or task = 'regression', in [data] or in fl.Dataset.create(...)"
@@ -355,9 +367,9 @@ def _targets(
     if task in ("classification", "binary") and not whole:
         raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
     if task == "regression" and y.dtype.kind == "U":
-        raise DataError(f"{place}: y holds text, which is no target of a regression; leave task out")
+        raise DataError(f"{place}: y contains text, which cannot be the target of a regression. Leave task out")
     if (task == "regression" or not whole) and len(y) > 1 and bool((y == y[0]).all()):
-        raise DataError(f"{place}: the target is the same in every row; nothing can be learned from it")
+        raise DataError(f"{place}: the target is the same in every row. A model cannot learn from it")
     if task == "regression" or not whole:
         return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
     names = classes or numbered(y, place)
@@ -371,28 +383,30 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
         DataError: rows differ in length, or values have several types or are missing.
     """
     if np.ma.is_masked(values):
-        raise DataError(f"{name}: some values are masked; fill them, or leave their samples out")
+        raise DataError(f"{name}: some values are masked. Fill them, or leave their samples out")
     if getattr(values, "is_meta", False):
-        raise DataError(f"{name}: a tensor of the device meta has no values; make it with device='cpu'")
+        raise DataError(f"{name}: a tensor of the device meta has no values. Make it with device='cpu'")
     if hasattr(values, "toarray"):
-        raise ConfigError(f"{name}: {type(values).__name__} is sparse, which no model takes; give x.toarray()")
+        raise ConfigError(f"{name}: {type(values).__name__} is sparse, but models need dense arrays. Give x.toarray()")
     try:
         array = as_array(values)
     except ValueError:
         raise DataError(
-            f"{name}: rows of different lengths make no array; give every sample one size (pad tokens with 0 and their "
-            "labels with -1)"
+            f"{name}: rows have different lengths. Give every sample one size (pad tokens with 0 and "
+            "their labels with -1)"
         ) from None
     if array.dtype.names:
-        raise DataError(f"{name}: a structured array, with {', '.join(array.dtype.names)}; give pandas.DataFrame(x)")
+        raise DataError(
+            f"{name}: is a structured array with the fields {', '.join(array.dtype.names)}. Give pandas.DataFrame(x)"
+        )
     if array.dtype == object and not mixed:
         cells = array.ravel().tolist()
         kinds = str if isinstance(cells[0] if cells else "", str) else (int, float, np.number, np.bool_)
         for k, cell in enumerate(cells):
             if not isinstance(cell, kinds):
-                cure = "; give y[:].astype(str)" if isinstance(cell, bytes) else ""
+                cure = ". Give y[:].astype(str)" if isinstance(cell, bytes) else ""
                 raise DataError(
-                    f"{name}: value {k} is {cell!r:.60}; expected numbers only, or text only, none missing{cure}"
+                    f"{name}: value {k} is {cell!r:.60}. Give only numbers or only text, without missing values{cure}"
                 )
         array = np.array(cells).reshape(array.shape)
     return array

@@ -49,10 +49,14 @@ class _Arrays(SampleSource):
     )
     std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
     layout: Layout | None = Field(
-        default=None, description="'sequence' if x is [N, time, features]; arrays [N, height, width] are images"
+        default=None,
+        description="layout of x: 'sequence' if x is [N, time, features]. Arrays [N, height, width] are images",
     )
     vocabulary: int | None = Field(
-        default=None, ge=2, description="x holds tokens [N, length] below this number, 0 for padding at the end"
+        default=None,
+        ge=2,
+        description="vocabulary size, if x contains tokens [N, length] below this number, with 0 for padding at "
+        "the end",
     )
 
 
@@ -73,14 +77,15 @@ class Npy(_Arrays):
         x, y = (_mapped(place / f"{name}.npy") for name in ("x", "y"))
         if self.channels_last is None and has_channels_last(x.shape):
             raise DataError(
-                f"{place / 'x.npy'}: {x.shape} looks like images with their channels last; save them with their "
+                f"{place / 'x.npy'}: {x.shape} looks like images with their channels last. Save them with their "
                 "channels first, as numpy.ascontiguousarray(numpy.moveaxis(x, -1, 1)), or give channels_last = false"
             )
         users = next((_mapped(file) for key in CLIENT_KEYS if (file := place / f"{key}.npy").exists()), None)
         if x.dtype not in (np.uint8, np.float32) or not x.flags.c_contiguous:
             raise DataError(
-                f"{place / 'x.npy'}: holds {x.dtype} in {'C' if x.flags.c_contiguous else 'Fortran'} order; to stay on "
-                "disk it must be uint8 or float32 in C order: save it so"
+                f"{place / 'x.npy'}: contains {x.dtype} in "
+                f"{'C' if x.flags.c_contiguous else 'Fortran'} order, but an array that stays on disk "
+                "must be uint8 or float32 in C order. Save it in this form"
             )
         options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
         options |= {"layout": self.layout}
@@ -99,7 +104,7 @@ def _mapped(path: Path) -> NDArray[Any]:
     try:
         mapped: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as an array ({error}); save it with numpy.save") from None
+        raise DataError(f"{path}: cannot be read as an array ({error}). Save it with numpy.save") from None
     return mapped
 
 
@@ -123,8 +128,8 @@ class Npz(_Arrays):
         unread = [key for key in headers if key not in (*keys, *CLIENT_KEYS, *SAMPLE_ROLES)]
         if tests := [key for key in unread if "test" in key.lower().split("_")]:
             raise DataError(
-                f"{place}: {tests[0]} beside {x_key} and {y_key} would not be read; name the arrays {x_key}_train, "
-                f"{y_key}_train, {x_key}_test and {y_key}_test"
+                f"{place}: fedloom would ignore {tests[0]} beside {x_key} and {y_key}. Name the "
+                f"arrays {x_key}_train, {y_key}_train, {x_key}_test and {y_key}_test"
             )
         sides = [(x_key, y_key)] + ([(x_test, y_test)] if x_test in headers and y_test in headers else [])
         x_keys, y_keys = ([side[k] for side in sides] for k in (0, 1))
@@ -182,7 +187,7 @@ class Npz(_Arrays):
         kind = dtype if own_type else np.uint8 if dtype == np.uint8 else np.float32
         if self.channels_last is None and has_channels_last(shape) and not own_type:
             raise DataError(
-                f"{place}: {keys[0]} {shape} looks like images with their channels last; give channels_last = true or "
+                f"{place}: {keys[0]} {shape} looks like images with their channels last. Give channels_last = true or "
                 "false"
             )
         if self.channels_last:
@@ -212,13 +217,14 @@ def _header(entry: Entry) -> _Header:
         else:
             header = _Header(*np.lib.format.read_array_header_2_0(entry.stream))
     except ValueError as error:
-        raise DataError(f"{entry.where}: not an array written by numpy ({error}); save it again") from error
+        raise DataError(f"{entry.where}: not an array written by numpy ({error}). Save it again") from error
     if header.dtype.hasobject or header.dtype.kind not in "uifbUS":
         raise DataError(
-            f"{entry.where}: holds {header.dtype} (a pickle), allowed are numbers; save it with a number type"
+            f"{entry.where}: contains {header.dtype} (a pickle), but only numbers are allowed. Save "
+            "it with a number type"
         )
     if any(length < 0 for length in header.shape):
-        raise DataError(f"{entry.where}: shape {header.shape} cannot be; the file is damaged, save it again")
+        raise DataError(f"{entry.where}: shape {header.shape} is impossible. The file is damaged, save it again")
     check_size(entry.where, math.prod(header.shape) * header.dtype.itemsize, entry.packed)
     return header
 
@@ -234,11 +240,11 @@ def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> t
     for key in keys:
         if headers[key].shape[1:] != first.shape[1:] or headers[key].dtype != first.dtype or not first.shape:
             raise DataError(
-                f"{place}: {keys[0]} is {first.dtype} {first.shape}, {key} is {headers[key].shape}; no match"
+                f"{place}: {keys[0]} is {first.dtype} {first.shape}, but {key} is {headers[key].shape}. They must match"
             )
     if first.dtype.kind in "US" and keys[0] not in (*CLIENT_KEYS, "subject", "strata"):
         raise DataError(
-            f"{place}: {keys[0]} holds text ({first.dtype}), allowed are numbers; number the classes from 0"
+            f"{place}: {keys[0]} contains text ({first.dtype}), but only numbers are allowed. Number the classes from 0"
         )
     return (sum(headers[key].shape[0] for key in keys), *first.shape[1:]), first.dtype
 

@@ -55,7 +55,7 @@ class Heart(FileSource):
         files = [f"processed.{hospital}.data" for hospital in HEART_HOSPITALS]
         tables = dict(_tables(place, files, HEART_COLUMNS))
         if lacking := [file for file in files if file not in tables]:
-            raise DataError(f"UCI heart disease: {place} lacks {', '.join(lacking)}; put all four files there")
+            raise DataError(f"UCI heart disease: {place} lacks {', '.join(lacking)}. Put all four files there")
         *features, _ = HEART_COLUMNS
         values = np.concatenate([tables[file] for file in files])
         for column in map(features.index, ZERO_IS_MISSING):
@@ -144,7 +144,7 @@ class Adult(FileSource):
         place = locate("UCI adult", self.path, data_dir, folders, _holds("adult.data*", "adult*.tar*"))
         tables = list(_tables(place, ("adult.data", "adult.test"), ADULT_COLUMNS))
         if not tables:
-            raise DataError(f"UCI adult: {place} has neither adult.data nor adult.test; put both there")
+            raise DataError(f"UCI adult: {place} has neither adult.data nor adult.test. Put both there")
         in_test = np.repeat([name == "adult.test" for name, _ in tables], [len(values) for _, values in tables])
         values = np.concatenate([values for _, values in tables])
         column = {name: torch.from_numpy(values[:, j]) for j, name in enumerate(ADULT_COLUMNS)}
@@ -187,13 +187,13 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
                 if len(bad):
                     cells, kind = [piece.cells[k] for k in bad.tolist()], "label" if piece.column == label else "level"
                     what = f"row {1 + piece.start + bad[0]}, column {piece.column!r}: unknown {kind} {cells[0]!r}"
-                    cure = f"the schema has {', '.join(codes)}; fetch the file again"
+                    cure = f"the schema has {', '.join(codes)}. Fetch the file again"
                     problems.add("level", piece.column, what, cells, cure)
             table.at(piece.start, len(values))[:, list(schema).index(piece.column)] = values
         if sentences := problems.sentences():
             refuse(entry.where, sentences)
         if table.size == 0:
-            raise NoSamples(f"{entry.where}: empty, it needs a row; fetch the file again")
+            raise NoSamples(f"{entry.where}: empty, but needs at least one row. Fetch the file again")
         yield entry.name.rsplit("/", 1)[-1], table.done().astype(np.float64, copy=False)
 
 

@@ -44,7 +44,7 @@ class Cifar10(FileSource):
     mean: tuple[float, ...] | None = Field(
         default=(0.5,), description="number subtracted from pixels in [0, 1] (FLAME)"
     )
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that (FLAME)")
+    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all images in the files. The test batch is the official test set."""
@@ -56,7 +56,7 @@ class Cifar100(FileSource):
     """CIFAR-100: 50,000 + 10,000 color images 32x32 of a hundred (fine) classes."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that")
+    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all images in the files, with fine labels. The test file is the official test set."""
@@ -65,7 +65,7 @@ class Cifar100(FileSource):
         for entry in entries(place, lambda name: name.endswith("fine_label_names.txt")):
             names = tuple(entry.stream.read().decode("ascii", "replace").split())
         if len(names) != 100:
-            raise DataError(f"{place}: fine_label_names.txt has {len(names)} names, expected 100; fetch it again")
+            raise DataError(f"{place}: fine_label_names.txt has {len(names)} names, expected 100. Fetch it again")
         return _read(CIFAR100_VERSION, place, names, self.mean, self.std)
 
 
@@ -98,27 +98,29 @@ def _read(
         while block := entry.stream.read(RECORDS_PER_READ * width):
             if len(block) % width:
                 raise DataError(
-                    f"{entry.where}: truncated, records have {width} bytes but {len(block) % width} are left over; "
-                    "fetch it again"
+                    f"{entry.where}: truncated, records have {width} bytes but {len(block) % width} "
+                    "are left over. Fetch it again"
                 )
             rows = np.frombuffer(block, np.uint8).reshape(-1, width)
             labels = rows[:, form.label_bytes - 1]
             if labels.max() >= len(classes):
                 raise DataError(
-                    f"{entry.where}: unknown label {labels.max()}, allowed 0..{len(classes) - 1}; not this set"
+                    f"{entry.where}: unknown label {labels.max()}, labels must be from 0 to "
+                    f"{len(classes) - 1}. This is another data set"
                 )
             y.room(len(rows))[:] = labels
             x.room(len(rows))[:] = rows[:, form.label_bytes :].reshape(-1, 3, 32, 32)
             in_test.room(len(rows))[:] = "test" in entry.name.rsplit("/", 1)[-1]
         if x.size == before:
-            raise NoSamples(f"{entry.where}: no record in the file; fetch it again")
+            raise NoSamples(f"{entry.where}: contains no record. Fetch it again")
     if x.size == 0 and pickled:
         raise DataError(
-            f"{pickled}: a pickle, which can run code and is not read; take the binary version of the same images, "
-            f"{form.name}-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html"
+            f"{pickled}: a pickle, which could run code, so fedloom does not read it. Use the binary "
+            f"version of the same images, {form.name}-binary.tar.gz from "
+            "https://www.cs.toronto.edu/~kriz/cifar.html"
         )
     if x.size == 0:
-        raise DataError(f"{form.name}: no batch in {place}; expected files like {form.files.pattern}")
+        raise DataError(f"{form.name}: no batch in {place}, expected files such as {form.files.pattern}")
     test = np.flatnonzero(in_test.done())
     return Dataset(
         form.name,

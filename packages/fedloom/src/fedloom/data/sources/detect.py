@@ -65,16 +65,18 @@ def detect(path: Path) -> type[FileSource]:
         DataError: the path does not exist, contains nothing that a reader accepts, or is the root of the file system.
     """
     if not os.path.exists(path):
-        raise DataError(f"{path}: no such file or folder; check the path")
+        raise DataError(f"{path}: no such file or folder. Check the path")
     if path.resolve() == Path(path.resolve().anchor):
-        raise DataError(f"{path}: the root of the file system is no data set; give the folder that holds the files")
+        raise DataError(
+            f"{path}: the root of the file system cannot be a data set. Give the folder that contains the files"
+        )
     ending = Path(bare(path.name)).suffix.lower()
     if path.is_file() and _starts_with(path, PARQUET_MAGIC):
         return Parquet
     if path.is_file() and ending in BY_ENDING and not any(p.search(path.name) for p, _ in BY_NAME[:FIRST_WEAK_PATTERN]):
         return BY_ENDING[ending]
     if ending in (".xls", ".ods"):
-        raise DataError(f"{path}: is a spreadsheet of an older format; save it as .xlsx")
+        raise DataError(f"{path}: is a spreadsheet of an older format. Save it as .xlsx")
     best, looked_at = len(BY_NAME), 0
 
     def enough(name: str) -> bool:
@@ -89,8 +91,9 @@ def detect(path: Path) -> type[FileSource]:
         break
     if best == len(BY_NAME):
         raise DataError(
-            f"{path}: no known data set there; known are IDX, CIFAR, LEAF JSON, image folders, NPZ, "
-            "folders with x.npy, Parquet, CSV, Excel, SPSS, Stata, SAS, JSON lines, Feather"
+            f"{path}: contains no known data set. Known formats: IDX, CIFAR, LEAF JSON, image "
+            "folders, NPZ, folders with x.npy, Parquet, CSV, Excel, SPSS, Stata, SAS, JSON lines, "
+            "Feather"
         )
     kind = BY_NAME[best][1]
     return FashionMnist if kind is Mnist and "fashion" in str(path).lower() else kind

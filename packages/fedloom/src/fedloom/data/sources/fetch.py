@@ -100,14 +100,16 @@ the published ones. The addresses were written without network access and have n
 digest is not kept.
 """
 
-LEAF_HINT = "has no files to fetch: LEAF's scripts make them (github.com/TalwalkarLab/leaf); put these into its folder"
+LEAF_HINT = (
+    "has no files to fetch, because LEAF's scripts make them (github.com/TalwalkarLab/leaf). Put these into its folder"
+)
 UNFETCHED_SETS = {
-    "digits": "needs no files; it comes with scikit-learn",
-    "docstrings": "needs no files; it is made of Python's standard library",
-    "femnist": f"{LEAF_HINT}, or take source = 'hub:flwrlabs/femnist', users = 'writer_id', y = 'character'",
+    "digits": "needs no files, because it comes with scikit-learn",
+    "docstrings": "needs no files, because it is made from Python's standard library",
+    "femnist": f"{LEAF_HINT}, or use source = 'hub:flwrlabs/femnist', users = 'writer_id', y = 'character'",
     "sent140": LEAF_HINT,
     "shakespeare": LEAF_HINT,
-    "sklearn": "needs no files; it comes with scikit-learn",
+    "sklearn": "needs no files, because it comes with scikit-learn",
 }
 """Reason why a named data set is not downloaded, and the alternative."""
 
@@ -138,11 +140,11 @@ def fetch(
     if name not in REMOTE_SETS:
         raise unknown("data set to fetch", name, REMOTE_SETS)
     if find_spec("pooch") is None:
-        raise ConfigError("fetching needs the extra fetch; run: pip install 'fedloom[fetch]'")
+        raise ConfigError("fetching needs the extra fetch. Run: pip install 'fedloom[fetch]'")
     root = environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
         raise ConfigError(
-            f"{name}: say where data sets are kept: set {DATA_FOLDER_VARIABLE}, or give data_dir (--data-dir)"
+            f"{name}: the folder of data sets is unknown. Set {DATA_FOLDER_VARIABLE}, or give data_dir (--data-dir)"
         )
     remote = REMOTE_SETS[name]
     place = check_output_folder(Path(root).expanduser() / remote.folder)
@@ -158,7 +160,7 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
     path = place / file
     if path.exists() and not pooch.hashes.hash_matches(path, digest):
         raise ConfigError(
-            f"{path} is there already with another digest than {digest[:19]}...; move it, then fetch again"
+            f"{path} already exists and has another digest than {digest[:19]}.... Move it, then fetch again"
         )
     pooch.get_logger().setLevel("ERROR")
     failures = []
@@ -174,6 +176,6 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
         except OSError as error:
             raise DataError(f"{name}: {place / file} cannot be written: {error}") from error
     raise DataError(
-        f"{name}: {file} was not fetched ({'; '.join(failures)}); is this machine offline? Put the original file into "
-        f"{place} by hand"
+        f"{name}: {file} was not fetched ({'; '.join(failures)}). Is this machine offline? Put the "
+        f"original file into {place} by hand"
     )

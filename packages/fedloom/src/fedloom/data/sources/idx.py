@@ -86,15 +86,15 @@ def read_idx(
     sizes = {_file(entry): _header(entry) for entry in entries(place, _wanted)}
     missing = [file for file in IDX_FILES if file not in sizes]
     if missing:
-        raise DataError(f"{name}: {place} lacks {', '.join(missing)} (plain, .gz or .xz); put all four files there")
+        raise DataError(f"{name}: {place} lacks {', '.join(missing)} (plain, .gz or .xz). Put all four files there")
     train, test = sizes["train-images-idx3-ubyte"], sizes["t10k-images-idx3-ubyte"]
     if train[1:] != test[1:]:
-        raise DataError(f"{name}: {place} has training images of {train[1:]} but test images of {test[1:]}")
+        raise DataError(f"{name}: {place} contains training images of {train[1:]} but test images of {test[1:]}")
     for side, (count, *_) in (("train", train), ("t10k", test)):
         label_count = sizes[f"{side}-labels-idx1-ubyte"][0]
         if label_count != count:
             raise DataError(
-                f"{name}: {place} has {count} {side} images but {label_count} labels; fetch the files again"
+                f"{name}: {place} contains {count} {side} images but {label_count} labels. Fetch the files again"
             )
     total = train[0] + test[0]
     x, y = np.empty((total, 1, *train[1:]), np.uint8), np.empty(total, np.uint8)
@@ -107,8 +107,8 @@ def read_idx(
         if IDX_FILES[file] == LABELS_MAGIC and (y[part] >= len(classes)).any():
             bad = int((y[part] >= len(classes)).argmax())
             raise DataError(
-                f"{entry.where}: unknown label {y[part][bad]} of sample {bad}, allowed 0..{len(classes) - 1}; "
-                "not the labels of this set"
+                f"{entry.where}: unknown label {y[part][bad]} of sample {bad}, labels must be from 0 "
+                f"to {len(classes) - 1}. These are the labels of another data set"
             )
     labels = torch.from_numpy(y).long()
     test_set = torch.arange(train[0], total)
@@ -131,7 +131,9 @@ def _header(entry: Entry) -> tuple[int, ...]:
     fill(entry, header, "the header")
     if header[0] != magic:
         got = f"0x{int(header[0]):08x}"
-        raise DataError(f"{entry.where}: wrong magic number, expected 0x{magic:08x}, got {got}; not this IDX file")
+        raise DataError(
+            f"{entry.where}: wrong magic number, expected 0x{magic:08x}, got {got}. This is not the expected IDX file"
+        )
     sizes = tuple(int(size) for size in header[1:])
     check_size(entry.where, math.prod(sizes), entry.packed)
     return sizes

@@ -58,7 +58,7 @@ class _Pictures:
             if isinstance(error, DataError):
                 raise
             why = "no known format, or truncated" if isinstance(error, UnidentifiedImageError) else error
-            raise DataError(f"{entry.where}: not a readable image ({why}); replace or remove the file") from error
+            raise DataError(f"{entry.where}: not a readable image ({why}). Replace or remove the file") from error
         planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         if self._rows.size == 0:
             self._rows = GrowingRows(planes.shape, np.uint8)
@@ -66,13 +66,15 @@ class _Pictures:
 
     def _check(self, entry: Entry, size: tuple[int, int]) -> None:
         if max(size) > SIDE_LIMIT:
-            raise DataError(f"{entry.where}: declares {size[0]}x{size[1]} pixels, at most {SIDE_LIMIT} a side are read")
+            raise DataError(
+                f"{entry.where}: declares {size[0]}x{size[1]} pixels, but images may have at most {SIDE_LIMIT} per side"
+            )
         if self._side is None:
             self.size = self.size or size
             if size != self.size:
                 raise DataError(
-                    f"{entry.where}: image of {size[0]}x{size[1]}, the others are {self.size[0]}x{self.size[1]}; "
-                    "give side to resize all of them"
+                    f"{entry.where}: image of {size[0]}x{size[1]}, but the others are "
+                    f"{self.size[0]}x{self.size[1]}. Give side to resize all of them"
                 )
             self._pixels, self._packed = self._pixels + size[0] * size[1], self._packed + entry.packed
             check_size(entry.where, self._pixels, self._packed)
@@ -99,18 +101,18 @@ def _read(
         label = class_of(path)
         if label is None:
             raise DataError(
-                f"{entry.where}: unknown label, the image has no class; put it into the folder of its class"
+                f"{entry.where}: unknown label, the image has no class. Put it into the folder of its class"
             )
         pictures.add(entry)
         labels.append(label)
         in_test.append(side_of(path))
     if not labels:
-        raise DataError(f"{name}: no image in {place}; expected one folder of images per class")
+        raise DataError(f"{name}: no image in {place}, expected one folder of images per class")
     classes = tuple(sorted(set(labels)))
     unseen = set(classes) - {label for label, held in zip(labels, in_test, strict=True) if not held}
     if unseen and not all(in_test):
         raise DataError(
-            f"{name}: unknown label {min(unseen)!r} in the test images of {place}, no training image has it"
+            f"{name}: unknown label {min(unseen)!r} in the test images of {place}, because no training image has it"
         )
     code = {label: i for i, label in enumerate(classes)}
     test = torch.tensor(in_test).nonzero().flatten()
@@ -133,7 +135,9 @@ def _read(
 class ImageFolder(SampleSource):
     """Folder, zip or tar with one folder of images per class. Images below `test` or `val` are kept apart."""
 
-    rgb: bool | None = Field(default=None, description="three channels or one (default: as the first image)")
+    rgb: bool | None = Field(
+        default=None, description="number of channels, three or one (default: as in the first image)"
+    )
     side: int | None = Field(
         default=None, ge=1, le=SIDE_LIMIT, description="resize to side x side (default: all images must have one size)"
     )

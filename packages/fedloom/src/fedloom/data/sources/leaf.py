@@ -30,7 +30,7 @@ UPPERCASE_CLASSES, LOWERCASE_CLASSES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tupl
 class Collector:
     """All users of all files: features in one growing array, and one user code per sample."""
 
-    wanted = "numbers; every sample needs one number"
+    wanted = "numbers. Every sample needs one number"
 
     def __init__(self, options: Leaf, kept: range | None) -> None:
         self._options, self._kept = options, kept
@@ -54,7 +54,7 @@ class Collector:
             if len(fields) < len(pairs):
                 key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
                 what = "user" if isinstance(fields[key], dict) else "key"
-                raise DataError(f"{where}: {what} {key!r} comes twice (also in {where}); every {what} may come once")
+                raise DataError(f"{where}: {what} {key!r} occurs twice (also in {where}). Every {what} may occur once")
             if isinstance(fields.get("x"), list):
                 fields["x"] = self._features(fields["x"])
             return fields
@@ -66,23 +66,23 @@ class Collector:
                 raise
             why = "nested too deeply" if isinstance(error, RecursionError) else error
             raise DataError(
-                f"{where}: broken JSON, {why}; the file is truncated or not LEAF, fetch it again"
+                f"{where}: broken JSON, {why}. The file is truncated or not LEAF, fetch it again"
             ) from error
         document: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
         declared, data, sizes = (document.get(key) for key in ("users", "user_data", "num_samples"))
         if not (isinstance(declared, list) and all(isinstance(u, str) for u in declared)) or not isinstance(data, dict):
-            raise DataError(f"{where}: no list of users or no user_data; not a LEAF file")
+            raise DataError(f"{where}: no list of users or no user_data. This is not a LEAF file")
         held = {user: self._user(samples, user, in_test, where) for user, samples in data.items()}
         if not held:
-            raise DataError(f"{where}: no list of users or no user_data; not a LEAF file")
+            raise DataError(f"{where}: no list of users or no user_data. This is not a LEAF file")
         if len(set(declared)) != len(declared):
             twice = next(user for user in declared if declared.count(user) > 1)
-            raise DataError(f"{where}: user {twice!r} is listed twice; every user may come once")
+            raise DataError(f"{where}: user {twice!r} is listed twice. Every user may occur once")
         if set(declared) != set(held):
             odd = min(set(declared) ^ set(held))
-            raise DataError(f"{where}: user {odd!r} is in only one of users and user_data; fetch the file again")
+            raise DataError(f"{where}: user {odd!r} is in only one of users and user_data. Fetch the file again")
         if sizes is not None and sizes != [held[user] for user in declared]:
-            raise DataError(f"{where}: num_samples is not what user_data holds; fetch the file again")
+            raise DataError(f"{where}: num_samples contradicts user_data. Fetch the file again")
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
         """Return samples as ``[n, width]`` in their storage type, or a description of the fault."""
@@ -91,14 +91,14 @@ class Collector:
             widths = [len(row) if isinstance(row, list) else 1 for row in rows]
             odd = next((width for width in widths if width != widths[0]), None)
             if odd is None:
-                return "has x that are not numbers; every sample needs a list of numbers of one size"
-            return f"has a sample of {odd} values, the others have {widths[0]}; all samples need one size"
+                return "has x that are not numbers. Every sample needs a list of numbers of one size"
+            return f"has a sample of {odd} values, but the others have {widths[0]}. All samples need one size"
         x = features.reshape(1 if features.ndim == 1 else len(rows), -1) if rows else np.empty((0, 0))
         if not self._options.pixels:
             return x.astype(np.float32)
         scaled = np.rint(x * 255)
         if x.size and (not (abs(x * 255 - scaled) < 1e-2).all() or scaled.min() < 0 or scaled.max() > 255):
-            return "has pixels other than k/255; read it with source = 'leaf' and pixels = false"
+            return "has pixels other than k/255. Read it with source = 'leaf' and pixels = false"
         return scaled.astype(np.uint8)
 
     def _labels(self, listed: object) -> Floats | None:
@@ -108,7 +108,7 @@ class Collector:
     def _user(self, entry: object, user: str, in_test: bool, where: str) -> int:
         if (user, in_test) in self._file_of:
             other = self._file_of[user, in_test]
-            raise DataError(f"{where}: user {user!r} comes twice (also in {other}); every user may come once")
+            raise DataError(f"{where}: user {user!r} occurs twice (also in {other}). Every user may occur once")
         self._file_of[user, in_test] = where
         x, listed = (entry.get(key, []) if isinstance(entry, dict) else [] for key in ("x", "y"))
         if isinstance(x, str):
@@ -118,23 +118,22 @@ class Collector:
             raise DataError(f"{where}: user {user!r} has y that are not {self.wanted}")
         y = y.ravel()
         if len(x) != len(y):
-            raise DataError(f"{where}: user {user!r} has {len(x)} x and {len(y)} y; make them equal")
+            raise DataError(f"{where}: user {user!r} has {len(x)} x and {len(y)} y. Make them equal")
         if len(y) == 0:
-            raise DataError(f"{where}: user {user!r} has no sample; remove the user")
+            raise DataError(f"{where}: user {user!r} has no sample. Remove the user")
         if self._options.task == "classification":
             self._check_labels(y, user, where)
         if self.x is None:
             shape = self._options.shape
             if shape is not None and math.prod(shape) != x.shape[1]:
                 raise DataError(
-                    f"{where}: samples of {x.shape[1]} values cannot have the shape {shape}; not the data set that was "
-                    "asked for"
+                    f"{where}: samples of {x.shape[1]} values cannot have the shape {shape}. This is another data set"
                 )
             self.x = GrowingRows(x.shape[1:], x.dtype.type)
         if x.shape[1:] != self.x.shape:
             raise DataError(
-                f"{where}: user {user!r} has a sample of {x.shape[1]} values, the others have {self.x.shape[0]}; "
-                "all samples need one size"
+                f"{where}: user {user!r} has a sample of {x.shape[1]} values, but the others have "
+                f"{self.x.shape[0]}. All samples need one size"
             )
         held = len(y)
         if self._kept is not None:
@@ -152,14 +151,14 @@ class Collector:
         count = self._options.classes or MOST_CLASSES
         if (y != np.floor(y)).any():
             raise DataError(
-                f"{where}: user {user!r} has labels that are not whole numbers; set task = 'regression' if they "
-                "are measurements"
+                f"{where}: user {user!r} has labels that are not whole numbers. Set task = "
+                "'regression' if they are measurements"
             )
         if ((y < 0) | (y >= count)).any():
             bad = y[((y < 0) | (y >= count)).argmax()]
             raise DataError(
-                f"{where}: user {user!r} has the unknown label {bad:g}, allowed 0..{count - 1}; repair the file, "
-                "or set task = 'regression' if labels are measurements"
+                f"{where}: user {user!r} has the unknown label {bad:g}, labels must be from 0 to "
+                f"{count - 1}. Repair the file, or set task = 'regression' if labels are measurements"
             )
 
 
@@ -178,11 +177,11 @@ class Leaf(FileSource):
     Files below a folder `test`, or with the word `test` in their name, are the official test set, if other files exist.
     """
 
-    inside: str = Field(default="", description="read only files whose path in the folder or archive begins with this")
+    inside: str = Field(default="", description="prefix of the files to read, as a path in the folder or archive")
     shape: tuple[int, ...] | None = Field(
         default=None, description="shape of one sample (default: the length of a row)"
     )
-    pixels: bool = Field(default=False, description="features are k/255: keep them as bytes")
+    pixels: bool = Field(default=False, description="store features as bytes, because all are k/255")
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")
 
@@ -198,7 +197,8 @@ class Femnist(FileSource):
     subset: Literal["all", "digits", "letters"] = Field(
         default="all",
         description=(
-            "all 62 classes (0-9 A-Z a-z). Digits only. letters: a to j as 0..9, as in FedProx's sampler (FIAELT)"
+            "classes to read. all: 62 classes (0-9 A-Z a-z). digits: 0-9. letters: a to j as 0..9, "
+            "as in FedProx's sampler (FIAELT)"
         ),
     )
 
@@ -290,7 +290,7 @@ def collect(place: Path, inside: str, collector: Collector) -> Collected:
         collector.file(entry, any(TEST_NAME_PATTERN.search(part) for part in (*path.parts[-2:-1], path.stem)))
     if collector.x is None or not collector.counts:
         where = f"{place}/{inside}" if inside else str(place)
-        raise NoSamples(f"LEAF: no sample in {where}; expected JSON files with users and user_data")
+        raise NoSamples(f"LEAF: no sample in {where}, expected JSON files with users and user_data")
     counts = torch.tensor(collector.counts)
     users = torch.tensor(collector.user).repeat_interleave(counts)
     in_test = torch.tensor(collector.in_test).repeat_interleave(counts)

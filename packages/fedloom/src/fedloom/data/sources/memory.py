@@ -65,7 +65,9 @@ def as_dataset(
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
-            raise ConfigError(f"{obj.name}: is a Dataset already; give target, task, test and options when it is made")
+            raise ConfigError(
+                f"{obj.name}: is already a Dataset. Give target, task, test and options when you create it"
+            )
         return obj
     if isinstance(obj, Mapping) and "train" in obj:
         sides = [obj["train"], *([obj["test"]] if test is None and "test" in obj else [])]
@@ -78,8 +80,8 @@ def as_dataset(
     if is_frame(first):
         if len(sides) > 1:
             raise ConfigError(
-                f"{name}: a table has no separate test set, its scaling is fitted per client; join both, with a column "
-                "that marks test rows, and name it in test_column"
+                f"{name}: a table cannot have a separate test set, because its scaling is fitted per "
+                "client. Join both, add a column that marks test rows, and name it in test_column"
             )
         return _table(first, target, task, name, options)
     allowed = ("classes", "mean", "std", "clients", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)
@@ -141,16 +143,18 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     labels = labels and (task == "multilabel" or {*target} <= {*frame_names(obj)})
     if hasattr(obj, "iloc") and np.ndim(target) == 1 and not labels:
         if len(target) != len(obj):
-            raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
+            raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets. Every sample needs one target")
         refuse_order(obj, target, name)
         label = getattr(target, "name", None)
         label = label if isinstance(label, str) else "target"
         if label in obj.columns and not np.array_equal(obj[label].astype(object), np.asarray(target, object)):
-            raise ConfigError(f"{name}: a column of the table is named {label!r} too, and differs; rename one")
+            raise ConfigError(
+                f"{name}: a column of the table is also called {label!r}, and its values differ. Rename one"
+            )
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int))):
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
-        raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {shown:.60}")
+        raise ConfigError(f"{name}: target must be the name of a column or the targets themselves, got {shown:.60}")
     names = frame_names(obj)
     target = next((n for n in TARGET_NAMES if n in names), names[-1]) if target is None else target
     target = tuple(target) if labels else str(target)
@@ -169,13 +173,11 @@ class HubData(Source):
 
     name: str = Field(min_length=1, description="owner/name on the hub")
     config: str | None = Field(default=None, description="configuration of the data set, if it has several")
-    train: str = Field(default="train", description="split to train on")
+    train: str = Field(default="train", description="split for training")
     test: str | None = Field(default="test", description="split of the official test set, if it exists")
     x: str | None = Field(default=None, description="column of the features (default: the first image or array column)")
     y: str | None = Field(default=None, description="column of the target (default: label, labels or fine_label)")
-    client_column: str | None = Field(
-        default=None, description="column that names the client of a sample (writer_id, ...)"
-    )
+    client_column: str | None = Field(default=None, description="column of a sample's client (writer_id, ...)")
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     mean: tuple[float, ...] | None = Field(
         default=None, description="number subtracted (from pixels in [0, 1], if images)"
@@ -187,13 +189,14 @@ class HubData(Source):
         try:
             import datasets
         except ImportError as error:
-            raise ConfigError(f"hub:{self.name}: needs the extra hub; run: pip install 'fedloom[hub]'") from error
+            raise ConfigError(f"hub:{self.name}: needs the extra hub. Run: pip install 'fedloom[hub]'") from error
         try:
             splits: Any = datasets.load_dataset(self.name, self.config)
         except Exception as error:  # the library raises its own, urllib's and httpx's errors
             raise DataError(
-                f"hub:{self.name}: cannot be had ({type(error).__name__}: {error}); check name and connection, or "
-                "run this once where there is one (the library keeps data sets in ~/.cache/huggingface)"
+                f"hub:{self.name}: cannot be loaded ({type(error).__name__}: {error}). Check the name "
+                "and the connection, or load it once on a machine with a connection (the library "
+                "keeps data sets in ~/.cache/huggingface)"
             ) from error
         if self.train not in splits:
             raise DataError(f"hub:{self.name}: no split {self.train!r}; {nearest(self.train, splits)}")

@@ -168,7 +168,7 @@ def steady(
         frozen = frozen or ("list(d)" if again is None else "[d[i] for i in range(len(d))]")
         cure = cure if len(shape) in (2, 3) else "take the random change out of the data set"
         raise ChangedSamples(
-            f"{name}: {strange} differs when it is read again, as by a random transform or a random target; samples "
+            f"{name}: {strange} differs when it is read again, as by a random transform or a random target. Samples "
             f"are read once, so every round would have the same draw: {cure}; or, to keep one draw of each sample on "
             f"purpose, give {frozen} of the data set d"
         )

@@ -34,11 +34,12 @@ class Synthetic(Source):
     iid: bool = Field(default=False, description="one model and one feature distribution for all clients")
     spread_unit: Literal["std", "variance"] = Field(
         default="std",
-        description="std: alpha and beta are standard deviations (authors' code). variance: the paper's text",
+        description="meaning of alpha and beta. std: standard deviations (authors' code). variance: variances "
+        "(the paper's text)",
     )
     clients: int = Field(default=30, ge=1, description="number of natural clients (FedProx 30, pFedMe 100)")
     factor: int = Field(default=1, ge=1, description="factor of all clients' sizes (pFedMe 5)")
-    test: float = Field(default=0.1, gt=0, lt=1, description="share of a user's official test part (pFedMe 0.25)")
+    test: float = Field(default=0.1, gt=0, lt=1, description="fraction of a user's official test part (pFedMe 0.25)")
     features: int = Field(default=60, ge=1, description="features per sample")
     classes: int = Field(default=10, ge=2, description="number of classes")
     seed: int = Field(default=0, ge=0, description="seed of the data set itself. The authors' generator has none")

@@ -46,7 +46,7 @@ class Csv(TableSource):
     )
     decimal: Literal[".", ","] | None = Field(default=None, description="decimal sign of numbers (default: detected)")
     header: bool = Field(default=True, description="whether the first row names the columns")
-    skip: int = Field(default=0, ge=0, description="lines above the header")
+    skip: int = Field(default=0, ge=0, description="number of lines above the header")
     encoding: str | None = Field(default=None, description="encoding of the text, such as latin-1 (default: UTF-8)")
 
     @field_validator("encoding")
@@ -56,7 +56,9 @@ class Csv(TableSource):
         try:
             "".encode(encoding or "utf-8")
         except LookupError:
-            raise ValueError(f"unknown encoding {encoding!r}; such as utf-8, latin-1, windows-1252 or utf-16") from None
+            raise ValueError(
+                f"unknown encoding {encoding!r}. Give, for example, utf-8, latin-1, windows-1252 or utf-16"
+            ) from None
         return encoding
 
     @property
@@ -77,7 +79,7 @@ class Csv(TableSource):
         for entry in entries(place, _is_csv):
             separator, decimal = signs_of(entry.stream.read(DETECTION_BYTES), entry.where, self.encoding, self.skip)
             return Signs(self.separator or separator, self.decimal or decimal)
-        raise DataError(f"{place}: no .csv file there; give its path")
+        raise DataError(f"{place}: contains no .csv file. Give its path")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all rows, read with the signs of the file: a marker may contain its decimal sign."""
@@ -95,7 +97,9 @@ class Csv(TableSource):
             cells = pieces(rows if self.header or not first else chain([first], rows), names, problems)
             yield Raw(place.stem, names, replace_commas(cells) if signs.decimal == "," else cells, problems)
             if (other := next(files, None)) is not None:
-                raise DataError(f"{place}: more than one table, {entry.name} and {other.name}; give the path of one")
+                raise DataError(
+                    f"{place}: contains more than one table, {entry.name} and {other.name}. Give the path of one"
+                )
 
 
 def _is_csv(name: str) -> bool:
@@ -130,7 +134,7 @@ class Parquet(TableSource):
         try:
             schema = parquet.read_schema(place)
             if nested := [f.name for f in schema if types.is_nested(f.type) and f.name not in self.unread]:
-                raise DataError(f"{place}: column {nested[0]!r} holds lists or tables in its cells; drop it")
+                raise DataError(f"{place}: column {nested[0]!r} contains lists or tables. Drop it")
             texts = [f.name for f in schema if _is_text(f.type)]
             options: dict[str, Any] = {"buffer_size": 2**18, "pre_buffer": False}  # else a group is held whole
             with parquet.ParquetFile(place, read_dictionary=texts, **options) as file:
@@ -141,7 +145,7 @@ class Parquet(TableSource):
                 check_size(str(place), max(unpacked, cells * CELL_BYTES), place.stat().st_size)
                 yield Raw(place.stem, names, _columns(file, names, self.unread, place), Problems(str(place)))
         except (ArrowException, OSError) as error:
-            raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
+            raise DataError(f"{place}: not a readable Parquet file ({error}). Write it again") from error
 
 
 def _is_text(kind: object) -> bool:

@@ -37,10 +37,10 @@ class Texts(FileSource):
 
     text: str = Field(description="column of the texts")
     target: str | None = Field(default=None, description="column of the classes (default: the last column)")
-    client_column: str | None = Field(default=None, description="column that names the client of a text")
+    client_column: str | None = Field(default=None, description="column of a text's client")
     separator: str = Field(default=",", min_length=1, max_length=1, description="character between cells of a CSV")
     level: Level = Field(default="word", description="kind of token: a word or punctuation mark, or a character")
-    length: int = Field(default=64, ge=1, description="tokens kept of a text: first words, or last characters")
+    length: int = Field(default=64, ge=1, description="tokens to keep of a text: first words, or last characters")
     tokens: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent tokens")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
@@ -78,7 +78,7 @@ class Texts(FileSource):
         place = locate("texts", self.path, data_dir, ("texts",), lambda p: True)
         kind = detect(place)
         if not issubclass(kind, TableSource):
-            raise DataError(f"{place}: is no table; texts need a CSV or Parquet file with a column of them")
+            raise DataError(f"{place}: is not a table. Texts need a CSV or Parquet file with a column of texts")
         table = kind(path=str(place), **({"separator": self.separator} if kind is Csv else {}))
         with table.open() as raw:
             last = next(reversed(raw.names), None)
@@ -88,7 +88,8 @@ class Texts(FileSource):
                 raise ConfigError(f"{place}: no column {absent[0]!r}; {nearest(absent[0], raw.names)}")
             if self.text in roles or len(set(roles)) < len(roles):
                 raise ConfigError(
-                    f"{place}: text, target and client_column must be three columns, got {[self.text, *roles]}"
+                    f"{place}: text, target and client_column must be three different columns, got "
+                    f"{[self.text, *roles]}"
                 )
             texts, coded = [], {c: Codes() for c in roles}
             for start, column, cells in raw.cells:
@@ -102,7 +103,7 @@ class Texts(FileSource):
                     coded[column].add(cells, empty)
             refuse(raw.problems.where, raw.problems.sentences())
         if not texts:
-            raise NoSamples(f"{place}: no rows below the header; an empty table")
+            raise NoSamples(f"{place}: no rows below the header, so the table is empty")
         coded_columns = [codes.done() for codes in coded.values()]
         return texts, [(torch.from_numpy(code).long(), names) for code, names in coded_columns], str(place)
 
@@ -110,11 +111,11 @@ class Texts(FileSource):
 class _Lines(Collector):
     """Lines of a speaker, each with the next character."""
 
-    wanted = "characters; every sample needs the one character that follows its text"
+    wanted = "characters. Every sample needs the one character that follows its text"
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
         if not all(isinstance(row, str) and row for row in rows):
-            return "has x that are not texts; every sample needs a text"
+            return "has x that are not texts. Every sample needs a text"
         return np.array(rows, object)[:, None]
 
     def _labels(self, listed: Any) -> Floats | None:
@@ -143,7 +144,7 @@ class _Tweets(Collector):
 
     def _check_labels(self, y: Floats, user: str, where: str) -> None:
         if strange := sorted(set(y.tolist()) - {0, 1, 4}):
-            raise DataError(f"{where}: user {user!r} has the label {strange[0]:g}; a tweet is 0, or 1 or 4")
+            raise DataError(f"{where}: user {user!r} has the label {strange[0]:g}. A tweet is 0, or 1 or 4")
 
 
 class Shakespeare(FileSource):
@@ -210,7 +211,9 @@ class Docstrings(Source):
         whole = _texts()
         texts = {name: text[: self.max_characters] for name, text in whole.items() if len(text) >= self.min_characters}
         if not texts:
-            raise NoSamples(f"docstrings: no module has {self.min_characters} characters of them; lower least")
+            raise NoSamples(
+                f"docstrings: no module has {self.min_characters} characters of docstrings. Lower min_characters"
+            )
         vocabulary = vocabulary_of(whole.values(), "character", least=MIN_CHARACTER_COUNT)
         names = [n for k, n in enumerate(texts) if self.modules == "all" or k % 2 == (self.modules == "odd")]
         parts = [windows(texts[name], vocabulary, self.length) for name in names]
@@ -248,7 +251,7 @@ def _texts() -> dict[str, str]:
     """Return the docstrings of every single-file module of the standard library, by module name."""
     files = [file for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if file.name[0] != "_"]
     if not files:
-        raise DataError("docstrings: this Python comes without the source of its standard library; use another source")
+        raise DataError("docstrings: this Python has no source of its standard library. Use another source")
     return {file.stem: _docstrings(file) for file in files}
 
 

@@ -49,9 +49,9 @@ class Design:
             if values is not None and (values.dtype != dtype or values.shape != (rows,)):
                 sentences.append(f"{name} must be {dtype} [{rows}], got {values.dtype} {list(values.shape)}")
             elif values is not None and dtype == torch.int64 and rows and int(values.min()) < 0:
-                sentences.append(f"{name} has negative codes; number subjects and strata from 0")
+                sentences.append(f"{name} has negative codes. Number subjects and strata from 0")
             elif values is not None and dtype == torch.float64 and not bool(torch.isfinite(values).all()):
-                sentences.append(f"{name} is not finite in {int((~torch.isfinite(values)).sum())} rows; leave them out")
+                sentences.append(f"{name} is not finite in {int((~torch.isfinite(values)).sum())} rows. Leave them out")
         return sentences
 
     def digest(self) -> str:
@@ -129,16 +129,20 @@ class Design:
             clients = np.unique(owner * total + self.units[rows]) % total
             if several := int((np.bincount(clients, minlength=1) > 1).sum()):
                 notes.append(
-                    f"{several:,} subjects have rows at several clients, and are in one part at all of them; if every "
-                    "client counts its patients anew, put the client's name before the number"
+                    f"{several:,} subjects have rows at several clients, and are in the same part at "
+                    "all of them. If every client numbers its patients from 1, put the client's name "
+                    "before the number"
                 )
         if self.order is not None and self.strata is not None:
-            notes.append("strata change nothing beside order: earlier rows are trained on, and later ones tested")
+            notes.append(
+                "strata have no effect with order, because earlier rows are training rows and later rows are test rows"
+            )
         if self.held_out is not None and self.subject is not None:
             assert self.tested is not None
             if moved := int((self.tested != self.held_out.numpy()).sum()):
                 notes.append(
-                    f"{moved:,} rows are in another part than they are marked for: a subject goes by its last row"
+                    f"{moved:,} rows are in another part than they are marked for, because the last "
+                    "row of a subject decides its part"
                 )
         return notes
 
@@ -160,9 +164,11 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
         return None
     for name, value in arrays.items():
         if value.shape != (rows,):
-            raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples; give one value per sample")
+            raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples. Give one value per sample")
         if value.dtype == object and any(v is None or v != v for v in value.tolist()):
-            raise DataError(f"{place}: {name} is missing for some samples; give one for each, or leave them out")
+            raise DataError(
+                f"{place}: {name} is missing for some samples. Give a value for each sample, or leave those samples out"
+            )
     design = dict[str, Tensor]()
     for name in ("subject", "strata"):
         if name in arrays:

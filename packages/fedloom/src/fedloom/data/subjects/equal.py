@@ -108,8 +108,9 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
             names = [column.names[int(code)] for code in sorted(new - trained) if code == code]
             if names:
                 notes.append(
-                    f"column {column.name!r}: {shorten_list([*map(repr, names)], MAX_SHOWN_LEVELS)} of test rows is in "
-                    "no training row, so models know nothing of it; merge rare levels"
+                    f"column {column.name!r}: {shorten_list([*map(repr, names)], MAX_SHOWN_LEVELS)} "
+                    "occurs in test rows but in no training row, so models know nothing of it. Merge "
+                    "rare levels"
                 )
     return notes
 
@@ -129,7 +130,7 @@ def single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None
     for name, rows in held.items():
         codes = np.unique(data.y[rows].cpu().numpy()).tolist() if len(rows) > 1 else []
         if len(codes) == 1:
-            effect = "nothing can be learned from it" if name == "train" else "AUROC there is not defined"
+            effect = "a model cannot learn from it" if name == "train" else "AUROC is not defined for it"
             part = {"train": "training"}.get(name, name)
             notes.append(f"all {len(rows):,} rows of the {part} part are of class {data.classes[codes[0]]!r}: {effect}")
     return notes
@@ -149,6 +150,7 @@ def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
         if twice.sum() >= LEAST_EQUAL_ROWS and pairs > limit:
             where = " or ".join(f"the {other} part" for other in names[:k])
             yield (
-                f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are equal to rows of {where} in every "
-                "value, so scores are too good: leave copies out, or name the column of whom a row is as subject"
+                f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are exact copies of "
+                f"rows of {where}, so scores are too good. Leave copies out, or name the column of "
+                "the patient or person of a row in subject"
             )

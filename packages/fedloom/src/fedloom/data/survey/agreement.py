@@ -15,14 +15,16 @@ from fedloom.errors import ConfigError, direction_in
 from fedloom.storage import read_toml
 from fedloom.values import Value, fields_of, make
 
-AGREEMENT_HEADER = """\
-# What the columns mean at every site. Fill in the units, look at the levels and ranges, and sign it.
-# Columns are found by name, in any order; others are ignored. missing = true: cells may be missing, and a feature has
-# where. impute = true: such cells, and levels that are not named here, are filled at each site.
-# patients, events: least rows of a site that takes part, and of each class there. level_rows: least rows of a level
-# that is named here (rarer ones identify people); cells of rarer levels are filled, as unknown ones are.
-# subject: column of whom a row is. Then patients, events and level_rows are numbers of subjects, not of rows.
-"""
+AGREEMENT_HEADER = (
+    "# Meaning of the columns at every site. Fill in the units, check the levels and ranges, and sign "
+    "it.\n# Columns are found by name, in any order, and others are ignored. missing = true: cells may "
+    "be missing, and a feature\n# records where. impute = true: such cells, and levels that are not "
+    "listed here, are filled at each site.\n# patients, events: smallest number of rows of a site that "
+    "takes part, and of each class there. level_rows: smallest\n# number of rows of a level in this list "
+    "(rarer ones identify people). Cells of rarer levels are filled, like unknown ones.\n# subject: "
+    "column of the patient or person of a row. Then patients, events and level_rows count subjects, not "
+    "rows.\n"
+)
 
 
 class AgreedColumn(Value):
@@ -44,9 +46,9 @@ class AgreedColumn(Value):
         if disguised := direction_in(self.name, *self.levels):
             raise ValueError(disguised)
         if len(set(self.levels)) < len(self.levels):
-            raise ValueError("levels: every level once")
+            raise ValueError("levels: every level may occur only once")
         if self.range is not None and not self.range[0] < self.range[1]:
-            raise ValueError(f"range must rise, got {self.range[0]:g} to {self.range[1]:g}")
+            raise ValueError(f"range must increase, got {self.range[0]:g} to {self.range[1]:g}")
         return self
 
     @property
@@ -88,18 +90,26 @@ class Agreement(Value):
     )
     missing: tuple[str, ...] = Field((), description="additional cell values that mean missing")
     impute: bool = Field(True, description="each site fills missing cells from its training rows")
-    patients: int = Field(1, ge=1, description="least rows of a participating site")
-    events: int = Field(0, ge=0, description="least rows of every class at a participating site")
-    subject: str | None = Field(None, description="column of whom a row is; then least numbers are of subjects")
-    order: str | None = Field(None, description="column of when a row came: earlier are trained on, later ones tested")
-    strata: tuple[str, ...] | None = Field(None, description="columns whose shares splits keep at every site")
-    test_column: str | None = Field(None, description="column that marks the rows of the test part")
-    test_levels: tuple[str, ...] | None = Field(None, description="its levels that mark them")
-    test_since: float | str | None = Field(None, description="number or date of order from which rows are tested")
-    level_rows: int = Field(
-        5, ge=1, description="least rows of a level named here. Rarer levels are treated as missing"
+    patients: int = Field(1, ge=1, description="smallest number of rows of a participating site")
+    events: int = Field(0, ge=0, description="smallest number of rows of every class at a participating site")
+    subject: str | None = Field(
+        None, description="column of the subject of a row. All smallest numbers then count subjects"
     )
-    column: tuple[AgreedColumn, ...] = Field(min_length=1, description="the features, and columns for scoring")
+    order: str | None = Field(
+        None, description="column of a row's time. Earlier rows are training rows, later rows are test rows"
+    )
+    strata: tuple[str, ...] | None = Field(None, description="columns whose proportions splits preserve at every site")
+    test_column: str | None = Field(None, description="column that marks the rows of the test part")
+    test_levels: tuple[str, ...] | None = Field(None, description="levels of test_column that mark the test part")
+    test_since: float | str | None = Field(
+        None, description="first number or date of order that belongs to the test part"
+    )
+    level_rows: int = Field(
+        5, ge=1, description="smallest number of rows of a listed level. Rarer levels count as missing"
+    )
+    column: tuple[AgreedColumn, ...] = Field(
+        min_length=1, description="columns for the features, and columns for scoring"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Agreement:
@@ -107,19 +117,19 @@ class Agreement(Value):
         if disguised := direction_in(self.target or "", self.event or "", *self.classes):
             raise ValueError(disguised)
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"column: two of them are called {twice[0]!r}")
+            raise ValueError(f"column: two columns are called {twice[0]!r}")
         roles = ("target", "event", "subject", "order", "test_column")
         for what, name in ((role, getattr(self, role)) for role in roles):
             if name in names:
-                raise ValueError(f"column: {name!r} is the {what}, it cannot be a feature")
+                raise ValueError(f"column: {name!r} is the {what}, so it cannot be a feature")
         if all(column.scoring for column in self.column):
-            raise ValueError("column: at least one must be a feature, without scoring = true")
+            raise ValueError("column: at least one column must be a feature, without scoring = true")
         if self.target_range is not None and not self.target_range[0] < self.target_range[1]:
-            raise ValueError(f"target_range must rise, got {self.target_range[0]:g} to {self.target_range[1]:g}")
+            raise ValueError(f"target_range must increase, got {self.target_range[0]:g} to {self.target_range[1]:g}")
         several = self.task in ("classification", "multilabel")
         least = 2 if several or self.task in CLASS_TASKS else 0
         if len(self.classes) < least or (not several and len(self.classes) != least):
-            raise ValueError(f"classes: {self.task} with {len(self.classes)} of them")
+            raise ValueError(f"classes: a {self.task} cannot have {len(self.classes)} classes")
         return self
 
     @classmethod
@@ -174,7 +184,7 @@ class Agreement(Value):
             elif len(common) > 1 and 2 * sum(rows[level] for level in common) >= sum(rows.values()):
                 kept.append(column.with_(levels=common, missing=True))
         if not any(not column.scoring for column in kept):
-            raise ConfigError(f"every column has levels of fewer than {self.level_rows} rows only; group them first")
+            raise ConfigError(f"every level of every column has fewer than {self.level_rows} rows. Group levels first")
         return self.with_(column=tuple(kept))
 
     def text(self) -> str:
@@ -201,7 +211,7 @@ class Agreement(Value):
         sentences = []
         what = "rows" if self.subject is None else f"subjects ({self.subject!r})"
         if rows < self.patients:
-            sentences.append(f"{rows} {what}, the agreement requires at least {self.patients}")
+            sentences.append(f"{rows} {what}, but the agreement requires at least {self.patients}")
         rare = {name: counts.get(name, 0) for name in self.classes if counts.get(name, 0) < self.events}
         if rare:
             shown = ", ".join(
@@ -209,7 +219,7 @@ class Agreement(Value):
                 for name, count in rare.items()
             )
             shown += "" if self.subject is None else f", of {what}"
-            sentences.append(f"{shown}; the agreement requires at least {self.events}")
+            sentences.append(f"{shown}, but the agreement requires at least {self.events}")
         return sentences
 
 

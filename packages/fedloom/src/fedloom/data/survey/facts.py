@@ -24,7 +24,7 @@ MISSING_TOKENS = frozenset(
     {"n/a", "n.a.", "k.a.", "none", "null", "nil", "-", "--", "---", ".", "..", "unknown", "unk", "missing"}
     | {"nk", "n.k.", "nd", "n.d.", "not known", "not available", "not done", "not reported", "na_na", "unbekannt"}
     | {"inconnu", "desconocido", "sconosciuto", "onbekend", "неизвестно", "不明"}
-    | {"#n/a", "#value!", "#div/0!", "#null!", "inf", "-inf"}
+    | {"#n/a", "#value!", "#div/0!", "#null!", "#ref!", "#num!", "#name?", "inf", "-inf"}
 )
 """Common markers of missing cells, in lower case, in addition to a source's own markers."""
 LEVELS_TOO = frozenset({"none", "nil", "null"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -41,8 +42,9 @@ MIN_COPIES = 3
 MIN_DISTINCT_SHARE = 0.2
 """Smallest number of different values per row of a column that distinguishes rows."""
 NEAR_COPIES_NOTE = (
-    "{} of {} have a neighbour that is far closer than all others, as copies with noise are; where they are of one "
-    "sample, it is in training and test alike: leave them out, or name the column of whom a row is in subject"
+    "{} of {} have a neighbor that is far closer than all others, like copies with noise. If both "
+    "come from one sample, it is in training and test alike. Leave such rows out, or name the column "
+    "of the patient or person of a row in subject"
 )
 """Note on near copies."""
 MAX_SHOWN_FINDINGS = 6
@@ -51,6 +53,15 @@ MAX_EXACT_NUMBER = 2**53
 NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
 """Names, in lower case, of the class of rows without an outcome."""
 
+SECONDS_RANGE = 946_684_800, 2_051_222_400
+"""Seconds since 1970 of the years 2000 to 2034."""
+DAYS_RANGE = 10_000, 60_000
+"""Days of a spreadsheet, which counts them from 1900, of the years 1927 to 2064."""
+DATE_NAME_PATTERN = re.compile(
+    r"(?<![a-z])(date|datum|dat|day|adm|admi\w+|visit\w*|disch\w*|dob|dod|birth\w*|geb\w*|fecha)(?![a-z])",
+    re.IGNORECASE,
+)
+"""Pattern of names of columns with dates."""
 Floats = NDArray[np.float64]
 
 
@@ -123,28 +134,41 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
     levels = np.unique(values)
     if not column.names and len(levels) and np.abs(levels).max() > MAX_EXACT_NUMBER:
         yield (
-            f"column {name!r} has numbers beyond {MAX_EXACT_NUMBER:,}, whose last digits are lost; they identify rows "
-            "rather than measure: name it in drop, or in subject"
+            f"column {name!r} contains numbers beyond {MAX_EXACT_NUMBER:,}, whose last digits are "
+            "lost. They probably identify rows. Name it in drop, or in subject"
         )
         return
     if not column.names and len(levels) >= MAX_FEW_LEVELS and _are_days(levels):
         yield (
-            f"column {name!r} holds dates as numbers, as {levels[0]:.0f}; name it in drop, or in order to test on "
-            "later rows"
+            f"column {name!r} contains dates as numbers, such as {levels[0]:.0f}. Name it in drop, or "
+            "in order to test on later rows"
         )
         return
     whole = bool(column.names) or bool((levels == np.floor(levels)).all())
+    if not column.names and whole and len(levels) >= MAX_FEW_LEVELS and (unit := time_unit(name, levels)):
+        yield f"column {name!r} may hold dates as {unit}. Name it in drop, or in order to test on later rows"
+        return
     if whole and repeats(name, levels.tolist(), len(values)):
         yield (
-            f"column {name!r}: {len(levels):,} different in {len(values):,} rows, so rows of one are in training and "
-            "test alike, and scores are too good; name it in subject, which keeps the rows of one together, or in drop"
+            f"column {name!r}: {len(levels):,} different values in {len(values):,} rows, so rows with "
+            "the same value are in training and test alike, and scores are too good. Name it in "
+            "subject, which keeps such rows together, or in drop"
         )
     elif not column.names and len(values) == count and whole and len(levels) == count:
         if values.min() in (0, 1) and is_permutation(values):
             span = f"{values.min():g} to {values.max():g}"
-            yield f"column {name!r} counts from {span}, a row each; if it numbers rows, name it in drop"
+            yield f"column {name!r} counts from {span}, one value per row. If it numbers rows, name it in drop"
         elif ID_NAME_PATTERN.search(name):
-            yield f"column {name!r} differs in every row and is called as a number of rows; name it in drop"
+            yield f"column {name!r} differs in every row and has the name of a row number. Name it in drop"
+
+
+def time_unit(name: str, levels: Floats) -> str:
+    """Return the unit and origin of whole numbers that may be points in time, or "" if they are of another kind."""
+    for factor, unit in ((1, "seconds since 1970"), (1000, "milliseconds since 1970")):
+        if SECONDS_RANGE[0] * factor <= levels[0] and levels[-1] <= SECONDS_RANGE[1] * factor:
+            return unit
+    spreadsheet = DATE_NAME_PATTERN.search(name) and DAYS_RANGE[0] <= levels[0] and levels[-1] <= DAYS_RANGE[1]
+    return "days of a spreadsheet" if spreadsheet else ""
 
 
 def _are_days(levels: Floats) -> bool:
@@ -170,7 +194,7 @@ def _markers(name: str, column: ReadColumn) -> Iterator[str]:
         shown = shorten_list(
             [f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in marks.items()], MAX_SHOWN_FINDINGS
         )
-        yield f"column {name!r}: {shown} may mean missing; if so, name such cells in missing, with impute = true"
+        yield f"column {name!r}: {shown} may mean missing. If so, name such cells in missing, with impute = true"
 
 
 def _classes(name: str, column: ReadColumn) -> Iterator[str]:
@@ -183,17 +207,17 @@ def _classes(name: str, column: ReadColumn) -> Iterator[str]:
         if far:
             shown = ", ".join(f"{numbers[v]} in {counts[numbers[v]]:,} rows" for v in far)
             yield (
-                f"the label {name!r}: {shown} may mean missing, and is a class now; if so, name it in missing, with "
-                "unlabelled = 'drop'"
+                f"the label {name!r}: {shown} may mean missing, but is a class now. If so, name it in "
+                "missing, with unlabelled = 'drop'"
             )
     if len(counts) == 2:
         one, other = counts
         first, second = one.lower(), other.lower()
         if (first, second) == ("1", "2") or (second in NO_WORDS and first not in NO_WORDS):
             yield (
-                f"the label {name!r}: figures of one class, such as F1 and AUPRC, and coefficients are of "
-                f"{other!r}, the second of {one!r} and {other!r}; if the outcome is the other one, write 1 for it and "
-                "0 for the rest"
+                f"the label {name!r}: F1, AUPRC, coefficients and other figures of one class describe "
+                f"{other!r}, the second of {one!r} and {other!r}. If the outcome is the other class, "
+                "write 1 for it and 0 for the rest"
             )
 
 
@@ -216,8 +240,8 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
         fine = fine or len(held) >= MIN_DISTINCT_SHARE * count
     if pairs > CHANCE_MULTIPLE * chance and (fine or pairs > CHANCE_MULTIPLE**2 * max(chance, 1)):
         yield (
-            f"{copies:,} of {count:,} rows are copies of others in every column; where they are of one sample, it is "
-            "in training and test alike: leave them out"
+            f"{copies:,} of {count:,} rows are exact copies of others. If copies come from one "
+            "sample, it is in training and test alike. Leave them out"
         )
 
 

@@ -79,15 +79,18 @@ def leaks(
             how = _marks_class(column.values[rows], y, target.names)
         if how:
             yield (
-                f"column {name!r} gives {of!r} away by itself ({how}), as facts recorded afterwards do; "
-                "unless it is known beforehand, name it in drop"
+                f"column {name!r} alone predicts {of!r} almost perfectly ({how}), like facts recorded "
+                "afterwards. Unless it is known beforehand, name it in drop"
             )
         elif users is not None:
             yield from _by_client(name, column, of, target, task, users, rows)
     if users is not None and task == "classification":
         figure = score(*users.scored(rows), y, task, LEAK_SHARE)
         if figure.value >= LEAK_SHARE:
-            yield f"whose row it is gives {of!r} away ({figure.text}): nearly every client has one class only"
+            yield (
+                f"the client alone predicts {of!r} almost perfectly ({figure.text}), because nearly every "
+                "client has only one class"
+            )
 
 
 def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
@@ -139,8 +142,9 @@ def _by_client(
                 for code in np.unique(y[here]).tolist():
                     if (missing[here] == (y[here] == code)).all():
                         yield (
-                            f"column {name!r} is missing at {users.names[int(client)]!r} exactly where {of!r} is "
-                            f"{target.names[int(code)]!r}, and whether it is missing is a feature: name it in drop"
+                            f"column {name!r} is missing at {users.names[int(client)]!r} exactly if "
+                            f"{of!r} is {target.names[int(code)]!r}, and a missing cell is a feature. "
+                            "Name it in drop"
                         )
                         return
     if len(clients) < LEAST_CLIENTS or column.names or missing.any():
@@ -154,7 +158,7 @@ def _by_client(
         means = np.array([numbers[whole & (users.values == c)].mean() for c in clients])
         if means.std() > 0 and np.corrcoef(first, means)[0, 1] ** 2 >= EQUAL_SHARE:
             yield (
-                f"column {name!r} is the mean of {of!r} by client, test rows included, so scores are too good: name it "
-                "in drop"
+                f"column {name!r} is the mean of {of!r} by client, including test rows, so scores are "
+                "too good. Name it in drop"
             )
             return

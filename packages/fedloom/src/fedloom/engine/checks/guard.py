@@ -43,7 +43,7 @@ class Guard:
             if id(function) not in self._failed:
                 self._failed.add(id(function))
                 name = getattr(function, "__name__", type(function).__name__)
-                self.warn(f"{what} {name} failed: {cause_of(error)}; the run goes on, and calls it again")
+                self.warn(f"{what} {name} failed: {cause_of(error)}. The run continues and will call it again")
             return None
 
     def warn(self, sentence: str) -> None:

@@ -51,12 +51,14 @@ def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
     if attack is None or not attack.fraction:
         return notes
     if not len(attackers):
-        few = f"a fraction of {attack.fraction:g} of {n} clients is no client; one is {1 / n:.2g}"
+        few = f"a fraction of {attack.fraction:g} of {n} clients is less than one client. One client is {1 / n:.2g}"
         notes.append(f"attack {kind_of(attack)!r} changes nothing: {few}")
     elif len(attackers) == n:
-        notes.append(f"attack {kind_of(attack)!r} is of all {n} clients, and figures are of the others: there are none")
+        notes.append(
+            f"attack {kind_of(attack)!r} includes all {n} clients, so no benign client is left for the results"
+        )
     if isinstance(attack, Forgery) and not upload_fields(type(setting.method)):
-        notes.append(f"attack {kind_of(attack)!r} changes nothing in {name}, which uploads nothing to forge")
+        notes.append(f"attack {kind_of(attack)!r} has no effect with {name}, which uploads nothing")
     return notes
 
 
@@ -65,8 +67,8 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
-    attacks = f"aggregator 'fltrust' trusts client {rule.root}, who attacks; set aggregator.root to another"
-    absent = f"aggregator 'fltrust' needs client {rule.root}, and a round may be without it, which ends the run"
+    attacks = f"aggregator 'fltrust' trusts client {rule.root}, who attacks. Set aggregator.root to another"
+    absent = f"aggregator 'fltrust' needs client {rule.root}, and a round without this client ends the run"
     return [attacks] * (rule.root in attackers.tolist()) + [absent] * (fewest is None or fewest < n)
 
 
@@ -78,8 +80,9 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
         return []
     far = "n over m times" if fewest is None else f"up to {n / fewest:.3g} times"
     return [
-        f"aggregator {kind_of(rule)!r} decides on the sums of all clients seen, and {type(method).__name__} goes {far} "
-        f"as far as their value where clients are absent; set {method.counting_option}"
+        f"aggregator {kind_of(rule)!r} acts on the sums of all clients so far, and "
+        f"{type(method).__name__} moves {far} as far as their value if clients are absent. Set "
+        f"{method.counting_option}"
     ]
 
 
@@ -94,30 +97,30 @@ def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
     name, kinds = type(method).__name__, upload_fields(type(method)).values()
     unequal, explicit = uses_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
     if weights != "samples" and any(kind.weight for kind in kinds):
-        return [f"client_weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
+        return [f"client_weights = {weights!r} has no effect with {name}, whose clients count by their uploads"]
     if explicit and not kinds:
-        return [f"client_weights = {weights!r} changes nothing in {name}, which uploads nothing"]
+        return [f"client_weights = {weights!r} has no effect with {name}, which uploads nothing"]
     if method.mixes and method.global_model(server) is None:
-        why = "whose server mixes models by what they are"
-        return [f"client_weights = {weights!r} changes nothing in {name}, {why}"] if explicit else []
+        why = "whose server mixes models with its own weights"
+        return [f"client_weights = {weights!r} has no effect with {name}, {why}"] if explicit else []
     if aggregator is not None and not aggregator.weighted and kinds:
         if isinstance(weigher, SharesWeigher | UniformWeigher):
             reads = f"client_weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
         else:
             reads = f"aggregation_weights {weigher.kind!r}"
-        alike = f"aggregator {kind_of(aggregator)!r} counts all clients alike: {reads} changes nothing"
-        return [f"{alike} in what it makes of uploads"] if reads else []
+        alike = f"aggregator {kind_of(aggregator)!r} counts all clients equally, so {reads} has no effect"
+        return [f"{alike} on its result"] if reads else []
     if isinstance(weigher, SharesWeigher) or not unequal:
         return []
-    everywhere = "set client_weights = 'uniform' for clients that count alike in every method"
+    everywhere = "set client_weights = 'uniform' to count clients equally in every method"
     if not any(kind.weighable for kind in kinds):
         idle = isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples and kinds
         return (
-            [f"aggregation_weights 'uniform' changes nothing in {name}, which reads shares alone; {everywhere}"]
+            [f"aggregation_weights 'uniform' has no effect with {name}, which reads only shares; {everywhere}"]
             if idle
             else []
         )
-    place = f"takes the place of client_weights = {weights!r} in the mean of uploads"
+    place = f"replaces client_weights = {weights!r} in the mean of uploads"
     if isinstance(weigher, UniformWeigher) and setting.sampler.by_samples:
         draws = f"sampler {setting.sampler.kind!r} draws by samples, which {place}"
         return [f"{draws}: the clients of a round count alike"] if explicit else []
@@ -132,8 +135,8 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         notes.append(
-            f"layers without running statistics ({some}): scores and predictions depend on which samples are taken "
-            "together; make them with track_running_stats=True"
+            f"layers without running statistics ({some}): scores and predictions depend on the other "
+            "samples of a batch. Set track_running_stats=True"
         )
     tracked = any(m.running_mean is not None for m in oracle.normalisers)
     if not tracked or setting.method.global_model(server) is None:
@@ -143,8 +146,8 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
     ]
     return [
         *notes,
-        "normalisation layers: statistics do not travel; a global model is scored with those of training samples under "
-        f"this model, {origin} (evaluate.batchnorm_stats)",
+        "normalization layers: statistics are not sent. A global model is scored with statistics of "
+        f"training samples under this model, {origin} (evaluate.batchnorm_stats)",
     ]
 
 
@@ -153,7 +156,7 @@ def _softmax_twice(oracle: Network) -> list[str]:
     last = [*oracle.module.modules()][-1]
     if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
         return []
-    return ["the model ends with a softmax, and the loss applies another to its outputs: leave it out of the model"]
+    return ["the model ends with a softmax, and the loss applies another one to its outputs. Leave it out of the model"]
 
 
 def _note_changed_values(oracle: Network) -> list[str]:
@@ -161,23 +164,26 @@ def _note_changed_values(oracle: Network) -> list[str]:
     notes = []
     if oracle.moved:
         notes.append(
-            f"training changes buffers or attributes of the model ({_shorten_names(oracle.moved)}): every step, "
-            "score and saved "
-            "model has their initial values; make a parameter of what should last"
+            f"training changes buffers or attributes of the model ({_shorten_names(oracle.moved)}), "
+            "but every step, score and saved model uses their initial values. Make values that "
+            "should change parameters"
         )
     if oracle.hides_randomness:
         notes.append(
-            "the model draws random numbers that no seed decides, as from a torch.Generator of its own: results differ "
-            "between equal runs and with the number of workers; draw from the global generator of torch, numpy or "
-            "random, which every step seeds"
+            "the model draws random numbers that do not depend on the seed, for example from its own "
+            "torch.Generator. Results differ between equal runs and with the number of workers. Draw "
+            "from the global generator of torch, numpy or random, which every step seeds"
         )
     if reason := loop_reason(oracle.module, oracle.fed):
-        notes.append(f"clients are computed one by one, as vmap rejects the model ({reason}): gradient engine 'loop'")
+        notes.append(
+            f"clients are computed one by one with gradient engine 'loop', because vmap rejects the model ({reason})"
+        )
     if oracle.overwritten:
         notes.append(
-            f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), as max_norm of an "
-            "embedding does: a step of training keeps the change, while scores, saved models and means over clients do "
-            "not; bound such parameters within forward instead, without changing them"
+            f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), "
+            "like max_norm of an embedding. A training step keeps the change, but scores, saved "
+            "models and means over clients do not. Bound such parameters within forward instead, "
+            "without changing them"
         )
     return notes
 
@@ -192,8 +198,8 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
     if not sampler.repeats or not once:
         return []
     return [
-        f"sampler {sampler.kind!r} may draw a client twice; it counts once in what {type(algorithm).__name__} keeps or "
-        f"adds up over rounds ({', '.join(once)})"
+        f"sampler {sampler.kind!r} may draw a client twice, but {type(algorithm).__name__} counts it "
+        f"once in the values that it keeps or adds up over rounds ({', '.join(once)})"
     ]
 
 
@@ -202,7 +208,7 @@ def _idle(setting: Setting) -> list[str]:
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
-    notes = [f"{name} takes steps of its own: {changes_nothing(keys)}"] if keys else []
+    notes = [f"{name} takes its own steps: {changes_nothing(keys)}"] if keys else []
     parts = (
         setting.sampler,
         setting.aggregation_weights,
@@ -219,9 +225,9 @@ def _idle(setting: Setting) -> list[str]:
             if value.is_set(key) and not (now in values if values else owner.is_set(field)):
                 where = " or ".join(map(repr, values)) or f"not {now!r}"
                 sentence = (
-                    f"{type(value).__name__}: {key} = {getattr(value, key)!r} changes nothing with {other} = {now!r}"
+                    f"{type(value).__name__}: {key} = {getattr(value, key)!r} has no effect with {other} = {now!r}"
                 )
-                notes.append(f"{sentence}; it acts where {other} is {where}")
+                notes.append(f"{sentence}. It has an effect if {other} is {where}")
     return notes
 
 
@@ -235,6 +241,7 @@ def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [
-        f"{type(algorithm).__name__} counts absent clients by what they last sent: with {fewest} of {n} in a round its "
-        f"global model goes about {fewest / n:.0%} as far as with all; set sampler.fraction or rounds higher"
+        f"{type(algorithm).__name__} counts absent clients by their last upload. With {fewest} of {n} "
+        f"in a round, its global model moves about {fewest / n:.0%} as far as with all. Raise "
+        "sampler.fraction or rounds"
     ]

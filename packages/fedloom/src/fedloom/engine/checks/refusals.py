@@ -14,13 +14,15 @@ from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, Unifor
 from fedloom.choose.shares import uses_clusters
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
-from fedloom.errors import CodeError, ConfigError, Refused, worded
+from fedloom.errors import CodeError, ConfigError, Refused, capitalize, worded
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.rows import Fields
 from fedloom.rows.aggregators import Aggregator, FLTrust, PrivateMean
 from fedloom.rows.channels import Channel
 from fedloom.values import kind_of
 
+_WITH_FIX = re.compile(r"(?P<why>.*)(?:; |\. (?=[A-Z]))(?P<fix>.*)", re.DOTALL)
+"""A message whose last sentence says what to do."""
 _DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
 
 
@@ -35,13 +37,14 @@ def ruled(rule: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         if not error.rule:
-            why, _, cure = str(error).rpartition("; ")
+            found = _WITH_FIX.fullmatch(str(error))
+            why, cure = (found["why"], found["fix"]) if found else ("", str(error))
             error.rule, error.fix = rule, _DOTTED.sub(lambda match: f"{{{match[0]}}}", cure)
-            error.args = (f"{why}; {worded(error.fix)}" if why else worded(error.fix),)
+            error.args = (f"{why}. {capitalize(worded(error.fix))}" if why else worded(error.fix),)
         raise
 
 
-NOT_EVALUATED = "trained, not evaluated: there is no test row"
+NOT_EVALUATED = "trained, but not evaluated because there is no test row"
 """End of a run without a test part."""
 
 
@@ -58,7 +61,7 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
         if looks:
             name = type(method).__name__
             raise Refused(
-                f"{what} {value.kind!r} looks at clients' models, but {name} uploads something smaller",
+                f"{what} {value.kind!r} reads the clients' models, but {name} uploads something smaller",
                 rule="part-needs-models",
                 fix=f"leave {{{what}}} out",
             )
@@ -80,20 +83,20 @@ def check_together(
     kinds = upload_fields(type(algorithm)).values()
     if algorithm.plain_sgd and local.momentum:
         raise Refused(
-            f"{name} cannot take momentum: {algorithm.plain_sgd}",
+            f"{name} does not work with momentum: {algorithm.plain_sgd}",
             rule="method-momentum",
             fix="set {local.momentum = 0}",
         )
     why = algorithm.plain_sgd or algorithm.needs_sgd
     if why and local.optimizer != "sgd":
         raise Refused(
-            f"{name} cannot take optimizer {local.optimizer!r}: {why}",
+            f"{name} does not work with optimizer {local.optimizer!r}: {why}",
             rule="method-optimizer",
             fix="set {local.optimizer = 'sgd'}",
         )
     if algorithm.full_gradients and (local.momentum or local.clip is not None or local.optimizer != "sgd"):
         raise Refused(
-            f"{algorithm.full_gradients} takes full gradients as they are",
+            f"{algorithm.full_gradients} uses full gradients without changes",
             rule="full-gradients",
             fix="set {local.momentum = 0} and {local.optimizer = 'sgd'}, and leave {local.clip} out",
         )
@@ -103,30 +106,30 @@ def check_together(
         elif any(k.keeps for k in kinds):
             why = "its server keeps every client's last upload"
         elif any(k.accumulates for k in kinds):
-            why = "its server adds uploads up over rounds"
+            why = "its server adds up uploads over rounds"
         else:
             why = "its server averages single models itself"
         cure = "leave {aggregation_weights} out"
         if isinstance(weigher, SamplesWeigher):
-            cure += " (with {client_weights = 'samples'} every method's clients count by their samples)"
+            cure += " (with {client_weights = 'samples'}, all methods weight clients by their samples)"
         elif weigher.describes and kinds and not algorithm.mixes:
-            cure += " (with {client_weights = 'clusters'} clusters count alike in the method's own shares)"
+            cure += " (with {client_weights = 'clusters'}, clusters have equal weight in the method's own shares)"
         raise Refused(
-            f"aggregation_weights {weigher.kind!r} has nothing to act on in {name}: {why}",
+            f"aggregation_weights {weigher.kind!r} has no effect with {name}: {why}",
             rule="weigher-without-effect",
             fix=cure,
         )
     if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
         raise Refused(
-            f"aggregation_weights {weigher.kind!r} without its floor gives negative weights, with which aggregator "
-            f"{kind_of(aggregator)!r} has no meaning",
+            f"aggregation_weights {weigher.kind!r} without its floor gives negative weights, which "
+            f"aggregator {kind_of(aggregator)!r} cannot use",
             rule="signed-weights-in-a-rule",
             fix="leave {aggregation_weights} out, or leave {aggregator} out",
         )
     for what, table, value in (("aggregator", "aggregator", aggregator), ("channel", "upload_transform", channel)):
         if value is not None and not kinds:
             raise Refused(
-                f"{table} {kind_of(value)!r} has nothing to act on in {name}: it uploads nothing",
+                f"{table} {kind_of(value)!r} has no effect with {name}, which uploads nothing",
                 rule=f"{what}-without-upload",
                 fix=f"leave {{{table}}} out",
             )
@@ -134,21 +137,21 @@ def check_together(
         rule = f"aggregator {kind_of(aggregator)!r}"
         if isinstance(aggregator, PrivateMean) and any(k.accumulates for k in kinds):
             raise Refused(
-                f"{rule} cannot be used with {name}: its server adds uploads up over rounds, "
-                "and with them the noise of every round",
+                f"{rule} cannot be used with {name}: its server accumulates uploads over rounds, and "
+                "with them the noise of every round",
                 rule="noise-adds-up",
                 fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}",
             )
         brings = type(algorithm).mixer is not Algorithm.mixer
         if algorithm.mixes and (not brings or isinstance(aggregator, PrivateMean)):
             raise Refused(
-                f"{rule} has nothing to act on in {name}: its server mixes single models for every client",
+                f"{rule} has no effect with {name}: its server mixes single models for every client",
                 rule="aggregator-on-mixing",
                 fix="leave {aggregator} out",
             )
         if any(k.primary and not k.averaged for k in kinds):
             raise Refused(
-                f"{rule} has nothing to act on in {name}: its server averages single models itself, by what they are",
+                f"{rule} has no effect with {name}: its server averages single models with its own weights",
                 rule="aggregator-on-single-models",
                 fix="leave {aggregator} out",
             )
@@ -170,20 +173,20 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     kinds = upload_fields(type(algorithm))
     if not kinds:
         raise Refused(
-            f"{what} has nothing to mix in {name}: it uploads nothing",
+            f"{what} has no effect with {name}, which uploads nothing",
             rule="mixer-without-upload",
             fix="leave {personalized_aggregation} out",
         )
     carried = kinds[primary_field(type(algorithm))].carries
     if carried != "model":
         raise Refused(
-            f"{what} mixes models, and clients of {name} send {carried} in place of models",
+            f"{what} mixes models, but clients of {name} send {carried} instead of models",
             rule="mixer-without-models",
             fix="leave {personalized_aggregation} out",
         )
     if algorithm.mixes:
         raise Refused(
-            f"{what} has no place in {name}: its server mixes single models for every client itself",
+            f"{what} cannot be used with {name}: its server already mixes single models for every client",
             rule="mixer-on-mixing",
             fix="leave {personalized_aggregation} out",
         )
@@ -196,24 +199,24 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
         )
     if algorithm.family == "clustered":
         raise Refused(
-            f"{what} has no place in {name}: its server has a model for each cluster of clients already",
+            f"{what} cannot be used with {name}: its server already has one model for each cluster of clients",
             rule="mixer-on-clusters",
             fix="leave {personalized_aggregation} out",
         )
     personal = type(algorithm).personal is not Algorithm.personal
     if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
         raise Refused(
-            f"{what} has no meaning in {name}: its clients keep duals or controls towards one consensus, which models "
-            "of their own would contradict",
+            f"{what} cannot be used with {name}: its clients keep duals or controls for one consensus "
+            "model, and personalized models would contradict these",
             rule="mixer-on-consensus",
             fix="leave {personalized_aggregation} out ('flame' and 'fedslr' have both a consensus and personal models)",
         )
     if not personal and algorithm.family == "composite":
         raise Refused(
-            f"{what} has no meaning in {name}: its model comes out of the server's prox, which a mixture of clients' "
-            "models does not pass",
+            f"{what} cannot be used with {name}: the server's prox computes its model, and a mixture "
+            "of clients' models would bypass the prox",
             rule="mixer-on-server-prox",
-            fix="leave {personalized_aggregation} out ('fedslr' and 'lpgd' have regularised personal models)",
+            fix="leave {personalized_aggregation} out ('fedslr' and 'lpgd' have regularized personal models)",
         )
 
 
@@ -225,10 +228,10 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
     """
     if down[0].shape != (d,):
         width = down[0].shape[-1]
-        sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "each client a model of its own"
+        sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "its own model for each client"
         raise Refused(
-            f"personalized aggregation sends models in place of the server's one, but the server of "
-            f"{type(method).__name__} sends {sent}",
+            "personalized aggregation sends mixed models instead of the server's model, but the "
+            f"server of {type(method).__name__} sends {sent}",
             rule="mixer-needs-one-model",
             fix="leave {personalized_aggregation} out",
         )
@@ -243,14 +246,14 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
     name = type(algorithm).__name__
     if sampler.learns and not upload_fields(type(algorithm)):
         raise Refused(
-            f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing",
+            f"sampler {sampler.kind!r} reads uploads, but {name} uploads nothing",
             rule="sampler-without-upload",
             fix="leave {sampler} out",
         )
     if sampler.repeats and weigher.signed:
         raise Refused(
-            f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
-            "floor need not have a positive sum",
+            f"sampler {sampler.kind!r} may draw a client twice, so the weights of {weigher.kind!r} "
+            "without its floor may have a sum of zero or less",
             rule="signed-weights-of-repeats",
             fix="leave {aggregation_weights} out, or leave {sampler} out",
         )
@@ -269,8 +272,8 @@ def check_attack(setting: Setting) -> None:
         and not (setting.aggregation_weights.describes or uses_clusters(setting.client_weights))
     ):
         raise Refused(
-            f"attack {kind_of(attack)!r} has nothing to forge: clients are described by activations with weights = "
-            "'clusters' or aggregation_weights 'equitable' only",
+            f"attack {kind_of(attack)!r} has nothing to forge: only client_weights = 'clusters' and "
+            "aggregation_weights 'equitable' describe clients by activations",
             rule="attack-without-target",
             fix="set {client_weights = 'clusters'}, or leave {attack} out",
         )
@@ -286,10 +289,10 @@ def check_early_stop(setting: Setting, fed: Federation) -> None:
     if rule is None:
         return
     if rule.part not in setting.evaluate.parts:
-        raise Refused(f"early_stop watches the {rule.part} part, but evaluate.parts lacks it; add it there")
+        raise Refused(f"early_stop watches the {rule.part} part, but evaluate.parts lacks it. Add it there")
     if not int(fed.sizes(rule.part).sum()):
         raise Refused(
-            f"early_stop watches the {rule.part} part, but no client has such samples; set partition.validation, such "
+            f"early_stop watches the {rule.part} part, but no client has such samples. Set partition.validation, such "
             "as validation = 0.2, or early_stop.part = 'train'"
         )
 
@@ -302,9 +305,9 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
     """
     if isinstance(aggregator, FLTrust) and aggregator.root >= n:
         raise Refused(
-            f"aggregator 'fltrust' trusts client {aggregator.root}, and the {n} clients are 0 to {n - 1}",
+            f"aggregator 'fltrust' trusts client {aggregator.root}, but the {n} clients are 0 to {n - 1}",
             rule="trusted-client-missing",
-            fix="set {aggregator.root = 0}, or to another of them",
+            fix="set {aggregator.root = 0}, or the number of another client",
         )
 
 
@@ -321,9 +324,9 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
         return []
     if fed.partition and fed.partition.get("test", 1.0) != 0:
         raise Refused(
-            f"no client has a test row (training parts have {int(fed.sizes('train').sum())}), so nothing would be "
-            "evaluated: use fewer clients or a larger test share; to train without a test, state test = 0 in the "
-            "partition"
+            f"no client has a test row (the training parts have {int(fed.sizes('train').sum())} "
+            "rows), so nothing would be evaluated. Use fewer clients or a larger test share. To "
+            "train without a test, set test = 0 in the partition"
         )
     return [NOT_EVALUATED]
 
@@ -335,11 +338,13 @@ def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fi
     if type(states) is not tuple or len(states) != 3:
         size = f" of {len(states)}" if isinstance(states, tuple) else ""
         raise CodeError(
-            f"{name}.init must return three values, (server, client, kept) with None for no kept upload, got "
-            f"{type(states).__name__}{size}"
+            f"{name}.init must return three values, (server, client, kept), where kept is None if no "
+            f"upload is kept, got {type(states).__name__}{size}"
         )
     for key, value in states[1]._asdict().items() if hasattr(states[1], "_asdict") else ():
         if isinstance(value, Tensor) and not value.ndim:
-            raise CodeError(f"{name}.init: the client's {key!r} must be [k], a row of one client; of a number give [1]")
+            raise CodeError(
+                f"{name}.init: the client's {key!r} must be [k], a row of one client. For a single number give [1]"
+            )
     server, client, kept = states
     return server, client, kept

@@ -90,7 +90,7 @@ def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> 
     enough = schedule.enough(len(cohort)) if isinstance(schedule, OverSelection) else len(cohort)
     if len(cohort) - len(lost) < enough:
         raise Refused(
-            f"round {t} waits for {enough} of {len(cohort)} clients, and those of {lost[:8]} never answer",
+            f"round {t} waits for {enough} of {len(cohort)} clients, but the devices of {lost[:8]} never answer",
             rule="client-never-answers",
             fix="set {schedule = {'kind': 'deadline', 'seconds': 60.0}}, or give these clients a speed",
         )
@@ -132,8 +132,8 @@ def check_times(problem: JobFacts, start: Start) -> None:
     key = "timeout" if deadline is None else "seconds"
     fix = f"set {{schedule.{key} = {float(f'{2 * least:.2g}')}}}, or more"
     raise Refused(
-        f"schedule {schedule.kind!r}: no client answers within {limit:g} s, as the fastest one takes {least:.3g} s for "
-        f"{'one step' if partial else 'its work'} and its messages",
+        f"schedule {schedule.kind!r}: no client answers within {limit:g} s, because the fastest "
+        f"client needs {least:.3g} s for {'one step' if partial else 'its work'} and its messages",
         rule="deadline-unmet",
         fix=fix if math.isfinite(least) else "leave {schedule} and {devices} out",
     )
@@ -166,8 +166,8 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
         raise
     except (KeyError, AttributeError) as error:
         raise Refused(
-            f"{type(method).__name__} looks for layers by their names, and does not find them in "
-            f"{type(module).__name__} ({error!r})",
+            f"{type(method).__name__} finds layers by their names, but {type(module).__name__} does "
+            f"not contain them ({error!r})",
             rule="head-missing",
             fix="put a layer before the last one: torch.nn.Sequential(torch.nn.Flatten(), layer)",
         ) from error

@@ -224,8 +224,9 @@ def _optimizer_states(job: Job, work: Work) -> Fields | None:
     unknown = [name for name in work.memory.streams if name not in job.memory.streams]
     if unknown:
         raise Refused(
-            f"{type(job.algorithm).__name__} trains by the stream {unknown[0]!r} in round {work.round}, which its "
-            "first round had not, so there is no room for its optimiser; set local.optimizer_state = 'fresh'"
+            f"{type(job.algorithm).__name__} trains with the stream {unknown[0]!r} in round "
+            f"{work.round}, but its first round did not, so there is no room for its optimizer. Set "
+            "local.optimizer_state = 'fresh'"
         )
     return remade(job.optimizer.template, [work.memory.rows])
 

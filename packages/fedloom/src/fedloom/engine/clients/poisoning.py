@@ -44,7 +44,7 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
     data, parts = fed.data, dict(fed.parts)
     if data.labels is None or data.vocabulary:
         raise ConfigError(
-            f"a backdoor needs samples of numbers with a class each, and {data.name} has none",
+            f"a backdoor needs samples of numbers with one class each, but {data.name} has no such samples",
             rule="attack-needs-classes",
             fix="leave {attack} out",
         )

@@ -80,7 +80,8 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
     name, what, period = type(method).__name__, f"client_weights = {weights!r}", period_of(weights)
     if uses_clusters(weights) and accounted(setting.upload_transform, aggregator) is not None:
         raise Refused(
-            f"delta requires epsilon, but with {what} clients send activations without noise, so none holds",
+            f"delta requires epsilon, but with {what} clients send activations without noise, so "
+            "epsilon would be infinite",
             rule="epsilon-misses-clusters",
             fix="set {client_weights = 'samples'}",
         )
@@ -89,14 +90,14 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
     model, cure = method.global_model(server), f"find clusters once: set {{client_weights = {weights.split()[0]!r}}}"
     if model is None:
         raise Refused(
-            f"{what} describes clients by their activations under the global model, and {name} has none",
+            f"{what} describes clients by their activations under the global model, but {name} has no global model",
             rule="clusters-need-a-global-model",
             fix=cure,
         )
     if not isinstance(schedule, Synchronous):
         raise Refused(
-            f"{what} needs the activations of all clients between two rounds, for which schedule {schedule.kind!r} "
-            "does not wait",
+            f"{what} needs the activations of all clients between two rounds, but schedule "
+            f"{schedule.kind!r} does not wait for all clients",
             rule="clusters-need-rounds",
             fix=cure,
         )
@@ -104,15 +105,16 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
     if aggregator is not None and not aggregator.linear:
         if any(not kind.base.startswith("rows.") for kind in adds.values()):
             raise Refused(
-                f"{what} changes the shares in a sum that the server of {name} has of all rounds, but with aggregator "
-                f"{kind_of(aggregator)!r} it is of the rule's values, in which clients have no shares",
+                f"{what} changes the clients' shares in the server's sum over all rounds, but with "
+                f"aggregator {kind_of(aggregator)!r} the server of {name} sums the results of that "
+                "rule, in which clients have no shares",
                 rule="clusters-under-a-rule",
                 fix=cure,
             )
     elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model.new_zeros(1)] * len(adds)), ctx) is None:
         raise Refused(
-            f"{what} has no meaning in {name}: its server adds up uploads by the shares that clients had in their "
-            "rounds, which later shares do not reach",
+            f"{what} cannot be used with {name}: its server adds up uploads with the shares of their "
+            "rounds, and later shares do not change that sum",
             rule="clusters-in-sums",
             fix=cure,
         )

@@ -327,7 +327,7 @@ def _check_combined(combined: dict[str, Tensor], rows: Mapping[str, Tensor]) -> 
     wanted = {name: [*value.shape[1:]] for name, value in rows.items()}
     got = {name: [*value.shape] for name, value in combined.items()}
     if got != wanted:
-        raise ValueError(f"it must give one vector of every field, of the shapes {wanted}, got {got}")
+        raise ValueError(f"it must return one vector of every field, with the shapes {wanted}, got {got}")
 
 
 def _sum(rows: Tensor, mass: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            what = f"this machine has {count}, counted from 0" if count else "no CUDA device is there"
+            what = f"this machine has {count}, counted from 0" if count else "there is no CUDA device"
             use = "cuda:0" if count else "cpu"
             raise ConfigError(
                 f"engine.device is {engine.device!r}, but {what}",
@@ -101,7 +101,7 @@ def _closed(weigher: Weigher) -> Weigher:
         return weigher.with_groups(())
     except ConfigError as error:
         what = str(error).partition(";")[0]
-        raise ConfigError(f"{what}; name them in [aggregation_weights], as group = 'sex' or 'age>=75'") from None
+        raise ConfigError(f"{what}. Name them in [aggregation_weights], as group = 'sex' or 'age>=75'") from None
 
 
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
@@ -130,7 +130,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
             for name in ("sampler", "aggregation_weights", "schedule", *none)
             if getattr(pool, name) != getattr(setting, name)
         ]
-        notes = [f"pooled data are those of one client: {changes_nothing(keys)}"] if keys else []
+        notes = [f"pooled data have one client: {changes_nothing(keys)}"] if keys else []
         setting = pool
     check_privacy(
         setting.method, setting.upload_transform, setting.aggregator, setting.sampler, setting.aggregation_weights

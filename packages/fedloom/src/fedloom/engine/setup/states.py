@@ -64,7 +64,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(
-            f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none",
+            f"sampler {sampler.kind!r} asks clients about the global model, but {name} has no global model",
             rule="sampler-needs-a-global-model",
             fix="leave {sampler} out",
         )
@@ -168,7 +168,7 @@ def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> Optim
         first_upload(method, start, ctx, work)
     if not memory.streams:
         raise Refused(
-            f"{type(method).__name__} takes its local steps itself, and they are steps of plain SGD",
+            f"{type(method).__name__} takes its local steps itself, with plain SGD",
             rule="method-optimizer",
             fix="set {local.optimizer = 'sgd'}",
         )

@@ -23,7 +23,7 @@ def check_schedule(setting: Setting, n: int) -> None:
     what, name = f"schedule {schedule.kind!r}", type(method).__name__
     if setting.devices is None:
         raise Refused(
-            f"{what} needs the time that clients take", rule="schedule-needs-devices", fix="set {devices = 'lognormal'}"
+            f"{what} needs simulated times of clients", rule="schedule-needs-devices", fix="set {devices = 'lognormal'}"
         )
     fewest = setting.sampler.smallest(n)
     if isinstance(schedule, OverSelection) and setting.aggregator is not None and fewest is not None:
@@ -31,10 +31,10 @@ def check_schedule(setting: Setting, n: int) -> None:
     if isinstance(schedule, Deadline) and schedule.partial and not method.weighs_partial:
         able = ", ".join(sorted(k for k, entry in REGISTRY.items() if getattr(entry, "weighs_partial", False)))
         raise Refused(
-            f"{what} with partial work cannot be used with {name}, which counts a client alike however few steps it "
-            "takes",
+            f"{what} with partial work cannot be used with {name}, which counts each client equally, "
+            "whatever its number of steps",
             rule="partial-work",
-            fix=f"leave {{schedule.partial}} out, or take one of {able}",
+            fix=f"leave {{schedule.partial}} out, or use one of {able}",
         )
     if isinstance(schedule, Deadline) and schedule.partial and method.full_gradients:
         raise Refused(
@@ -63,7 +63,7 @@ def check_stream(setting: Setting, n: int | None) -> None:
     what, name = f"schedule {schedule.kind!r}", type(method).__name__
     if sampler.probes:
         raise Refused(
-            f"{what} has no rounds before which sampler {sampler.kind!r} could ask candidates",
+            f"{what} has no rounds, so sampler {sampler.kind!r} cannot ask candidates before a round",
             rule="stream-asks-candidates",
             fix="leave {sampler} out",
         )
@@ -74,14 +74,14 @@ def check_stream(setting: Setting, n: int | None) -> None:
         owner = "method" if mixer is None else "personalized_aggregation"
         cure = "leave {schedule} out" if among is None else f"set {{{owner}.among = 'all'}}"
         raise Refused(
-            f"{what} cannot be used with {who} as it is: it mixes the models of the clients of one round, and here "
-            "clients train one by one",
+            f"{what} cannot be used with {who}, which mixes the models of the clients of one round, "
+            "because with this schedule clients train one by one",
             rule="stream-mixes-a-round",
             fix=cure,
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
         raise Refused(
-            f"{what} has no rounds whose honest uploads attack {kind_of(setting.attack)!r} could look at",
+            f"{what} has no rounds, so attack {kind_of(setting.attack)!r} cannot read the honest uploads of a round",
             rule="stream-attack-on-a-round",
             fix="leave {attack} out, or leave {schedule} out",
         )
@@ -92,7 +92,7 @@ def check_stream(setting: Setting, n: int | None) -> None:
     most = schedule.concurrency or sampler.smallest(n)
     if most is None:
         raise Refused(
-            f"{what} has a number of clients that train at a time, and sampler {sampler.kind!r} draws varying numbers",
+            f"{what} trains a fixed number of clients at a time, but sampler {sampler.kind!r} draws varying numbers",
             rule="stream-concurrency",
             fix=f"set {{schedule.concurrency = {n}}}, or fewer",
         )

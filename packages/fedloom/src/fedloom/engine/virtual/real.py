@@ -113,7 +113,7 @@ class RealVersion(Version):
             t = self._state.round + 1
             raise RunStopped(
                 Stop.TOO_FEW,
-                f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived and no other site is free; the "
-                "state before the round is kept: run again to go on",
+                f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived, and no other "
+                "site is free. The state before the round is saved. Run the command again to continue",
             )
         clients.pause()

@@ -94,8 +94,8 @@ class Version(ABC):
         self._silent += 1
         if self._silent >= MAX_IDLE_ATTEMPTS + self._job.n:
             t = self._state.round + 1
-            detail = f"round {t}: the last {self._silent} clients were all given up after {self._timeout:g} s"
-            raise RunStopped(Stop.UNUSABLE, f"{detail}; raise schedule.timeout")
+            detail = f"round {t}: the last {self._silent} clients all timed out after {self._timeout:g} s"
+            raise RunStopped(Stop.UNUSABLE, f"{detail}. Raise schedule.timeout")
 
     def _under_way(self) -> int:
         return len(self._queue) - self._next
@@ -247,8 +247,8 @@ class VirtualVersion(Version):
             if math.isfinite(later):
                 self._now = later
                 return
-        detail = f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived and no more ever will"
-        raise RunStopped(Stop.UNUSABLE, f"{detail}; give [schedule] a timeout, or fewer uploads of a step")
+        detail = f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived, and no more can arrive"
+        raise RunStopped(Stop.UNUSABLE, f"{detail}. Give [schedule] a timeout, or require fewer uploads per step")
 
     def _compute(self, ids: Tensor, times: Tensor) -> None:
         for flight in compute(self._job, self._clients, self._state, ids, times):

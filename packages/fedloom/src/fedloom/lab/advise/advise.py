@@ -71,10 +71,12 @@ def advise(
     from fedloom.lab.advise.advisor import Advisor
 
     if join and folder is None:
-        raise ConfigError("advise: join shares the runs of a folder; give a folder that all processes have")
+        raise ConfigError("advise: join needs a folder to share the runs. Give a folder that all processes can use")
     place = None if folder is None else place_of(folder, "advise: folder")
     if "seeds" in choices:
-        raise ConfigError("advise: a race chooses the seeds of its runs; give seed, of the split and of the first run")
+        raise ConfigError(
+            "advise: a race chooses the seeds of its runs itself. Give seed, the seed of the split and of the first run"
+        )
     seed = choices.pop("seed", 0)
     keywords = ["seeds", *(keyword for keyword in signature(advise).parameters if keyword != "choices")]
     definition = GivenExperiment(

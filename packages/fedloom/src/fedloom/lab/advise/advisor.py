@@ -90,8 +90,8 @@ class Advisor:
         whole = base.partition(data, seed)
         if not int(whole.sizes("validation").sum()):
             raise ConfigError(
-                f"{where}: a race is decided on validation data, but the clients have none; set [partition] "
-                "validation, for example 0.1"
+                f"{where}: a race compares methods on validation data, but the clients have none. Set "
+                "[partition] validation, for example 0.1"
             )
         self.seeds = tuple(range(seed, seed + MOST_SEEDS))
         self._federations = dict(zip(self.seeds, cut_validation(whole, MOST_SEEDS), strict=True))
@@ -206,24 +206,25 @@ class Advisor:
     def _check_directory(self) -> None:
         path = self.out / RACE_FILE
         if not is_unused(self.out) and not path.exists():
-            raise RunDirError(f"{self.out} is not empty and holds no race (no {RACE_FILE}); choose another --out")
+            raise RunDirError(f"{self.out} is not empty and contains no race (no {RACE_FILE}). Choose another --out")
         refuse_links(self.out, (LAPS_FOLDER, WORK_FOLDER))
         if not path.exists():
             return
         try:
             same = tomllib.loads(path.read_text(encoding="utf-8")) == self._identity()
         except ValueError as error:
-            raise RunDirError(f"{path} is damaged: {error}; choose another --out, or delete the directory") from None
+            raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or delete the directory") from None
         if not same:
             raise RunDirError(
-                f"{self.out} holds a race of another experiment, budget or version; choose another --out, or delete "
-                "the directory"
+                f"{self.out} contains a race of another experiment, budget or version. Choose another "
+                "--out, or delete the directory"
             )
 
     def _begin(self) -> None:
         self._check_directory()
-        make_folder(self.out / LAPS_FOLDER)
+        # The file comes first: a process that joins now must find a race, not a folder of someone else.
         write_atomic(self.out / RACE_FILE, tomli_w.dumps(self._identity()).encode())
+        make_folder(self.out / LAPS_FOLDER)
 
     def _identity(self) -> dict[str, Any]:
         """Return everything that laps depend on, as it reads in a file."""

@@ -128,9 +128,9 @@ class Advice(NamedTuple):
         use = f"{self.method}{f' with {settings}' if settings else ''}"
         head = {
             Verdict.TOGETHER: f"use {use}",
-            Verdict.ALONE: f"{Verdict.ALONE}; the best federated method is {use}",
+            Verdict.ALONE: f"{Verdict.ALONE}. The best federated method is {use}",
             Verdict.UNDECIDED: (
-                f"{Verdict.UNDECIDED}; {self._more}; the best federated method so far is {use}{self._behind}"
+                f"{Verdict.UNDECIDED}: {self._more}. The best federated method so far is {use}{self._behind}"
             ),
         }[self.verdict]
         lines = [f"answer: {head}"]
@@ -140,12 +140,13 @@ class Advice(NamedTuple):
         lines += [f"not in the race: {label}: {reason}" for label, reason in self.left_out.items()]
         lines += [f"clients: {self._choices}", f"one run: {self._cost}"]
         lines.append(
-            f"the race took {self.spent:,} of {self.budget:,} gradients; the chance that the best method left is at "
-            f"most {percent(RACE_ERROR_LEVEL)}"
+            f"the race took {self.spent:,} of {self.budget:,} gradients. The best method was "
+            f"eliminated with a probability of at most {percent(RACE_ERROR_LEVEL)}"
         )
         lines.append(
-            f"gains: {self._title}, above 0 if the method is better, {percent(1 - INTERVAL_LEVEL)} intervals, on "
-            f"{self.kept:,} validation samples that the race did not use; no test data were read"
+            f"gains: {self._title}, positive if the method is better, {percent(1 - INTERVAL_LEVEL)} "
+            f"intervals, on {self.kept:,} validation samples that the race did not use. No test data "
+            "were read"
         )
         return lines
 
@@ -176,7 +177,7 @@ class Advice(NamedTuple):
     @property
     def _more(self) -> str:
         if self.more is None:
-            return "more seeds would not decide it, as the clients gain too differently"
+            return "more seeds would not decide it, because the clients' gains differ too much"
         return f"about {significant(self.more, 2)} more gradients would decide"
 
     def _gain(self, label: str) -> str:

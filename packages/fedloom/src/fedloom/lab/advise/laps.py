@@ -236,7 +236,7 @@ def _result(state: State, metric: str, lost: str) -> LapResult:
             }
     used = next((scores[kind] for kind in reversed(MODEL_KINDS) if kind in scores), {})
     if not lost and all(value is None for value in used.get(DECIDING_PART, [])):
-        lost = f"the validation {metric} is not a number at any client"
+        lost = f"the validation {metric} is not a number for any client"
     return LapResult(
         state.round,
         int(counts["samples_backward"] if whole is None else whole[0]),

@@ -103,7 +103,7 @@ def choose_counts(methods: int, budget: float) -> tuple[int, int]:
         least = methods * FIRST_SEEDS * WHOLE_DEPTH
         raise ConfigError(
             f"a budget of {significant(budget)} runs of FedAvg is too small for a race of {methods} methods with "
-            f"{FIRST_SEEDS} seeds; give at least {significant(least)}"
+            f"{FIRST_SEEDS} seeds. Give at least {significant(least)}"
         )
     stay = 1
     while begin(stay + 1) >= 4 * (stay + 1):

@@ -11,6 +11,8 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -26,8 +28,20 @@ from fedloom.version import __version__
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
+MAX_INTEGER = 2**63 - 1
+"""Largest integer that an option takes."""
 MAY_BE_EMPTY = ("--event", "--client-column", "--subject")
 """Options for which an empty word has a meaning."""
+
+
+def _plain_number(kind: Any, value: object, param: Any, ctx: Any) -> Any:
+    """Return the number of an option."""
+    if isinstance(value, str) and not re.fullmatch(r"[-+.0-9a-zA-Z]{1,400}", value):
+        kind.fail(f"{value!r:.80} is not a number in plain digits, such as 10 or 0.5", param, ctx)
+    number = kind.converts(value, param, ctx)
+    if isinstance(number, int) and abs(number) > MAX_INTEGER:
+        kind.fail(f"{value!r:.80} is too large, at most {MAX_INTEGER:,} is possible", param, ctx)
+    return number
 
 
 def _refuse(sentence: str) -> NoReturn:
@@ -60,7 +74,17 @@ class Words(TyperGroup):
     """A group of commands that rejects words that are empty or not text: the name of a file may be any bytes.
 
     An empty word usually comes from a shell variable that is not set, and as a path it would be the current folder.
+    A number is written in plain digits: Python also reads ``1_0``, digits of other scripts, and spaces.
     """
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        """Return the command of this name, or None."""
+        command: Any = super().get_command(ctx, cmd_name)
+        for option in [] if command is None else command.params:
+            if option.type.name.startswith(("integer", "float")) and not hasattr(option.type, "converts"):
+                option.type = copy(option.type)  # types of click are shared by all programs of the process
+                option.type.converts, option.type.convert = option.type.convert, partial(_plain_number, option.type)
+        return command
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Return the context, after printing help or the version if requested."""
@@ -84,14 +108,16 @@ class Words(TyperGroup):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Return the remaining words for the command."""
         for k, word in enumerate(args):
-            empty = word == "" or (word.startswith("--") and word.find("=") == len(word) - 1)
+            empty = not word.strip() or (word.startswith("--") and word.find("=") == len(word.rstrip()) - 1)
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
-                place = f" after {args[k - 1]}" if k and word == "" else f": {word}" if word else ""
-                _refuse(f"an empty word{place}; is a variable of the shell not set? give a value, or leave it out")
+                place = f" after {args[k - 1]}" if k and not word.strip() else f": {word}" if word.strip() else ""
+                _refuse(f"an empty word{place}. Is a shell variable not set? Give a value, or leave it out")
+            if re.match(r"(--[\w-]+=)?~(/|$)", word):
+                _refuse(f"{word!r:.80}: the shell did not replace ~ by the home folder. Write the whole path")
             try:
                 word.encode()
             except UnicodeEncodeError:
-                _refuse(f"{word!a} is not text in UTF-8; use a name that is")
+                _refuse(f"{word!a} is not text in UTF-8. Use another name")
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -131,7 +157,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Federated learning for clients that differ: compare personalised, fair, robust and sparse methods.",
+    help="Federated learning for clients that differ: compare personalized, fair, robust and sparse methods.",
 )
 
 
@@ -181,8 +207,8 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         help=(
-            "run code that the file names by import path although another user or a package owns it. Read "
-            "the code first"
+            "run code that the file names by import path, although another user or a package owns "
+            "it. Read the code first"
         ),
     ),
 ]
@@ -196,10 +222,13 @@ ExecutorName = Annotated[
     str | None,
     typer.Option(
         "--executor",
-        help="have another engine compute the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
+        help="engine that computes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
     ),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="folder of data sets. Else the environment variable FEDLOOM_DATA")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(file_okay=False, help="folder of data sets (default: the environment variable FEDLOOM_DATA)"),
+]
 
 
 def worker_count(text: str) -> int | str:
@@ -208,8 +237,8 @@ def worker_count(text: str) -> int | str:
     Raises:
         ConfigError: the text is neither.
     """
-    if text != "auto" and not (text.isdecimal() and int(text) > 0):
-        raise ConfigError(f"--workers must be a number from 1 or 'auto', got {text!r}")
+    if text != "auto" and not re.fullmatch(r"0*[1-9][0-9]{0,17}", text):
+        raise ConfigError(f"--workers must be 'auto' or a number of at least 1, got {text!r:.80}")
     return text if text == "auto" else int(text)
 
 
@@ -309,15 +338,21 @@ def errors() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            say("error: the disk is full; free some space and run the same command again", err=True)
+            say("error: the disk is full. Free some space and run the same command again", err=True)
             raise typer.Exit(1) from None
         if error.filename is None:
             raise
-        say(f"error: {error.filename}: {error.strerror}; check the path and its permissions", err=True)
+        if error.errno == errno.ENAMETOOLONG:
+            say(
+                f"error: {error.filename!s:.80}...: the name is too long for the file system. Give a shorter name",
+                err=True,
+            )
+            raise typer.Exit(2) from None
+        say(f"error: {error.filename}: {error.strerror}. Check the path and its permissions", err=True)
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
         package = PACKAGES_BY_MODULE.get((error.name or "").partition(".")[0])
         if package is None:
             raise
-        say(f"error: this needs {error.name}; install it with: pip install '{package}'", err=True)
+        say(f"error: this needs {error.name}. Install it with: pip install '{package}'", err=True)
         raise typer.Exit(2) from None

@@ -30,11 +30,13 @@ def advise(
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option(help="gradients of the race, in FedAvg runs (default: 16, twice a FedAvg tuned with 8 trials)"),
+        typer.Option(
+            help="budget of the race, in gradients of FedAvg runs (default: 16, twice a FedAvg tuned with 8 trials)"
+        ),
     ] = None,
     margin: Annotated[
         float | None,
-        typer.Option(help="largest difference that does not matter, in the metric's units: 0.01 is a point"),
+        typer.Option(help="largest difference that does not matter, in the metric's units (0.01 is one point)"),
     ] = None,
     workers: Annotated[str | None, typer.Option(help="processes, or 'auto'. Replaces [engine] workers")] = None,
     data_dir: DataDir = None,
@@ -60,7 +62,7 @@ def advise(
         from fedloom.values import table
 
         if budget is not None and not 0 < budget < float("inf"):
-            raise ConfigError(f"--budget must be a number above 0, got {budget}")
+            raise ConfigError(f"--budget must be a number greater than 0, got {budget}")
         document = read_toml(file, "experiment file")
         check_document(document, file, trust=trust)
         if count is not None:

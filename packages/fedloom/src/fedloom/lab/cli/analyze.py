@@ -26,17 +26,17 @@ def analyze(
     name: Annotated[
         str,
         typer.Argument(
-            help="name, as fedloom list analyses has it",
+            help="name of the analysis, from 'fedloom list analyses'",
             show_default=False,
             autocompletion=offer.offer(_names),
         ),
     ],
     file: FileArgument,
     values: Annotated[
-        list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
+        list[str] | None, typer.Option("--set", help="an option of the analysis, such as width=30 (may be repeated)")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="what the clients agree on, as min_subjects=5; may be repeated")
+        list[str] | None, typer.Option("--rule", help="an agreed limit, such as min_subjects=5 (may be repeated)")
     ] = None,
     data_dir: DataDir = None,
 ) -> None:

@@ -33,7 +33,7 @@ def bench(
             autocompletion=offer.one_of("compiled", "vmap", "loop"),
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="rounds to measure, after one round that is not measured")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds to measure, after one unmeasured round")] = 5,
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait for a quiet machine, per row")] = 0,
     ranks: Annotated[
         list[int] | None,
@@ -157,13 +157,12 @@ def _row(speed: Speed) -> dict[str, Any]:
 
 def _costs_text(costs: Costs) -> str:
     return (
-        f"{significant(1e3 * costs.share, 3)} ms a client of the cohort, "
-        f"{fixed(costs.crowd, 2)} times that where all {costs.cores} cores compute, "
-        f"{significant(1e3 * costs.result, 3)} ms and {significant(costs.message / 1e6, 3)} MB "
-        f"a chunk of up to {costs.chunk} clients, "
-        f"{significant(1e9 * costs.client, 3)} ns a client of the federation, "
-        f"{significant(1e3 * costs.fixed, 3)} ms fixed, "
-        f"{significant(costs.row / 1e6, 3)} MB kept of a client"
+        f"{significant(1e3 * costs.share, 3)} ms per client of the cohort, {fixed(costs.crowd, 2)} "
+        f"times as much if all {costs.cores} cores compute, {significant(1e3 * costs.result, 3)} ms "
+        f"and {significant(costs.message / 1e6, 3)} MB per chunk of up to {costs.chunk} clients, "
+        f"{significant(1e9 * costs.client, 3)} ns per client of the federation, "
+        f"{significant(1e3 * costs.fixed, 3)} ms fixed, {significant(costs.row / 1e6, 3)} MB stored "
+        "per client"
     )
 
 

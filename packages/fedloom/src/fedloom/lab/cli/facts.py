@@ -89,7 +89,7 @@ def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[
 def describe(
     name: Annotated[
         str,
-        typer.Argument(help="a method, see 'fedloom list'", show_default=False, autocompletion=offer.algorithms),
+        typer.Argument(help="a method, from 'fedloom list'", show_default=False, autocompletion=offer.algorithms),
     ],
     as_json: AsJson = False,
 ) -> None:

@@ -41,7 +41,7 @@ IdColumnOption = Annotated[
 ]
 ThresholdOption = Annotated[
     float | None,
-    typer.Option("--threshold", help="probability from which the second class is predicted (default: 0.5)"),
+    typer.Option("--threshold", help="smallest probability for which the second class is predicted (default: 0.5)"),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of another kind")]
 
@@ -98,7 +98,7 @@ def predict(
         str | None,
         typer.Option(
             "--method",
-            help="label of a method of the run (default: the best on validation)",
+            help="label of a method of the run (default: the best on validation data)",
             autocompletion=offer.methods,
         ),
     ] = None,
@@ -176,7 +176,10 @@ class PredictionsFile:
         say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {self._path}")
         if predictions.far:
             far = ", ".join(map(repr, predictions.far))
-            what = "most numbers lie far beyond the training data, as in another unit; the predictions are written"
+            what = (
+                "most numbers are far outside the training data, for example in another unit. The "
+                "predictions are written"
+            )
             say(f"{far}: {what}, and the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
             raise typer.Exit(FAR_ROWS_EXIT_CODE)
 
@@ -203,11 +206,13 @@ def adapt(
     data: DataOption,
     method: MethodOption = None,
     seed: SeedOption = None,
-    rounds: Annotated[int, typer.Option(help="client steps of the method. The server's state stays fixed")] = 1,
+    rounds: Annotated[
+        int, typer.Option(help="number of client rounds of the method. The server's state does not change")
+    ] = 1,
     epochs: Annotated[int | None, typer.Option(help="passes over the data per round (default: the run's)")] = None,
     steps: Annotated[int | None, typer.Option(help="steps per round, instead of epochs")] = None,
-    lr: Annotated[float | None, typer.Option(help="step size instead of the run's schedule")] = None,
-    holdout: Annotated[float, typer.Option(help="share of the data for scoring, not for training")] = 0.2,
+    lr: Annotated[float | None, typer.Option(help="learning rate instead of the run's schedule")] = None,
+    holdout: Annotated[float, typer.Option(help="fraction of the data for scoring, not for training")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="safetensors file to write (default: RUN/adapted/...)")] = None,
     force: ForceOption = False,
     data_dir: DataDir = None,
@@ -229,7 +234,7 @@ def adapt(
         chosen = _one(opened, method, seed)
         if out is None and (run / "adapted").is_symlink():
             raise ConfigError(
-                f"{run / 'adapted'} is a link, through which other files could be overwritten; give --out"
+                f"{run / 'adapted'} is a link, through which other files could be overwritten. Give --out"
             )
         name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
         place = out or run / "adapted" / f"{name}.safetensors"
@@ -237,8 +242,8 @@ def adapt(
         if "personal" not in chosen.models.kinds():
             able = [r.method for r in opened.runs(seed=chosen.seed) if "personal" in r.models.kinds()]
             raise ConfigError(
-                f"{chosen.method} has no personal models: every client uses its global model; "
-                f"methods with personal models: {', '.join(able) or 'none'}"
+                f"{chosen.method} has no personal models: every client uses its global model. Methods "
+                f"with personal models: {', '.join(able) or 'none'}"
             )
         adapted_model = chosen.models.adapt(
             opened.read(data, data_dir), rounds=rounds, epochs=epochs, steps=steps, lr=lr, holdout=holdout
@@ -251,7 +256,7 @@ def adapt(
             say(f"trained on {samples['train']} samples; on the {samples['test']} held out:")
             print_rows([{**who, "model": kind, **values} for kind, values in scores.items()])
         else:
-            say(f"trained on {samples['train']} samples; none were held out to score it")
+            say(f"trained on {samples['train']} samples. No samples were held out to score the model")
         say(f"model: {path}")
 
 
@@ -310,5 +315,5 @@ def _one(opened: RunDirectory, method: str | None, seed: int | None) -> Recorded
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:
-        raise ConfigError(f"which method? give --method: {', '.join(methods)}")
+        raise ConfigError(f"the run has several methods. Give --method: {', '.join(methods)}")
     return runs[0]

@@ -46,13 +46,14 @@ def run(
         bool,
         typer.Option(
             "--force",
-            help="delete the results in the run directory and start again. With --method, of these methods only",
+            help="delete the results in the run directory and start again. With --method, only the "
+            "results of these methods",
         ),
     ] = False,
     track: Annotated[
         str | None,
         typer.Option(
-            help="log figures to 'tensorboard', 'mlflow' or 'wandb' (offline) during the run",
+            help="also log metrics to 'tensorboard', 'mlflow' or 'wandb' (offline) during the run",
             autocompletion=offer.one_of("tensorboard", "mlflow", "wandb"),
         ),
     ] = None,
@@ -126,7 +127,7 @@ def run(
         if open_runs:
             finished = len(outcomes) - len(open_runs)
             say(
-                f"interrupted: {finished} of {len(outcomes)} runs are finished; run the same command again to continue",
+                f"interrupted: {finished} of {len(outcomes)} runs are finished. Run the same command again to continue",
                 err=True,
             )
         elif before and before == _recorded_figures(plan.out):
@@ -189,9 +190,15 @@ def _preview(plan: Plan) -> None:
         ]
     )
     if beside:
-        say("other, once for a run: clusters found for shares, and personal models trained for the last evaluation")
+        say(
+            "other work, once per run: finding clusters for the shares, and training personal models for "
+            "the last evaluation"
+        )
     time = minutes(plan, costs)
-    say("estimated time: " + ("unknown, with so few rounds" if time is None else f"about {duration(time)}"))
+    say(
+        "estimated time: "
+        + ("unknown, because there were too few rounds" if time is None else f"about {duration(time)}")
+    )
 
 
 def _print_table(out: Path) -> None:
@@ -262,7 +269,7 @@ def merge(
         if can_draw():
             say(f"report: {report.write_report([out], out / 'report.html', charts=False)}")
     for label, seed in lacks:
-        say(f"no directory has {label}, seed {seed}", err=True)
+        say(f"no directory contains {label}, seed {seed}", err=True)
     if lacks:
         say(f"next: fedloom run {out / 'experiment.toml'} --out {out}")
 
@@ -290,20 +297,23 @@ def report_command(
         str,
         typer.Option(
             help=(
-                "model of each method to compare and print: best-on-validation (per client, the better of global "
-                "and personal), personal (else global), or all"
+                "model of each method to compare and print: best-on-validation (per client, the "
+                "better of global and personal), personal (global if there is no personal model), or "
+                "all"
             ),
             autocompletion=offer.one_of("best-on-validation", "personal", "all"),
         ),
     ] = "best-on-validation",
     margin: Annotated[
         float | None,
-        typer.Option(help="largest difference that counts as equivalent, in the metric's units: 0.01 is a point"),
+        typer.Option(help="largest difference that counts as equivalent, in the metric's units (0.01 is one point)"),
     ] = None,
     card: Annotated[
         bool, typer.Option("--card", help="also write a model card, card.md, for people to complete")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="replace existing files that no report wrote")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="replace existing files, even if they are not from a report")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the report of runs as one offline HTML page.

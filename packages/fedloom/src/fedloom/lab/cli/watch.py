@@ -20,9 +20,11 @@ from fedloom.lab.cli._app import app, errors, say
 from fedloom.rundir import WORK_FOLDER
 
 LOCAL_HOST = "127.0.0.1"
-WAITING_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fedloom</title></head>
-<body><main><h1>No figures yet</h1><p>They come with an evaluation; this page looks again by itself.</p></main></body>
-</html>"""
+WAITING_PAGE = (
+    '<!doctype html><html lang="en"><head><meta '
+    'charset="utf-8"><title>fedloom</title></head>\n<body><main><h1>No results yet</h1><p>They appear '
+    "after an evaluation, without a reload of this page.</p></main></body>\n</html>"
+)
 LIVE_SCRIPT = """<script>
 let tag = null;
 setInterval(async () => {
@@ -39,10 +41,11 @@ setInterval(async () => {
 @app.command(rich_help_panel="Run")
 def watch(
     run: Annotated[Path, typer.Argument(help="run directory, or directory of a deployment", show_default=False)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback (0: a free one)")] = 8321,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback (0: any free port)")] = 8321,
     every: Annotated[int, typer.Option(min=1, help="seconds between two updates")] = 5,
     list_: Annotated[
-        bool, typer.Option("--list", help="print who works on which run, how far it is and what failed; serve nothing")
+        bool,
+        typer.Option("--list", help="print the workers of each run, their progress and failures, and serve nothing"),
     ] = False,
 ) -> None:
     """Serve the report of a run in progress.
@@ -57,14 +60,14 @@ def watch(
             from fedloom.lab.printing import print_rows
 
             if not (run / "experiment.toml").is_file():
-                raise RunDirError(f"{run} is no run directory; give the --out of 'fedloom run'")
+                raise RunDirError(f"{run} is not a run directory. Give the --out of 'fedloom run'")
             print_rows(list_status(run))
             return
         page = Page(run, every)
         try:
             server = ThreadingHTTPServer((LOCAL_HOST, port), handler(page))
         except OSError as error:
-            raise ConfigError(f"port {port} cannot be used ({error.strerror}); give another --port, or 0") from None
+            raise ConfigError(f"port {port} cannot be used ({error.strerror}). Give another --port, or 0") from None
         say(f"report: http://{LOCAL_HOST}:{server.server_port}/ (Ctrl-C ends)")
         try:
             server.serve_forever()
@@ -89,11 +92,13 @@ class Page:
     def __init__(self, folder: Path, every: int) -> None:
         self._folder, self._every = folder, every
         if not folder.is_dir():
-            raise RunDirError(f"{folder} is not a directory; give the --out of 'fedloom run', or a deployment's")
+            raise RunDirError(
+                f"{folder} is not a directory. Give the --out of 'fedloom run', or the directory of a deployment"
+            )
         if not (folder / "experiment.toml").is_file():
             places = [entry.load() for entry in entry_points(group="fedloom.results")]
             if not places:
-                raise RunDirError(f"{folder} is no run directory; give the --out of 'fedloom run'")
+                raise RunDirError(f"{folder} is not a run directory. Give the --out of 'fedloom run'")
             self._folder = places[0](folder)
         self._draft = tempfile.TemporaryDirectory(prefix="fedloom-watch-")
         self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE

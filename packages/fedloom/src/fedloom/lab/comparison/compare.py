@@ -28,6 +28,7 @@ from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models
 from fedloom.lab.report.comparison.pairs import checked_margin
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 from fedloom.rundir import place_of
+from fedloom.values import list_functions
 
 
 class Comparison(RecordedComparison):
@@ -63,7 +64,7 @@ class Comparison(RecordedComparison):
     def __getitem__(self, key: tuple[str, int]) -> Result:
         if key not in self.results:
             keys = ", ".join(map(str, self.results))
-            raise ConfigError(f"no result of {key!r}; give a label and a seed, as comparison['fedavg', 0], of {keys}")
+            raise ConfigError(f"no result of {key!r}. Give a label and a seed, as comparison['fedavg', 0], of {keys}")
         return self.results[key]
 
 
@@ -151,24 +152,23 @@ def compare(
     if not isinstance(tune, int | Mapping | None):
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
     if join and folder is None:
-        raise ConfigError("compare: join shares the runs of a folder; give a folder that all processes have")
-    if not all(map(callable, callbacks)):
-        raise ConfigError(f"compare: callbacks must be a list of functions of an event, got {callbacks!r:.80}")
+        raise ConfigError("compare: join needs a folder to share the runs. Give a folder that all processes can use")
+    callbacks = list_functions(callbacks, "compare: callbacks must be a list of functions of an event")
     if track is not None:
         check_tracker(track)
         if folder is None:
-            raise ConfigError("compare: track writes into the run directory; give a folder")
+            raise ConfigError("compare: track writes into the run directory. Give a folder")
     hears = _Hears(tuple(callbacks), track)
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     place = None if folder is None else place_of(folder, "compare: folder")
     checked_margin(margin)
-    if compare_model not in COMPARED_MODELS:
+    if not isinstance(compare_model, str) or compare_model not in COMPARED_MODELS:
         raise unknown("choice", compare_model, COMPARED_MODELS, "compare: compare_model")
     keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
     definition = GivenExperiment(
         methods, data, partition, seeds, table, name, {"model": model, **choices}, analyses, keywords
     )
-    if baseline is not None and baseline not in definition.references:
+    if baseline is not None and (not isinstance(baseline, str) or baseline not in definition.references):
         raise unknown("method to compare with", baseline, definition.references, "compare: baseline")
     if place is not None:
         return _compared(
@@ -231,10 +231,10 @@ def _compared(
         with show_progress(plan) if progress_bar else nullcontext(_silent) as hear:
             outcomes = plan.run(hear, *hears.listeners(plan, place), page=False, join=join, executor=executor)
     except RunDirError as error:
-        what, flag, _ = str(error).partition("; choose another --out")
-        seed = "; where its code is the same, call torch.manual_seed before the module is made, as it draws weights"
+        what, flag, _ = str(error).partition(". Choose another --out")
+        seed = ". If its code is the same, call torch.manual_seed before you create the module, which draws its weights"
         drawn = seed if ": model.digest was " in what else ""
-        raise RunDirError(f"{what}{drawn}; give another folder, or remove this one" if flag else what) from None
+        raise RunDirError(f"{what}{drawn}. Give another folder, or remove this one" if flag else what) from None
     if any(one.status == "interrupted" for one in outcomes):
         raise RunStopped(Stop.INTERRUPTED, "the same call resumes from its folder, if it names one")
     if all(one.result is None for one in outcomes):

@@ -65,10 +65,12 @@ class Ready(Partition):
         return {"clients": fed.n, "digest": digest.hexdigest()}
 
     def draw(self, pool: object, seed: int) -> Any:
-        raise NotImplementedError("the clients are there already")
+        raise NotImplementedError("the data already contain clients")
 
     def __call__(self, data: object, seed: int = 0) -> Federation:
         fed: Federation = self.held
+        if isinstance(data, Dataset) and data.columns.keys() > fed.data.columns.keys():  # kept for groups of rows
+            return replace(fed, data=data)
         return fed
 
 
@@ -113,7 +115,7 @@ class GivenExperiment:
         if not numbers:
             raise ConfigError(f"compare: seeds must be several whole numbers, as range(5), got {seeds!r:.80}")
         if "seed" in choices:
-            raise ConfigError(f"compare: seed is the choice of one run: give seeds=[{choices['seed']!r}]")
+            raise ConfigError(f"compare: seed belongs to one run. Give seeds=[{choices['seed']!r}]")
         source, partition = _federation(data, partition, call)
         tables = _methods(methods)
         way = _call_places(tables, keywords)
@@ -151,7 +153,7 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
             name, entry, _ = name_method(table.get("algorithm"), f"compare: {table['label']}")
             if key in fields_of(entry):
                 example = {table["label"]: {"algorithm": name, key: value}}
-                return f"it is an option of {table['label']}: give it there, as {example}"
+                return f"it is an option of {table['label']}. Give it there, as {example}"
         return ""
 
     way = Setting.places(method=False, special=special)
@@ -163,7 +165,7 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
 def _federation(data: object, partition: object, call: str) -> tuple[Source | dict[str, str], Partition]:
     """Return the source of the data, as a value or a table, and their partition."""
     if data is None:
-        raise ConfigError(f"{call}: data is missing: give a federation, a list of clients, a data set, or its name")
+        raise ConfigError(f"{call}: data is missing. Give a federation, a list of clients, a data set, or its name")
     if (
         partition is None
         and isinstance(data, list | Mapping)
@@ -172,26 +174,27 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
         data = Federation.create(data)
     if isinstance(data, Federation):
         if partition is not None:
-            raise ConfigError(f"{call}: the data are split already; leave partition out, or give a data set")
+            raise ConfigError(f"{call}: the data are already split. Leave partition out, or give a data set")
         return InMemory(held=data.data), Ready(held=data)
     if partition is None:
         raise ConfigError(
-            f"{call}: say how the data are split among clients, as in partition=fl.partitions.dirichlet(clients=10, "
-            "alpha=0.5); or give a federation"
+            f"{call}: the data are not split among clients. Give a partition, as in "
+            "partition=fl.partitions.dirichlet(clients=10, alpha=0.5), or a federation"
         )
     if isinstance(partition, str) or (
         isinstance(partition, Mapping) and all(isinstance(key, str) for key in partition)
     ):
         partition = SETTING_TABLES["partition"].read(partition, f"{call}: partition", "partition", Setting.places())
     if isinstance(partition, Federation):
-        raise ConfigError(f"{call}: partition has split data already: give it in the place of the data")
+        raise ConfigError(f"{call}: partition has already split data. Give the result instead of the data")
     if isinstance(partition, type) and issubclass(partition, Partition):
-        raise ConfigError(f"{call}: partition is a class: call it with its options")
+        raise ConfigError(f"{call}: partition is a class. Call it with its options")
     if not isinstance(partition, Partition):
         kinds = ", ".join(f"fl.partitions.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
         raise ConfigError(
-            f"{call}: partition must be one of {kinds}, got {partition!r:.80}; clients that "
-            "are there already are given as the data, in a list of (x, y): of lists of positions, (x[list], y[list])"
+            f"{call}: partition must be one of {kinds}, got {partition!r:.80}. If clients already "
+            "exist, give them as the data, in a list of (x, y). From lists of positions, make "
+            "(x[list], y[list])"
         )
     source = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.create(data))
     return source, partition
@@ -199,7 +202,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
 
 def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str, Any]]:
     """Return the tables of the methods, each with its label."""
-    if isinstance(methods, str) or not methods:
+    if not isinstance(methods, Mapping | Sequence) or isinstance(methods, str | bytes) or not methods:
         raise ConfigError(
             f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
         )
@@ -207,13 +210,13 @@ def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str,
     for label, spec in methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]:
         table = dict(spec) if isinstance(spec, Mapping) else {"algorithm": spec}
         if label is not None and "label" in table:
-            raise ConfigError(f"compare: {label}: label = {table['label']!r} is a second label; leave it out")
+            raise ConfigError(f"compare: {label}: label = {table['label']!r} is a second label. Leave it out")
         if label is None and "label" not in table:
             name = name_method(table.get("algorithm"), "compare")[0]
             label = re.split("[:. ]", name)[-1]
         table = {"label": label, **table}
         if not (isinstance(table["label"], str) and table["label"].strip() and table["label"].isprintable()):
-            raise ConfigError(f"compare: a label must be text that can be printed, got {table['label']!r:.80}")
+            raise ConfigError(f"compare: a label must be printable text, got {table['label']!r:.80}")
         if isinstance(local := table.get("local"), LocalSGD):
             table["local"] = dump(local)  # of which a search changes single keys
         tables.append(table)

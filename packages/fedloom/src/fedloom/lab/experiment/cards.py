@@ -109,7 +109,7 @@ def theory(name: str) -> list[str]:
     theorem = THEOREMS[name]
     lost = [words for kind, (words, _) in THEOREM_EXAMPLES.items() if kind in loses(name)]
     sentences = [f"Theory: {theorem.proves}.", f"It needs {theorem.needs}.", theorem.defaults]
-    sentences += [f"The theorem is lost, while the run still works, with {', '.join(lost[:-1])} or {lost[-1]}."]
+    sentences += [f"The theorem does not hold, although the run works, with {', '.join(lost[:-1])} or {lost[-1]}."]
     return ["", *wrap(" ".join(filter(None, sentences)), 120)]
 
 

@@ -71,7 +71,7 @@ from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import lock
 
 NO_CHOICES: Mapping[Any, Any] = MappingProxyType({})
-NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
+NO_PAGE = "no report.html is written, because its charts need another package. Run: pip install 'fedloom[charts]'"
 
 
 class Plan:
@@ -131,7 +131,7 @@ class Plan:
             for fed in self.federations.values():
                 analysis.check_run(fed, experiment.common)
             if analysis.runs_further and ranks.size > 1:
-                raise Refused(f"{name_of(analysis)} trains further runs on one process; leave it out")
+                raise Refused(f"{name_of(analysis)} trains further runs on one process. Leave it out")
         first = experiment.head.seeds[0]
         fed = self.federations[first]
         self._checksum = data.checksum
@@ -217,7 +217,7 @@ class Plan:
         """Raise if no executor can run the experiment, before any work."""
         check_executor(executor)
         if join or self.ranks.size > 1:
-            raise ConfigError("an executor starts the work itself: leave join and torchrun out")
+            raise ConfigError("an executor starts the work itself. Leave join and torchrun out")
         self._luggage()
 
     def _luggage(self) -> Luggage:
@@ -248,10 +248,11 @@ class Plan:
         The processes share the runs, the further runs of analyses, and the final files.
         """
         if self.ranks.size > 1:
-            raise ConfigError("a process that joins takes whole runs, but torchrun's ranks compute one together")
+            raise ConfigError("a process that joins computes whole runs, but torchrun's ranks compute one run together")
         if self._directory.force:
             raise ConfigError(
-                f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
+                "a process that joins cannot start anew with --force, because other processes use "
+                f"the results. Delete {self.out} first"
             )
         session, line, ended = JoinedWork(self.out), EventQueue(), set[tuple[str, int]]()
         workers = None if self.share.runs == 1 else self.share.workers
@@ -356,7 +357,7 @@ class Plan:
         except DamagedCheckpoint as error:
             if self.ranks.size > 1:  # the other ranks wait for what the first has read
                 raise
-            again = f"the other methods went on; to begin it anew: --force --method {shlex.quote(method.label)}"
+            again = f"the other methods continued. To start it again: --force --method {shlex.quote(method.label)}"
             outcome = Outcome(method.label, method.algorithm, seed, None, f"{error.damage}; {again}", damaged=True)
         emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome

@@ -100,10 +100,10 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
             raise unknown("key", key, way.keys, where, way.hint(key, value))
     top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
     if questions := top.model_dump()["questions"]:
-        more = f" (and {len(questions) - 1} questions more in the file)" if len(questions) > 1 else ""
+        more = f" (and {len(questions) - 1} more questions in the file)" if len(questions) > 1 else ""
         raise ConfigError(f"{where}: is a draft with an open question: {questions[0]}{more}")
     if "data" not in document:
-        raise ConfigError(f'{where}: the table [data] is missing; for example source = "digits"')
+        raise ConfigError(f'{where}: the table [data] is missing. It contains, for example, source = "digits"')
     methods = document.get("method")
     if not isinstance(methods, list) or not methods:
         raise ConfigError(f"{where}: at least one [[method]] is needed; {way.form}")
@@ -137,7 +137,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
         ConfigError: a kind or option is unknown, or two analyses are of the same kind.
     """
     if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise ConfigError(f"{where}: an analysis is a table of its own: write [[analysis]] and below it kind = ...")
+        raise ConfigError(f"{where}: an analysis is a table of its own. Write [[analysis]] and below it kind = ...")
     values = list[Analysis]()
     for number, entry in enumerate(entries, 1):
         place = f"{where}: [[analysis]] {number}"
@@ -148,7 +148,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
     for kind in kinds:
         if kinds.count(kind) > 1:
             raise ConfigError(
-                f"{where}: two analyses are of the kind {kind!r}, and their tables have one name; keep one"
+                f"{where}: two analyses are of the kind {kind!r} and would write the same table. Keep one"
             )
     return tuple(values)
 
@@ -218,7 +218,7 @@ def _methods(
     labels = [method.label for method in methods]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"{where}: two methods have the label {label!r}; give one of them another label = ...")
+            raise ConfigError(f"{where}: two methods have the label {label!r}. Give one of them another label = ...")
     return tuple(methods)
 
 

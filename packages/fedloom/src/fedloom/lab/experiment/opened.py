@@ -61,7 +61,7 @@ class RecordedData(Source):
     """Data of a finished run, which may have been moved."""
 
     def load(self, data_dir: object = None) -> Dataset:
-        raise DataError("the data of a finished run are not looked for; read them with the source that they came from")
+        raise DataError("fedloom does not read the data of a finished run. Read them with their source")
 
 
 class RunDirectory:
@@ -86,26 +86,26 @@ class RunDirectory:
             raise RunDirError(f"{path} is {deployed}")
         if not self.path.is_dir() or not settings.is_file():
             what = "has no experiment.toml" if self.path.is_dir() else "is not a directory"
-            raise RunDirError(f"{path} is not a run directory: it {what}; give the --out of 'fedloom run'")
+            raise RunDirError(f"{path} is not a run directory: it {what}. Give the --out of 'fedloom run'")
         try:
             self._document = update_document(read_toml(settings, "settings of the run"))
             check_digest(settings, settings.read_bytes())
             summary = read_summary(self.path / SUMMARY_FILE)
             self._runs = {(record.method, record.seed): record for record in summary.runs}
         except OSError:
-            raise RunDirError(f"{path} has no summary.json yet; let 'fedloom run' finish first") from None
+            raise RunDirError(f"{path} contains no summary.json yet. Let 'fedloom run' finish first") from None
         except RunDirError:
             raise
         except ConfigError as error:
             raise RunDirError(f"{path} is damaged: {error}") from None
         if not self._runs:
-            raise RunDirError(f"{path} holds no run yet; let 'fedloom run' finish first")
+            raise RunDirError(f"{path} contains no run yet. Let 'fedloom run' finish first")
         if model is None:
             return
         if describe_model(model) is None:
-            raise ConfigError(f"open_run: model must be an nn.Module or what makes one, got {model!r:.80}")
+            raise ConfigError(f"open_run: model must be an nn.Module or a function that makes one, got {model!r:.80}")
         if not any(_has_unnamed_model(table) for table in (self._document, *self._methods)):
-            raise ConfigError(f"{settings} names the models of its runs; leave model out")
+            raise ConfigError(f"{settings} already names the models of its runs. Leave model out")
 
     def __iter__(self) -> Iterator[RecordedRun]:
         return (self[key] for key in self._runs)
@@ -118,11 +118,11 @@ class RunDirectory:
         if not isinstance(pair, tuple) or len(pair) != 2:
             label, seed = next(iter(self._runs))
             raise ConfigError(
-                f"{self.path}: a run is known by its method and seed, as in [{label!r}, {seed}], got {key!r:.80}"
+                f"{self.path}: a run is identified by its method and seed, as in [{label!r}, {seed}], got {key!r:.80}"
             )
         if key not in self._runs:
             runs = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
-            raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}; it has {runs}")
+            raise ConfigError(f"{self.path} contains no run of {key[0]!r} with seed {key[1]}. Its runs: {runs}")
         run = self._runs[key]
         return RecordedRun(*key, run.status, run.reason, run.rounds, self.table, partial(self.saved_models, *key))
 
@@ -134,9 +134,9 @@ class RunDirectory:
         """
         methods, seeds = ({key[k] for key in self._runs} for k in (0, 1))
         if method is not None and method not in methods:
-            raise ConfigError(f"{self.path} has no method {method!r}; {nearest(method, map(str, methods))}")
+            raise ConfigError(f"{self.path} contains no method {method!r}; {nearest(method, map(str, methods))}")
         if seed is not None and seed not in seeds:
-            raise ConfigError(f"{self.path} has no seed {seed}; it has {', '.join(map(str, sorted(seeds)))}")
+            raise ConfigError(f"{self.path} contains no seed {seed}. Its seeds: {', '.join(map(str, sorted(seeds)))}")
         return [run for run in self if method in (None, run.method) and seed in (None, run.seed)]
 
     @cached_property
@@ -150,7 +150,7 @@ class RunDirectory:
             RunDirError: the file is missing or damaged.
         """
         if not (self.path / METRICS_FILE).is_file():
-            raise RunDirError(f"{self.path} has no metrics.parquet; run the experiment again to write it")
+            raise RunDirError(f"{self.path} contains no metrics.parquet. Run the experiment again to write it")
         return self._table
 
     @cached_property
@@ -187,9 +187,9 @@ class RunDirectory:
         name = tables[0].get("algorithm") if tables else None
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
-                f"{self.path / SETTINGS_FILE}: no name or import path leads to the method of {label!r} ({name}); "
-                "in Python, "
-                "the same call of fl.compare with this folder has its models, and runs nothing again"
+                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) cannot be found by a "
+                "name or import path. In Python, the same call of fl.compare with this folder "
+                "returns its models, and runs nothing again"
             )
         return self._experiment(tables).methods[0].setting
 
@@ -335,8 +335,8 @@ class RunDirectory:
                 values = [float(run.final(kinds[0], lead, "validation").nanmean()) for run in runs]
                 figures[name] = sum(values) / len(values) * (1 if metric(lead).higher else -1)
         if not figures:
-            what = "no run is done" if not done else "nothing was measured on validation that could choose a method"
-            raise ConfigError(f"{self.path}: {what}; give a method: {', '.join(methods) or 'none'}")
+            what = "no run is finished" if not done else "no validation result exists that could choose a method"
+            raise ConfigError(f"{self.path}: {what}. Give a method: {', '.join(methods) or 'none'}")
         top = max(figures, key=lambda name: figures[name])
         return next(run for run in done if run.method == top and seed in (None, run.seed))
 
@@ -362,11 +362,14 @@ class RunDirectory:
 def _deployed(path: Path) -> str:
     """Return the part of a deployment that a folder is and the commands for its models, or "" for other folders."""
     if (path / "site.toml").is_file():
-        return f"a site of a deployment: use 'fedloom deploy predict {path} ROWS' (evaluate and export too)"
+        return f"a site of a deployment. Use 'fedloom deploy predict {path} ROWS' (also evaluate and export)"
     if (path.parent / "site.toml").is_file():
-        return f"of a site of a deployment: use 'fedloom deploy predict {path.parent} ROWS' (evaluate and export too)"
+        return (
+            f"part of a site of a deployment. Use 'fedloom deploy predict {path.parent} ROWS' (also "
+            "evaluate and export)"
+        )
     if (path / "sites").is_dir() or (path / "server.toml").is_file() or (path.parent / "server.toml").is_file():
-        return "of a deployment, whose models are at its sites: use 'fedloom deploy predict SITE ROWS' there"
+        return "a deployment, whose models are at its sites. There, use 'fedloom deploy predict SITE ROWS'"
     return ""
 
 

@@ -112,7 +112,7 @@ def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str
     """Return the method table that a key names, and the rest of the key."""
     labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
-        raise ConfigError(f"--set {text!r}: a key of a method is method.LABEL.key; labels: {', '.join(labels)}")
+        raise ConfigError(f"--set {text!r}: the key of a method is method.LABEL.key. Labels: {', '.join(labels)}")
     if parts[1] not in labels:
         raise unknown("method", parts[1], labels, f"{where}: --set {text}")
     return labels[parts[1]], parts[2:]

@@ -58,7 +58,7 @@ class Method:
 
 def _printable(text: str) -> str:
     if not text.strip() or any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
-        raise ValueError(f"must be text that can be printed, got {text!r}")
+        raise ValueError(f"must be printable text, got {text!r}")
     if disguised := direction_in(text):
         raise ValueError(disguised)
     return text
@@ -75,7 +75,7 @@ it."""
 
 def _no_path(text: str) -> str:
     if "/" in text or "\\" in text or text in (".", ".."):
-        raise ValueError(f"must be a name, which a file can have, without / and \\, got {text!r}")
+        raise ValueError(f"must be a valid file name without / and \\, got {text!r}")
     return text
 
 
@@ -90,7 +90,7 @@ class Head(Value):
     @classmethod
     def _different(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(seeds)) < len(seeds):
-            raise ValueError(f"every seed once, got {list(seeds)}")
+            raise ValueError(f"every seed may occur once, got {list(seeds)}")
         return seeds
 
 
@@ -104,7 +104,7 @@ class MethodKeys(Value):
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
 _questions: Any = (
     tuple[str, ...],
-    Field((), description="open questions of a draft. It runs after they are answered and deleted"),
+    Field((), description="open questions of a draft. The draft runs after they are answered and deleted"),
 )
 Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
 """All plain keys of an experiment file."""
@@ -124,7 +124,7 @@ class DataTable(SettingTable):
             return super().read(choice, where, name, places)
         options, source = {key: value for key, value in choice.items() if key != "source"}, choice.get("source")
         if not isinstance(source, str):
-            raise ConfigError(f"{where} needs source, a data set's name or a path; names: {', '.join(SOURCES)}")
+            raise ConfigError(f"{where} needs source, a data set's name or a path. Names: {', '.join(SOURCES)}")
         if source in SOURCES or is_path(source):
             maker: Any = choose("data set", SOURCES, source, where, Source)
             fields = fields_of(maker)

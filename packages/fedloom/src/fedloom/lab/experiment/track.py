@@ -117,8 +117,8 @@ class Tracker:
             lost = f"; {missing} rounds of {key[0]}, seed {key[1]}, are not there" if status and missing else ""
             cause = f"{sentence_of(error)}".splitlines()[0][:LONGEST_CAUSE]
             self._guard.warn(
-                f"--track {self._kind}: {cause}{lost}; the run goes on; run the same command again with --track "
-                f"{self._kind} to track what is missing"
+                f"--track {self._kind}: {cause}{lost}. The run continues. Run the same command again "
+                f"with --track {self._kind} to track the missing values"
             )
 
 

@@ -18,12 +18,12 @@ class Range(Value):
 
     low: int | float = Field(description="smallest value")
     high: int | float = Field(description="largest value")
-    log: bool = Field(False, description="uniform in the logarithm")
+    log: bool = Field(False, description="true if values are uniform in the logarithm")
 
     @model_validator(mode="after")
     def _ordered(self) -> Range:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise ValueError(f"low must be below high, got {self.low} and {self.high}")
+            raise ValueError(f"low must be less than high, got {self.low} and {self.high}")
         if self.log and self.low <= 0:
             raise ValueError(f"a logarithmic range needs low > 0, got {self.low}")
         return self
@@ -67,13 +67,14 @@ class Tune(Value):
     simulated_seconds: float | None = Field(
         None,
         gt=0,
-        description="virtual time after which a trial ends and is scored. Its rounds are an upper limit",
+        description="simulated time after which a trial ends and is scored. Its number of rounds is an upper limit",
     )
     equal_work: bool = Field(
         True,
         description=(
-            "give each trial, and each method in the tuned file, as many rounds as the cost of `rounds` "
-            "plain rounds buys (false: `rounds` rounds, or the method's own number)"
+            "true: each trial, and each method in the tuned file, gets the number of rounds that "
+            "costs as much as `rounds` plain rounds. false: `rounds` rounds, or the method's own "
+            "number"
         ),
     )
     seed: NonNegativeInt = Field(0, description="seed of the search")
@@ -81,7 +82,7 @@ class Tune(Value):
     space: dict[str, dict[str, Dimension]] = Field(
         {},
         description=(
-            "search space per method (label or algorithm; all for every method): setting = [choices] or "
-            "{low, high, log}"
+            "search space per method (label or algorithm, or all for every method): setting = "
+            "[choices] or {low, high, log}"
         ),
     )

@@ -44,54 +44,57 @@ SCRIPTS_FILE = "vega.js"
 """Name of the file in which the scripts are cached."""
 SECTION_ORDER = {
     "patients": ("Calibrated", IN_USE),
-    "importance": ("What drives it", "Which columns the model uses, site by site."),
+    "importance": ("Important columns", "The columns that the model uses, site by site."),
     "groups": ("Groups of patients", GROUPED),
-    "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
-    "clients": ("Clients", "A mean hides who gains and who loses; here is every client."),
+    "curves": ("Learning curves", "Results over rounds, traffic, gradients of samples and time."),
+    "clients": ("Clients", "The results of every client. A mean hides clients that lose."),
     "devices": ("Classes of devices", DEVICES),
-    "fairness": ("Fairness", "A good mean that costs no client its share is best."),
-    "attacks": ("Robustness", "How the result falls as more clients attack."),
-    "clusters": ("Clusters", "Which clients were found to be alike, and how well that agrees with the planted groups."),
-    "structure": ("Sparsity and rank", "How small the models are, and what that costs."),
-    "costs": ("Work and traffic", "What the methods spent."),
+    "fairness": ("Fairness", "The best method has a good mean and a good result for the worst clients."),
+    "attacks": ("Robustness", "Results with different shares of attacking clients."),
+    "clusters": (
+        "Clusters",
+        "The groups of similar clients that the methods found, and their agreement with the true groups.",
+    ),
+    "structure": ("Sparsity and rank", "The size of the models, and the cost in accuracy."),
+    "costs": ("Work and traffic", "Gradients, traffic and time of every method."),
     "privacy": (
         "Privacy",
-        "Epsilon spent after each round, of the client that took part most often; no amplification.",
+        "Epsilon after each round, for the client with the most rounds, without privacy amplification.",
     ),
-    "convergence": ("Convergence", "How near the methods are to a solution of their problem."),
+    "convergence": ("Convergence", "The distance of every method from a solution of its problem."),
     "others": ("More results", "Further values about the whole federation."),
-    "partition": ("Data", "How the samples are split over the clients."),
+    "partition": ("Data", "The split of the samples over the clients."),
 }
 """Sections of the page by group of figures, in order, with title and text."""
 
 FIRST_PLACES = ("patients", "importance")
 """Sections before the sections of analyses by packages."""
 PAIRS_TEXT = (
-    "Every method against the baseline, as one family of tests. The interval of the difference decides the verdict: "
-    "better or worse if it excludes 0, equivalent if it is inside a stated margin, otherwise inconclusive."
+    "Every method is compared with the baseline. The interval of the difference decides the verdict: better or "
+    "worse if it excludes 0, equivalent if it is inside a stated margin, otherwise inconclusive. Holm's correction "
+    "covers all comparisons."
 )
 READING_TEXTS = {
-    "Result": "Mean over the clients' own test parts at the last round, then mean over seeds; "
-    "± is half the width of the 95 % Student t interval over seeds.",
-    "At best validation round": "The same test mean, at the round whose validation mean is best. "
-    "No round is ever chosen on test.",
-    "Worst 10 %": "Mean over the tenth of the clients with the worst results, over one client at least.",
-    "Variance of losses": "Variance over clients of their test losses: 0 is perfectly fair.",
-    "Models": "Global: one model for all. Personal: each client's own; methods that tune it from the global one where "
-    "it is scored, as FedAvg-FT and FedBABU, do so in round 0 too. "
-    "Hybrid: for each client the better of the two on its validation part. A method is compared by the model that a "
-    "client would use, the hybrid one of two, else its only one; on request by its personal one. Beside hybrid models "
-    "stands what they must beat: for each client the better of training alone and FedAvg.",
+    "Result": "Every client's model is scored on the client's test data after the last round. The table shows the mean "
+    "over clients, then over seeds. ± is half the width of the 95 % t interval over seeds.",
+    "At the best validation round": "The same test mean, at the round with the best mean on validation data. "
+    "No round is ever chosen on test data.",
+    "Worst 10 %": "Mean over the tenth of the clients with the worst results (at least one client).",
+    "Variance of losses": "Variance of the clients' test losses. 0 is perfectly fair.",
+    "Models": "Global: one model for all clients. Personal: each client's own model. FedAvg-FT, FedBABU and similar "
+    "methods fine-tune it from the global model before each evaluation, in round 0 too. Hybrid: for each client, the "
+    "better of its global and personal model on its validation data. Methods are compared by the hybrid model, or by "
+    "their only model. The option compare_model selects personal models instead. Hybrid models must beat the row "
+    "'local or fedavg': for each client, the better of local training and FedAvg.",
     "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
-    "Better, inconclusive, not tested": "The leader is compared with every other method, one row each, seed by "
-    "seed (paired t test, Holm's correction, level 5 %). A lead's interval is the one that decides: it leaves out 0 "
-    "exactly where the leader is better. Work, traffic and variances are compared by their ratios. With fewer than "
-    "five common seeds nothing is tested. Seeds that repeat runs to the last digit count once. Runs with other data, "
-    "another partition or another attack are not compared with each other.",
-    "These samples, new samples": "Where every seed splits the same samples anew, its results depend on each other. "
-    "The variance of a difference then has the correction of Nadeau and Bengio (2003), and a verdict is about new "
-    "samples from the same source. Where seeds share their test parts, a verdict is about these samples.",
-    "Attacks": "Where clients attack, every result is of the benign ones; work and traffic are of all.",
+    "Better, inconclusive, not tested": "The leader is compared with every other method, seed by seed (paired t test, "
+    "Holm's correction, level 5 %). The interval of a lead decides its verdict: it excludes 0 exactly if the leader is "
+    "better. Work, traffic and variances are compared by their ratios. At least five common seeds are needed for a "
+    "test. Seeds with identical runs count once. Runs with different data, partitions or attacks are not compared.",
+    "These samples, new samples": "If every seed splits the same samples anew, the results of the seeds depend on each "
+    "other. The variance of a difference then includes the correction of Nadeau and Bengio (2003), and a verdict "
+    "applies to new samples from the same source. If seeds share their test data, a verdict applies to these samples.",
+    "Attacks": "Results describe the benign clients only. Work and traffic include all clients.",
 }
 
 
@@ -149,7 +152,7 @@ def document(
     gained = gains_html(by_site) + differences_html(patient_gains(runs, by_site)) if by_site else ""
     parts = {
         **({"gains": ("Who gains", "", f'{gained}<p class="lead">{GAINS_TEXT}</p>')} if by_site else {}),
-        "overview": ("Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
+        "overview": ("Overview", "The leading method by each criterion.", overview.cards(runs, rows, models)),
         **({"pairs": ("Comparison", f"{PAIRS_TEXT} {_scope(runs)}", pairs_html(compared))} if compared else {}),
         "results": (
             "Results",
@@ -162,7 +165,7 @@ def document(
             group: (*SECTION_ORDER[group], body) for group, body in bodies.items() if body and group not in FIRST_PLACES
         },
         **({"sites": ("Sites", SITES_TEXT, table)} if (table := site_tables(runs)) else {}),
-        "settings": ("Settings", "Exactly what ran.", settings(runs)),
+        "settings": ("Settings", "The exact settings of every run.", settings(runs)),
         "reading": ("How to read this report", "", render_part("glossary", terms=READING_TEXTS)),
     }
     data = {

@@ -21,9 +21,10 @@ from fedloom.rundir import FEDERATION_CLIENT, GROUPS_FILE, SAMPLES_FIGURE
 
 GROUP_COLUMNS = ("method", "seed", "client", "model", "subgroup", "metric", "value")
 GROUPS_TEXT = (
-    "Test samples of every group of patients, all sites together and site by site, by the method with the best mean: "
-    "mean over seeds, test samples in brackets. A dash is a group too small to be scored there, or, at real sites, a "
-    "metric that ranks samples of several, such as AUROC. groups.csv has every method and metric."
+    "Results on the test samples of every group of patients, for all sites together and site by "
+    "site, with the best method: mean over seeds, number of test samples in brackets. A dash means "
+    "that a group is too small to be scored, or, at real sites, that the metric compares samples of "
+    "several sites, such as AUROC. groups.csv contains every method and metric."
 )
 
 

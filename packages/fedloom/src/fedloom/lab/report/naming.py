@@ -65,7 +65,7 @@ def figure(name: str) -> Metric:
 STATISTIC_TITLES = {
     "worst10": "Worst 10 %",
     "weighted": "Weighted by samples",
-    "validation": "At best validation round",
+    "validation": "At the best validation round",
     "common": "Common test set",
 }
 """Titles of statistics over clients, and of other places of measurement."""

@@ -37,7 +37,7 @@ COUNTED_FIGURES = (*WORK_FIGURES, "seconds")
 """Figures that are recorded even for a seed that ended early. They count if no seed was completed."""
 LOST_STATUSES = ("diverged", "failed")
 """Statuses of runs without a result."""
-UNTESTED_REASON = "trained, not evaluated: there is no test row"
+UNTESTED_REASON = "trained, but not evaluated because there is no test row"
 """Status of a method without any figure on test parts, not even a loss."""
 MIN_SEEDS = 5
 """Number of seeds below which nothing is decided, and charts show single seeds instead of an interval."""

@@ -93,7 +93,7 @@ def cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation
 def _card(winner: Winner, rows: list[Row]) -> dict[str, str]:
     criterion = winner.criterion
     if winner.row is None:
-        why = "Every method that has this result diverged or failed with some seed."
+        why = "Every method with this result diverged or failed with some seed."
         return {"what": criterion.title, "who": UNKNOWN_DASH, "value": "", "sure": why}
     best, row = criterion.values[winner.row], rows[winner.row]
     if criterion.figure in COST_AXES:
@@ -112,8 +112,8 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
     equals = ", ".join(rows[i].name for i in winner.equals)
     same = f" The models of {equals} are the same." if equals else ""
     if winner.runner_up is None:
-        alone = "No other method reaches this result with every seed."
-        rest = "No other method has this result from runs that ended well." if not same else same.strip()
+        alone = "No other method reaches this target in every seed."
+        rest = "No other method has this result from finished runs." if not same else same.strip()
         return alone if criterion.figure in COST_AXES else rest
     other = rows[winner.runner_up]
     name = f"{other.name} {other.model}".strip()
@@ -136,12 +136,12 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
         seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
         verdict, reason = "Not tested", f" with {seeds} ({MIN_SEEDS} are needed): {lead}."
     elif not winner.rivals:
-        sound = "reaches this result" if criterion.figure in COST_AXES else "ended well"
-        compared = "every other method" + f" that {sound} with every seed" * winner.excluded
+        sound = "reaches this target" if criterion.figure in COST_AXES else "finished"
+        compared = "every other method" + f" that {sound} in every seed" * winner.excluded
         verdict, reason = "Better", f" than {compared}: {lead}."
     elif winner.runner_up in winner.rivals:
         more = len(winner.rivals) - 1
-        rest = f"; {more} other{'s are' if more > 1 else ' is'} not significantly worse either" if more else ""
+        rest = f". {more} other method{'s are' if more > 1 else ' is'} not significantly worse" if more else ""
         verdict, reason = "Inconclusive", f": {lead}{rest}."
     else:
         verdict, reason = "Inconclusive", f" against {len(winner.rivals)} of the others, though {lead}."
@@ -181,7 +181,7 @@ def _results(
     best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
     heads = [("Method", "text"), ("Model", "text"), *((title, "") for title in columns.values())]
     heads[3:3] = [("Status", "text")] if status else []
-    apart = " and of runs with equal data and attack" if len(groups) > 1 else ""
+    apart = " and of runs with the same data and attack" if len(groups) > 1 else ""
     span, lines = _span(lead, rows), []
     for row in rows:
         cells = []
@@ -257,7 +257,7 @@ def _own_rows(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tuple[Run,
     texts = [_odd(run_rows), _attack(run), _work(run_rows), *_clients(run, run_rows), _dropped(run), _seeds(run)]
     texts.append(_repeats(run, run_rows))
     if run.summary.select_on == "test":
-        texts.insert(0, "Hybrid models were chosen on test data (select_on = test): their results are optimistic.")
+        texts.insert(0, "Hybrid models were chosen on test data (select_on = test), so their results are optimistic.")
     return [(run, text) for text in texts if text]
 
 
@@ -267,7 +267,7 @@ def _odd(run_rows: list[Row]) -> str:
         return ""
     lost = any(row.lost for row in run_rows)
     end = "Seeds that failed, or diverged before their end, have no result" if lost else "What was measured is shown"
-    return f"Not every run ended well: {'; '.join(odd)}. {end}."
+    return f"Some runs did not finish: {', '.join(odd)}. {end}."
 
 
 def _attack(run: Run) -> str:
@@ -294,9 +294,9 @@ def _work(run_rows: list[Row]) -> str:
     beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > UNEQUAL_WORK_RATIO * work[least]]
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
-        f"The methods did not do equal work: {write_total(min(work.values()))} to "
-        f"{write_total(max(work.values()))} sample "
-        f"gradients{named}. Compare them at equal gradients too."
+        f"The methods did not do the same work: {write_total(min(work.values()))} to "
+        f"{write_total(max(work.values()))} sample gradients{named}. Compare them at equal sample "
+        "gradients too."
     )
 
 
@@ -311,7 +311,8 @@ def _clients(run: Run, run_rows: list[Row]) -> list[str]:
     listed = ", ".join(run.client(k) + " (with some seeds)" * (k not in always) for k in everyone)
     who = f"; {listed}" if len(everyone) <= MAX_NAMED_MISSING else ""
     return [
-        f"Clients without {within_line(metric(lead).title)}, left out of the means: up to {most} of {run.clients}{who}."
+        f"Clients without {within_line(metric(lead).title)}, which are not in the means: up to {most} "
+        f"of {run.clients}{who}."
     ]
 
 
@@ -336,7 +337,7 @@ def _dropped(run: Run) -> str:
 
 def _seeds(run: Run) -> str:
     one = any(len(seeds_of(run, method)) == 1 for method in run.methods)
-    return "One seed only: no intervals, and no winner can be decided." if one else ""
+    return "Only one seed, so there are no intervals, and the tests cannot decide." if one else ""
 
 
 def _repeats(run: Run, run_rows: list[Row]) -> str:
@@ -345,8 +346,8 @@ def _repeats(run: Run, run_rows: list[Row]) -> str:
         return ""
     who = "every method" if len(methods) == len(run.methods) else ", ".join(methods)
     return (
-        f"With {who}, runs with other seeds repeat a run to the last digit: their seeds draw nothing that matters. "
-        "In a test of two such methods they count once."
+        f"With {who}, runs with other seeds are equal to the last digit, because their seeds change "
+        "nothing. A test of two such methods counts them once."
     )
 
 

@@ -136,8 +136,8 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
     ) as error:
         where = ", ".join(map(str, run_dirs))
         raise RunDirError(
-            f"{where}: what the files record does not fit together ({type(error).__name__}: {error!s:.200}); run the "
-            "experiment again to write them anew"
+            f"{where}: the recorded files contradict each other ({type(error).__name__}: "
+            f"{error!s:.200}). Run the experiment again to write them anew"
         ) from error
 
 
@@ -175,11 +175,13 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
         RunDirError: the folder is a file.
         ConfigError: see `fedloom.lab.report.write`.
     """
+    if not out.name:
+        raise ConfigError(f"a report is one HTML file, got {out}. Give the name of a file")
     beside = out.with_suffix("")
     if out.suffix.lower() not in FILE_KINDS["HTML"] or out.is_dir():
-        raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
+        raise ConfigError(f"a report is one HTML file, got {out}. Give a name such as {out.with_suffix('.html')}")
     if beside.is_symlink():
-        raise ConfigError(f"{beside} is a link, through which a report would overwrite other files; remove the link")
+        raise ConfigError(f"{beside} is a link, and a report would overwrite the files behind it. Remove the link")
     check_folder(beside)
 
     def owns(place: Path) -> bool:
@@ -187,7 +189,9 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
 
     check_output_file(out, FileKind("HTML", "a report", _is_report), run_dirs, owns=owns, force=force)
     if is_run_directory(beside):
-        raise ConfigError(f"{beside} is a run directory, and the tables of {out} would lie in it; give another path")
+        raise ConfigError(
+            f"{beside} is a run directory, and the report would write the tables of {out} into it. Give another path"
+        )
     return beside
 
 
@@ -236,4 +240,4 @@ def replace_text(path: Path, text: str) -> None:
 
 def explained(path: Path) -> AbstractContextManager[None]:
     """Report in one sentence that a file of a report could not be written."""
-    return explain_os_error(path, "the results of the run are", "'fedloom report' with the run directory writes it")
+    return explain_os_error(path, "The results of the run are intact", "write the report with 'fedloom report'")

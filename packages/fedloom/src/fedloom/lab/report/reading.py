@@ -65,13 +65,15 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
 
 def _read(path: Path, label: str) -> Run:
     if not path.is_dir():
-        raise RunDirError(f"{path} is not a directory; give the output directory of 'fedloom run'")
+        raise RunDirError(f"{path} is not a directory. Give the output directory of 'fedloom run'")
     if not (path / SETTINGS_FILE).is_file():
         raise RunDirError(
-            f"{path} is not a run directory: no experiment.toml; give the output directory of 'fedloom run'"
+            f"{path} is not a run directory: it contains no experiment.toml. Give the output directory of 'fedloom run'"
         )
     if not (path / METRICS_FILE).is_file():
-        raise RunDirError(f"{path} has no metrics.parquet yet; run the experiment until its first method has a result")
+        raise RunDirError(
+            f"{path} contains no metrics.parquet yet. Run the experiment until its first method has a result"
+        )
     settings = _text(path / SETTINGS_FILE)
     _check_settings(path / SETTINGS_FILE, settings)
     table = read_table(path / METRICS_FILE, (*Key._fields, "round", "client", "value"), coded=True)
@@ -87,9 +89,11 @@ def _read(path: Path, label: str) -> Run:
     partitions, names = _partitions(path / PARTITION_FILE)
     most = max((int(points.client.max()) for points in series.values()), default=FEDERATION_CLIENT)
     if most >= (len(names) or MOST_CLIENTS):
-        raise RunDirError(f"{path / METRICS_FILE}: client {most} is not one of the {len(names)} of partition.parquet")
+        raise RunDirError(
+            f"{path / METRICS_FILE}: client {most} is not one of the {len(names)} clients of partition.parquet"
+        )
     if any(int(points.client.min()) < FEDERATION_CLIENT for points in series.values()):
-        raise RunDirError(f"{path / METRICS_FILE}: a client has a number below 0")
+        raise RunDirError(f"{path / METRICS_FILE}: the number of a client is negative")
     if any("attack" in method for method in tomllib.loads(settings).get("method", [])):
         totals |= _recounted(series, totals, partitions)
     return Run(path, label, settings, summary, partitions, names, series, totals, seconds)
@@ -211,7 +215,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
     import pyarrow.compute as pc  # slow to import
 
     if path.exists() and not path.is_file():
-        raise RunDirError(f"{path} is no regular file; remove it")
+        raise RunDirError(f"{path} is not a regular file. Remove it")
     try:
         check_digest(path, path.read_bytes())
         schema = pq.read_schema(path)
@@ -222,7 +226,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
         for name in names:
             if name in stored and pa.types.is_nested(schema.field(name).type) != (name == "counts"):
                 raise RunDirError(
-                    f"{path}: column {name!r} is {schema.field(name).type}; it was not written by fedloom"
+                    f"{path}: column {name!r} is {schema.field(name).type}. The file was not written by fedloom"
                 )
         with pq.ParquetFile(path, read_dictionary=[n for n in stored if coded and n in _TEXT_COLUMNS]) as file:
             table = file.read(columns=[n for n in names if n in stored])
@@ -231,7 +235,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
         raise RunDirError(f"{path} is damaged: {str(error).rstrip('.')}; {REPAIR_HINT}") from error
     missing = [name for name in names if name not in stored]
     if missing:
-        raise RunDirError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(stored)}")
+        raise RunDirError(f"{path} contains no column {missing[0]!r}. Its columns are {', '.join(stored)}")
     columns: dict[str, Any] = {}
     for name in names:
         kind = _TEXT_CODE_TYPE if coded and name in _TEXT_COLUMNS else _COLUMN_TYPES.get(name, pa.float64())
@@ -240,7 +244,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
         except pa.ArrowException as error:
             raise RunDirError(f"{path}: column {name!r} must be {kind}, got {table[name].type}") from error
         if name in _COLUMN_TYPES and columns[name].null_count:
-            raise RunDirError(f"{path}: column {name!r} has {columns[name].null_count} empty cells")
+            raise RunDirError(f"{path}: column {name!r} contains {columns[name].null_count} empty cells")
     return pa.table(columns)
 
 

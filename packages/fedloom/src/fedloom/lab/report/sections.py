@@ -81,7 +81,7 @@ def plain_section(runs: list[Run], name: str) -> Section:
         shown = [head.replace("_", " ") for head in heads]
         body += scrolling(label, shown, cells, title=label if len(runs) > 1 else "")
         if len(table) > MAX_LINES:
-            body += f"<p>The first {MAX_LINES} of {len(table)} lines; the CSV file has all.</p>"
+            body += f"<p>The first {MAX_LINES} of {len(table)} lines. The CSV file contains all.</p>"
         columns |= dict.fromkeys(table[0])
         lines += [{"run": run.label, **row} for row in table]
     return Section(title, "", body, {Path(name).stem: csv_of([*columns], lines)} if lines else {})

@@ -16,7 +16,7 @@ MAX_ROUND_LINES = 25
 """Largest number of lines of a table over rounds. More rounds are thinned evenly and include the first and the last
 round."""
 
-SITES_TEXT = "Where the run took place. A round counts for a site once its upload was accepted."
+SITES_TEXT = "Course of the run at the sites. A round counts for a site after its upload was accepted."
 
 
 def site_tables(runs: list[Run]) -> str:
@@ -35,7 +35,7 @@ def site_tables(runs: list[Run]) -> str:
                 "Missed",
                 "Last reply",
                 "Rejected",
-                "Why, by step of the check",
+                "Reason, by step of the check",
             )
             if any(s is not None for s in stale):
                 heads = (*heads, "Mean staleness")

@@ -111,7 +111,7 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
     unknown = [name for name in chosen if name not in name_of_column]
     if unknown or not chosen:
         got = f"got {unknown[0]!r}" if unknown else "got none"
-        raise ConfigError(f"--columns: {got}; the columns of these runs are {', '.join(name_of_column)}")
+        raise ConfigError(f"--columns: {got}. The columns of these runs are {', '.join(name_of_column)}")
     return {name_of_column[name]: titled(figure(name_of_column[name])) for name in chosen}
 
 

@@ -50,14 +50,15 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
     lines = [
         f"# Tuning of {name}",
         "",
-        f"Every method had {tune.trials} trials{_whole(findings)}. {_work(goal, findings)} "
-        "It is scored by the validation "
-        f"{titled(shown)} after its last round, {_mean(goal)}"
-        f"{', and over the models of the table' if tune.model == 'mean' else ''}. The test data were not read.",
+        f"Every method had {tune.trials} trials{_whole(findings)}. {_work(goal, findings)} It is "
+        f"scored by the validation {titled(shown)} after its last round, "
+        f"{_mean(goal)}{', and over the models of the table' if tune.model == 'mean' else ''}. The "
+        "test data were not read.",
         "",
-        "Trial 0 is the setting of the experiment file, where the search space holds it. "
+        "Trial 0 is the setting of the experiment file, if the search space contains it. "
         + (
-            f"After {tune.startup} trials, one below the median of the complete ones at the same point is stopped."
+            f"After {tune.startup} trials, a trial stops if it is below the median of the complete "
+            "trials at the same point."
             if tune.prune
             else "No trial was stopped early."
         ),
@@ -89,7 +90,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
         for key, dimension in f.study.space.items():
             source = _source(f.study.method.algorithm, f.study.method.label, key, tune)
             lines.append(f"| {f.study.method.label} | {key} | {_where(dimension)} | {source} |")
-    more = " The experiment with what was chosen: `tuned.toml`." if tuned else ""
+    more = " The experiment with the chosen settings: `tuned.toml`." if tuned else ""
     return [*lines, "", f"All trials: [trials.csv](trials.csv).{more}", ""]
 
 
@@ -99,8 +100,8 @@ def _whole(findings: Sequence[SearchResult]) -> str:
     if not spaces:
         return ""
     return (
-        f"; a space of lists that holds no more settings than that was gone through whole, every setting once, by "
-        f"Optuna's GridSampler: {', '.join(spaces)}"
+        ". A space of lists with no more settings than that was searched completely, every setting "
+        f"once, by Optuna's GridSampler: {', '.join(spaces)}"
     )
 
 
@@ -110,12 +111,13 @@ def _work(goal: Goal, findings: Sequence[SearchResult]) -> str:
     if goal.samples is not None:
         return (
             f"A trial trains for the work of {goal.rounds} rounds of plain local training per seed "
-            f"({goal.samples:,} samples_backward over seeds {seeds}), in as many of its own rounds as come nearest."
+            f"({goal.samples:,} sample gradients over seeds {seeds}), in the number of its own rounds "
+            "that comes nearest to this work."
         )
     budgets = [
         f", of {f.study.method.label} {f.study.goal.rounds}" for f in findings if f.study.goal.rounds != goal.rounds
     ]
-    return f"A trial trains for {goal.rounds} rounds per seed{''.join(budgets)} (seeds {seeds}), whatever they cost."
+    return f"A trial trains for {goal.rounds} rounds per seed{''.join(budgets)} (seeds {seeds}), whatever their cost."
 
 
 def _chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
@@ -130,7 +132,9 @@ def _chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
     value_axis = number("value", f"Validation {shown.title.lower()}")
     points = mark("point", {"x": number("trial", "Trial"), "y": value_axis, "color": state, "shape": state})
     chart = panels(parts(points), "method", [row["method"] for row in rows], None)
-    caption = "Every trial's score after its last round; of a stopped one, at the point where it was stopped."
+    caption = (
+        "Score of every trial after its last round. Stopped trials show their score at the point where they stopped."
+    )
     return Figure("trials", "tuning", "trials", "Every trial", caption, chart, {"rows": rows}, "facet")
 
 

@@ -241,7 +241,7 @@ class SearchResult(NamedTuple):
 def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
     """Return a sentence on every method whose best trial exceeded its budget (`fedloom.lab.tune.work.BEYOND`)."""
     return [
-        f"{f.study.method.label} did not have equal work: it took {percent(f.share)} of the gradients of "
+        f"{f.study.method.label} did other work: it took {percent(f.share)} of the gradients of "
         f"{f.study.goal.rounds} plain rounds in {f.best.rounds} of its own."
         for f in findings
         if f.best is not None and f.share is not None and f.share > MAX_BUDGET_RATIO
@@ -257,8 +257,8 @@ def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
     """Return a warning if trials had fewer rounds than the later runs, in which the best setting may diverge."""
     pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
     return [
-        f"Trials had the work of {tried} rounds, the runs have that of {rounds}, in which a chosen setting may "
-        f"diverge; [tune] rounds = {rounds} searches with as many."
+        f"Trials had the work of {tried} rounds, but the runs have the work of {rounds}, and a chosen "
+        f"setting may diverge there. Set [tune] rounds = {rounds} to search with as many."
         for tried, rounds in pairs
         if tried < rounds
     ]
@@ -274,9 +274,9 @@ def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
     if not sum(counts):
         return []
     return [
-        f"settings were chosen by {sum(counts)} trials on the same data: epsilon of a run is of that run alone, "
-        "and the choice among trials is not in it. Basic composition adds the epsilon of each trial; or choose on "
-        "public data."
+        f"settings were chosen by {sum(counts)} trials on the same data. The epsilon of a run does "
+        "not include the choice among trials. Add the epsilon of each trial (basic composition), or "
+        "choose on public data."
     ]
 
 

@@ -128,7 +128,7 @@ class Tuning:
         for place, space in enumerate(spaces):
             if not space:
                 label = self.experiment.methods[place].label
-                raise ConfigError(f"{where}: nothing to look for in {label}; give it a setting in [tune.space.{label}]")
+                raise ConfigError(f"{where}: {label} has no setting to search. Give it one in [tune.space.{label}]")
             check_values(document, place, space, where, read)
         seeds = self.tune.seeds or self.experiment.head.seeds[:1]
         if clients is None:
@@ -143,8 +143,8 @@ class Tuning:
         self.federations: dict[int, Federation] = {s: remove_test(fed) for s, fed in whole.items()}
         if any(not int(fed.sizes(TRIAL_PART).sum()) for fed in self.federations.values()):
             raise ConfigError(
-                f"{where}: settings are chosen on validation data, but the clients have none; set [partition] "
-                "validation, for example 0.1"
+                f"{where}: settings are chosen on validation data, but the clients have no validation "
+                "data. Set [partition] validation, for example 0.1"
             )
         rounds = self.tune.rounds or self.experiment.common.rounds
         budget = self._budget(rounds) if self.tune.equal_work and self.tune.simulated_seconds is None else None
@@ -157,7 +157,7 @@ class Tuning:
             time = self.tune.simulated_seconds
             goal = Goal(method_rounds, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
             if time is not None and method.setting.devices is None:
-                raise ConfigError(f"{where}: [tune] simulated_seconds is of virtual time; give [devices]")
+                raise ConfigError(f"{where}: [tune] simulated_seconds needs simulated times. Give [devices]")
             search = Search(space, self.tune, method.label, goal.higher, file_params(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
@@ -242,7 +242,7 @@ class Tuning:
         """
         check_executor(executor)
         if join:
-            raise ConfigError("an executor starts the work itself: leave join out")
+            raise ConfigError("an executor starts the work itself. Leave join out")
         tune = {key: value for key, value in self._recorded_identity()["tune"].items() if key in Tune.model_fields}
         luggage = pack_experiment(self.experiment, self._checksum(), tune=tune)
         with lock(self.out), interruptible() as interrupted:
@@ -271,12 +271,12 @@ class Tuning:
         """Write all files and return the search of every method."""
         findings = [self._result_of(study) for study in self.studies]
         if not all(f.study.search.ended(f.trials) for f in findings):
-            raise RunStopped(Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are kept in {self.out}")
+            raise RunStopped(Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are saved in {self.out}")
         write_report(self.out, self.experiment.head.name, self.tune, self.goal, findings, tuned=tuned)
         lost = [f for f in findings if f.best is None]
         if lost and tuned:
             who, why = lost[0].study.method.label, lost[0].trials[-1].reason
-            raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}; look in {self.out / 'trials.csv'}")
+            raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}. Look in {self.out / 'trials.csv'}")
         if tuned:
             self._write(findings)
         return findings
@@ -288,13 +288,15 @@ class Tuning:
         """
         if self._force:
             raise ConfigError(
-                f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
+                "a process that joins cannot start anew with --force, because other processes use "
+                f"the results. Delete {self.out} first"
             )
         session = JoinedWork(self.out)
         if session.is_begun and tomllib.loads((self.out / SEARCH_FILE).read_text()) != self._recorded_identity():
             raise RunDirError(
-                f"{self.out}: processes that joined work on another search; join with the same file, and change it "
-                f"once all have ended; if none of them is left, delete {self.out / WORK_FOLDER}"
+                f"{self.out}: processes that joined work on another search. Join with the same file, "
+                "and change it after all have ended. If no process is left, delete "
+                f"{self.out / WORK_FOLDER}"
             )
         session.begin(self._claim)
         names = [file_name(study.method.label) for study in self.studies]
@@ -377,7 +379,7 @@ class Tuning:
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
-            head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
+            head += "# The rounds of every method make its sample gradients nearest to those of `rounds` plain ones.\n"
             head += "".join(f"# {sentence}\n" for sentence in report_overspending(findings))
         head += "".join(f"# {sentence}\n" for sentence in note_limits(findings))
         content = document if self._read is parse else experiment.settings()  # values have no form in TOML
@@ -424,7 +426,7 @@ class Tuning:
         """
         out, path = self.out, self.out / SEARCH_FILE
         if not is_unused(out) and not path.exists():
-            raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
+            raise RunDirError(f"{out} is not empty and contains no search (no search.toml). Choose another --out")
         refuse_links(out, SEARCH_FOLDERS)
         if self._force:
             return
@@ -432,10 +434,10 @@ class Tuning:
         try:
             difference = _changed(update_document(tomllib.loads(path.read_text())), now) if path.exists() else ""
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunDirError(f"{path} is damaged: {error}; choose another --out, or start anew with --force") from None
+            raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start anew with --force") from None
         if difference:
             raise RunDirError(
-                f"{out} holds another search: {difference}; choose another --out, or start anew with --force"
+                f"{out} contains another search: {difference}. Choose another --out, or start anew with --force"
             )
 
     def _claim(self) -> None:

@@ -62,21 +62,21 @@ def make_oracle(
         )
     if augment is not None and fed.data.each:
         raise Refused(
-            "augment changes images alone, and these have a label per pixel, which would stay; leave augment out"
+            "augment changes only images, but these have a label per pixel, which would not change. Leave augment out"
         )
     oracle = choose(
         "gradient engine", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.gradient_engine"
     )
     if name == "vmap" and _needs_loop(module, fed):
         raise Refused(
-            "gradient engine 'vmap' cannot take batch statistics, buffers or attributes that training changes, or a "
-            "module's own randomness",
+            "gradient engine 'vmap' does not work with batch statistics, buffers or attributes that "
+            "training changes, or a module's own randomness",
             rule="oracle-stacked",
             fix="set {engine.gradient_engine = 'loop'}",
         )
     if name == "vmap" and (rejection := fails_stacked(module, fed)):
         raise Refused(
-            f"gradient engine 'vmap' cannot take this model: vmap says {rejection!r}",
+            f"gradient engine 'vmap' does not work with this model: vmap says {rejection!r}",
             rule="oracle-stacked",
             fix="set {engine.gradient_engine = 'loop'}",
         )

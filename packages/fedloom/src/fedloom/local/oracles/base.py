@@ -126,7 +126,7 @@ class Oracle(ABC):
             ConfigError: the task has no correct predictions.
         """
         raise Refused(
-            "accuracy needs classes, and this task has none",
+            "accuracy needs classes, but this task has no classes",
             rule="method-needs-classes",
             fix="use the loss, or take another method",
         )
@@ -139,7 +139,7 @@ class Oracle(ABC):
                 or the groups do not exist.
         """
         raise Refused(
-            "rates of groups need two classes, which this task has not",
+            "rates of groups need a task with two classes",
             rule="method-needs-classes",
             fix="use the accuracy or the loss",
         )
@@ -151,9 +151,9 @@ class Oracle(ABC):
             ConfigError: the task has no classes.
         """
         raise Refused(
-            "class counts need classes, and this task has none",
+            "class counts need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="take a method without them",
+            fix="use a method without them",
         )
 
     def add_terms_(
@@ -170,7 +170,7 @@ class Oracle(ABC):
         Raises:
             ConfigError: there is no representation, or the loss is not a mean over samples.
         """
-        raise Refused(f"oracle {self.name!r} has no representation for a term; take a method without one")
+        raise Refused(f"oracle {self.name!r} has no representation for a term. Use a method without terms")
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
         """Return the mean representation ``[m, c, k]`` of every class in the training parts, 0 for a missing class.
@@ -179,9 +179,9 @@ class Oracle(ABC):
             ConfigError: the task has no classes.
         """
         raise Refused(
-            "means by class need classes, and this task has none",
+            "means by class need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="take a method without them",
+            fix="use a method without them",
         )
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
@@ -191,7 +191,7 @@ class Oracle(ABC):
             ConfigError: the task has no classes.
         """
         raise Refused(
-            "features by class need classes, and this task has none",
+            "features by class need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="take a method without them",
+            fix="use a method without them",
         )

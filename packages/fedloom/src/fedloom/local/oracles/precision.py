@@ -51,13 +51,13 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
         )
     if oracle == "compiled":
         raise Refused(
-            f"{choice} is for convolutions, and the loops for linear layers are float32",
+            f"{choice} works only for convolutions, because the engine for linear layers uses float32",
             rule="precision-of-linear-layers",
             fix="leave {engine.precision} out",
         )
     if not has_bf16(device):
         raise Refused(
-            f"{choice}: this processor has no instructions for bfloat16, and would be slower",
+            f"{choice}: this processor has no bfloat16 instructions, so bfloat16 would be slower",
             rule="precision-missing",
             fix="leave {engine.precision} out",
         )
@@ -72,7 +72,7 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
     choice = "engine.precision = 'tf32'"
     if device.type != "cuda":
         raise Refused(
-            f"{choice} is a format of GPUs, but engine.device is {device.type!r}",
+            f"{choice} works only on GPUs, but engine.device is {device.type!r}",
             rule="precision-missing",
             fix="leave {engine.precision} out",
         )

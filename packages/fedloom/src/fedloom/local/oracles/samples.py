@@ -180,7 +180,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
     if not math.isfinite(value):
-        raise ConfigError(f"task: loss {name!r} is {value} on {len(y)} samples of the first model; it must be finite")
+        raise ConfigError(f"task: loss {name!r} is {value} on {len(y)} samples of the first model. It must be finite")
     with torch.enable_grad():
         leaf = outputs.detach().requires_grad_()
         try:
@@ -192,20 +192,21 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             raise ConfigError(f"task: the gradient of loss {name!r} fails: {cause_of(error)}") from error
         if gradient is None:
             raise ConfigError(
-                f"task: loss {name!r} has no gradient; compute it from the outputs by torch's real functions"
+                f"task: loss {name!r} has no gradient. Compute it from the outputs by torch's real functions"
             )
     if not bool(gradient.isfinite().all()):
         raise ConfigError(f"task: the gradient of loss {name!r} is not finite on {len(y)} samples of the first model")
     if untrained:
         raise ConfigError(
             f"task: loss {name!r} is computed from tensors that no client trains, of shape "
-            f"{', '.join(map(str, untrained[:4]))}; detach() them, or make them parameters of the model (a penalty on "
-            "those of the model is local.weight_decay)"
+            f"{', '.join(map(str, untrained[:4]))}. Call detach() on them, or make them parameters of "
+            "the model (for a penalty on parameters, use local.weight_decay)"
         )
     if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _tells_pairs(task.objective.loss, outputs, y):
         raise ConfigError(
-            f"task: loss {name!r} is the same whichever output a target belongs to, as where outputs "
-            f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}",
+            f"task: loss {name!r} does not depend on which output belongs to which target, for "
+            f"example because outputs {[*outputs.shape]} and targets {[*y.shape]} broadcast to "
+            f"{[len(y), len(y)]}",
             rule="loss-broadcasts",
             fix="give outputs and targets the same shape in {task.loss}",
         )

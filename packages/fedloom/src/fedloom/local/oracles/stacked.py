@@ -59,7 +59,7 @@ class Stacked(TermNetwork):
                 outputs = vmap(self._forward)(leaves, masks, data.x).flatten(1, -2)
             except RuntimeError as error:
                 cause = (
-                    f"the model cannot be stacked ({str(error).splitlines()[0]}); set engine.gradient_engine = 'loop'"
+                    f"the model cannot be stacked ({str(error).splitlines()[0]}). Set engine.gradient_engine = 'loop'"
                 )
                 raise ClientError("gradient", batch.draw.round, sorted(batch.draw.ids), cause) from error
         above = slopes(self.task, outputs.to(self.dtype), data).to(outputs.dtype)

@@ -68,7 +68,7 @@ def summed(
         argument = map_rows(lambda t: t[i], term.argument)
         values = fn(now.features, now.outputs, y, beside, argument)
         if values.shape != y.shape[:1]:
-            raise ValueError(f"a term must give one number per sample, [{len(y)}], got {[*values.shape]}")
+            raise ValueError(f"a term must return one number per sample, [{len(y)}], got {[*values.shape]}")
         total = total + term.weight[i, 0] * values.sum()
     return total
 
@@ -153,7 +153,7 @@ class TermNetwork(Network):
         """
         what = ""
         if self.normalisers:
-            what = "its normalisation layers mix the samples of a batch"
+            what = "its normalization layers mix the samples of a batch"
         elif self.labels_each is not None:
             what = "its sequences have a label per position"
         elif getattr(self, "draws", False):
@@ -164,5 +164,5 @@ class TermNetwork(Network):
             raise Refused(
                 f"a term on the representation of this model cannot be computed: {what}",
                 rule="term-on-representation",
-                fix="take another method, or another model",
+                fix="use another method, or another model",
             )

@@ -31,10 +31,12 @@ class PrivateMean(Aggregator):
     delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
     neighbours: Literal["replace", "zero"] = Field(
         "zero",
-        description="meaning of epsilon: one upload against none (sensitivity clip), or any two uploads (2 clip)",
+        description="meaning of epsilon: presence or absence of one upload (sensitivity clip), or any two "
+        "uploads (2 clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(
-        "pld", description="accountant: Renyi divergences, as in every deployment, or privacy losses (tighter)"
+        "pld",
+        description="method of accounting: Renyi divergences, as in every deployment, or privacy losses (tighter)",
     )
     needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 
@@ -43,7 +45,9 @@ class PrivateMean(Aggregator):
         if self.delta is not None and self.sigma == 0:
             raise ValueError("delta needs noise: sigma must be greater than 0")
         if self.pre:
-            raise ValueError("private-mean bounds every client by itself; pre would mix them before: leave it empty")
+            raise ValueError(
+                "private-mean bounds every client by itself, but pre would mix the clients first. Leave pre empty"
+            )
         return self
 
     def combine(

@@ -49,7 +49,7 @@ class MultiKrum(Aggregator):
     kind: Literal["multi-krum"] = "multi-krum"
     f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
     k: PositiveInt | None = Field(None, description="rows averaged (None: m - f)")
-    squared: bool = Field(True, description="scores of squared distances, as in the paper")
+    squared: bool = Field(True, description="use squared distances for the scores, as in the paper")
 
     def require(self, m: int) -> None:
         need(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
@@ -102,7 +102,7 @@ class MDA(Aggregator):
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
         if comb(m, self.f) > MOST_SUBSETS:
             raise ConfigError(
-                f"mda tries every subset: C({m}, {self.f}) = {comb(m, self.f)} are more than {MOST_SUBSETS}",
+                f"mda tries every subset, and C({m}, {self.f}) = {comb(m, self.f)} are more than {MOST_SUBSETS}",
                 rule="subsets-too-many",
                 fix="take fewer clients per round, or set {aggregator = 'multi-krum'}",
             )
@@ -129,12 +129,12 @@ class FLTrust(Aggregator):
     """
 
     kind: Literal["fltrust"] = "fltrust"
-    root: int = Field(0, ge=0, description="id of the client that is trusted")
+    root: int = Field(0, ge=0, description="number of the trusted client")
 
     @model_validator(mode="after")
     def _sees_the_root(self) -> Self:
         if self.pre:
-            raise ValueError("fltrust must see the root's own row: it takes no steps before it")
+            raise ValueError("fltrust needs the root's own row, and must not do anything before it reads that row")
         return self
 
     def require(self, m: int) -> None:

@@ -64,9 +64,9 @@ class GeometricMedian(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["geometric-median"] = "geometric-median"
-    nu: float = Field(1e-6, gt=0, description="smoothing: smaller distances count as this one (section V)")
+    nu: float = Field(1e-6, gt=0, description="smoothing: smaller distances count as this distance (section V)")
     iterations: PositiveInt = Field(100, description="most iterations")
-    tolerance: float = Field(1e-8, ge=0, description="stop when x moves less than this, relative to 1 + ||x||")
+    tolerance: float = Field(1e-8, ge=0, description="stop if x moves less than this, relative to 1 + ||x||")
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
         return {name: self._centre(r, weights.to(r.dtype)) for name, r in rows.items()}, state

@@ -27,7 +27,9 @@ class SCAD(Value):
     makes: ClassVar[Form] = "sparse"
     kind: Literal["scad"] = "scad"
     c: float = Field(0.01, gt=0, description="threshold lambda")
-    a: float = Field(3.7, gt=2, description="where the penalty becomes flat, in units of c (Fan and Li, section 2.2)")
+    a: float = Field(
+        3.7, gt=2, description="point from which the penalty is flat, in units of c (Fan and Li, section 2.2)"
+    )
 
     @property
     def weak(self) -> float:
@@ -57,7 +59,7 @@ class MCP(Value):
     makes: ClassVar[Form] = "sparse"
     kind: Literal["mcp"] = "mcp"
     c: float = Field(0.01, gt=0, description="threshold lambda")
-    gamma: float = Field(3.0, gt=0, description="where the penalty becomes flat, in units of c")
+    gamma: float = Field(3.0, gt=0, description="point from which the penalty is flat, in units of c")
 
     @property
     def weak(self) -> float:
@@ -77,6 +79,6 @@ def _single_valued(penalty: Value, t: Scalar, weak: float) -> None:
     largest = float(t.max()) if isinstance(t, Tensor) else t
     if largest * weak >= 1:
         raise ConfigError(
-            f"{type(penalty).__name__} is weakly convex: its prox needs t < {1 / weak:g}, got {largest:g}; "
-            "lower the step or flatten the penalty later"
+            f"{type(penalty).__name__} is weakly convex: its prox needs t < {1 / weak:g}, got {largest:g}. "
+            "Lower the step or flatten the penalty later"
         )

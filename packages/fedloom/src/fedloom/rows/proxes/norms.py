@@ -121,7 +121,9 @@ class GroupL1(Value):
         if isinstance(self.by, int):
             return [min(self.by, d - start) for start in range(0, d, self.by)]
         if layout is None:
-            raise ConfigError(f'group l1 by "{self.by}" needs the layout of the model; without one give a size')
+            raise ConfigError(
+                f'group l1 by "{self.by}" needs the layout of the model. If there is no layout, give a size'
+            )
         if self.by == "parameter":
             return [shape.numel() for shape in layout.shapes]
         return [shape[1:].numel() for shape in layout.shapes for _ in range(shape[0] if shape else 1)]

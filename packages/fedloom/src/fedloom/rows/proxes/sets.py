@@ -150,4 +150,4 @@ def indicator(x: Tensor, nearest: Tensor) -> Tensor:
 
 def _fits(chosen: Value, d: int, v: Tensor) -> None:
     if v.shape[-1] != d:
-        raise ConfigError(f"{type(chosen).__name__} is a set of R^{d}, the rows have {v.shape[-1]} scalars")
+        raise ConfigError(f"{type(chosen).__name__} is a set in R^{d}, but the rows have {v.shape[-1]} scalars")

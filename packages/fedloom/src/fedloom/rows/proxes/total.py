@@ -69,7 +69,7 @@ class Total(Value):
     """
 
     kind: Literal["total"] = "total"
-    parts: tuple[Part, ...] = Field(min_length=1, description="functions of the sum, values or tables with a kind")
+    parts: tuple[Part, ...] = Field(min_length=1, description="parts of the sum, values or tables with a kind")
     tolerance: float = Field(
         1e-6, gt=0, description="largest distance between the parts' points, relative to 1 + ||x||"
     )
@@ -82,7 +82,7 @@ class Total(Value):
         if not all(isinstance(p, Prox) for p in self.parts):
             raise ValueError(f"every part needs f, prox and convex, got {names}")
         if len(rest) > 1 and not all(p.convex for p in rest if isinstance(p, Prox)):
-            raise ValueError(f"a weakly convex part can be added to squared l2 norms only, got {names}")
+            raise ValueError(f"a weakly convex part can be added only to squared l2 norms, got {names}")
         return self
 
     @property
@@ -143,6 +143,7 @@ class Total(Value):
             age = torch.where(uphill, 0, age + 1)
             u, y = z - p, z - p + (age / (age + 3)) * (z - p - u)
         raise ConfigError(
-            f"the prox of the sum did not reach tolerance {self.tolerance:g} in {self.iterations} iterations "
-            f"(gap {float(gap.max()):.1e}); do the sets meet? if so raise iterations or tolerance"
+            f"the prox of the sum did not reach tolerance {self.tolerance:g} in {self.iterations} "
+            f"iterations (gap {float(gap.max()):.1e}). Check that the sets intersect. If they do, "
+            "raise iterations or tolerance"
         )

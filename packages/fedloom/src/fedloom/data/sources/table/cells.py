@@ -28,16 +28,16 @@ MAX_ROW_CHARACTERS = 2**26
 MAX_SHOWN_LEVELS = 6
 """Largest number of levels of a column in an error message."""
 CELL_HINT = (
-    "repair the cell, name it in missing, or say what the column is: label, users (whose row it is), categorical or "
-    "drop"
+    "repair the cell, name it in missing, or give the column a role: target, client_column (client of a row), "
+    "categorical or drop"
 )
 DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
 """Pattern of a number with a decimal comma, optionally with periods between thousands."""
 GROUPED_NUMBER_PATTERN = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 """Pattern of an integer with commas between thousands, or a number with a decimal comma and three decimals."""
 QUANTITY_PATTERN = re.compile(
-    r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
-    r"(?P<unit>[%€$£]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
+    r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+\u2212\u2013(]?(\d{1,3}([,'\u2019\s]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
+    r"(?P<unit>[-%€$£)]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
 )
 """Pattern of a number with signs or a unit that Python cannot parse."""
 DATE_TEXT_PATTERN = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}.*)?|\d{1,2}\.\d{1,2}\.\d{4}")
@@ -107,8 +107,8 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
     """Return the error for a byte that is not UTF-8, counted from 0. `rest` begins with this byte."""
     if stated is not None:
         return DataError(
-            f"{where}: not text in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}); set encoding to "
-            "the encoding of the file"
+            f"{where}: not text in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). "
+            "Set encoding to the encoding of the file"
         )
     encoding = "WINDOWS-1252"
     if rest[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and at == 0:
@@ -116,7 +116,7 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
     elif rest[0] == 0:  # half of a letter in 16 bits
         encoding = "UTF-16LE" if at else "UTF-16BE"
     return DataError(
-        f"{where}: not text in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}); save it as UTF-8, "
+        f"{where}: not text in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). Save it as UTF-8, "
         f"set encoding = {encoding.lower()!r}, or convert it: "
         f"iconv -f {encoding} -t UTF-8 {Path(str(where)).name} > utf8.csv"
     )
@@ -200,7 +200,7 @@ def csv_rows(
         line = 1 + stream.lines - rest.count(b"\n")
         raise _not_utf8(entry.where, stream.size - len(rest), line, rest, encoding) from None
     except csv.Error as error:
-        raise DataError(f"{entry.where}: not a CSV file ({error}); check separator and quotes") from error
+        raise DataError(f"{entry.where}: not a CSV file ({error}). Check separator and quotes") from error
     text.detach()
 
 
@@ -232,17 +232,22 @@ class _Lines:
     """
 
     def __init__(self, text: io.TextIOWrapper, where: str) -> None:
-        self.length, self._text, self._where = 0, text, where
+        self.length, self._text, self._where, self._count = 0, text, where, 0
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
         line = self._text.readline(MAX_ROW_CHARACTERS)
-        self.length += len(line)
+        self.length, self._count = self.length + len(line), self._count + 1
+        if "\0" in line:
+            raise DataError(
+                f"{self._where}: line {self._count:,} holds a byte 0, which is no text. The file is damaged or of "
+                "another kind: export it again"
+            )
         if self.length >= MAX_ROW_CHARACTERS:
             raise DataError(
-                f"{self._where}: a row of {MAX_ROW_CHARACTERS:,} characters or more; check separator and quotes, "
+                f"{self._where}: a row of {MAX_ROW_CHARACTERS:,} characters or more. Check separator and quotes, "
                 "or leave the row out"
             )
         if not line:
@@ -279,7 +284,9 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
                 cure = "repair the row" if number > problems.first else above
                 problems.add("width", "", what, [None], f"truncated or another file, {cure}")
             elif width > 1 and row == names:
-                problems.add("header", "", f"row {number} repeats the header", [None], "delete it, it is no sample")
+                problems.add(
+                    "header", "", f"row {number} repeats the header", [None], "delete it, because it is not a sample"
+                )
         line, block = line + len(block), [row for row in block if len(row) == width and (width == 1 or row != names)]
         yield from map(Piece, repeat(start), names, zip(*block, strict=True))
         start += len(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -25,6 +26,8 @@ MAX_NOTED_NEGATIVE_SHARE = 0.05
 OUTLIER_WIDTHS = 1000
 """Smallest distance of an outlier from the nearer end of a column's interquartile range, in widths of this range."""
 THREE_DIGITS_PATTERN, SHORT_FRACTION_PATTERN = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
+CODE_PATTERN = re.compile(r"0\d+|\d+[eE]\d+")
+"""Pattern of digits that are hardly a measurement: with a leading zero, or with an exponent without sign or period."""
 ENTRY_NAME_PATTERN = re.compile(
     r"t?start(_?time)?|time_?[01]|entry(_?(time|age))?|t_?entry|(left_?)?trunc\w*", re.IGNORECASE
 )
@@ -36,7 +39,7 @@ Coded = tuple[NDArray[np.float64], tuple[str, ...]]
 def rename(twice: Sequence[str]) -> str:
     """Return advice on columns of the same name."""
     if all(map(is_number, twice)):
-        return "if the first row is not a header, set header = false; else rename one"
+        return "if the first row is not a header, set header = false. Otherwise rename one"
     return "set skip to the number of lines above the header, or name every column" if "" in twice else "rename one"
 
 
@@ -46,20 +49,33 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
     Raises:
         DataError: two columns have the same name.
     """
-    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+    plain = [" ".join(unicodedata.normalize("NFKC", name).split()) for name in names]
+    counts = Counter(plain)
+    if twice := sorted(name for name, same in zip(names, plain, strict=True) if counts[same] > 1 and name != same):
+        raise DataError(f"{where}: columns {', '.join(map(repr, twice))} and others differ in blanks alone. Rename one")
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; {rename(twice)}")
 
 
-class Fractions:
-    """Text columns whose fractions all have three digits, because periods may separate thousands (7.123 for 7,123)."""
+class Spellings:
+    """Cells of text columns that are numbers for Python, and may be something else for their author.
+
+    Fractions that all have three digits may have periods between thousands (7.123 for 7,123). ``007`` and ``1E5`` may
+    be codes.
+    """
 
     def __init__(self) -> None:
+        self._codes: dict[str, list[str]] = {}
         self._counts: dict[str, int] = {}
         self._examples: dict[str, str] = {}
         self._sound = set[str]()
 
     def add(self, column: str, cells: Cells) -> None:
         """Add cells, numbers with a decimal point."""
+        found = self._codes.setdefault(column, [])
+        if len(found) < MIN_CHECKED_ROWS:
+            likely = (c for c in cells if isinstance(c, str) and ("e" in c or "E" in c or c.lstrip()[:1] == "0"))
+            found += [c.strip() for c in likely if CODE_PATTERN.fullmatch(c.strip())]
         if column in self._sound:
             return
         for cell in cells:
@@ -75,12 +91,18 @@ class Fractions:
                 return
 
     def notes(self) -> Iterator[str]:
-        """Yield a note on such columns."""
+        """Yield notes on such columns."""
+        for column, found in self._codes.items():
+            if len(found) >= MIN_CHECKED_ROWS:
+                yield (
+                    f"column {column!r}: cells such as {found[0]} are read as numbers ({float(found[0]):g}). If they "
+                    "are codes, name the column in categorical, or in drop"
+                )
         columns = [c for c, count in self._counts.items() if count >= MIN_CHECKED_ROWS and c not in self._sound]
         if columns:
             example = self._examples[columns[0]]
             yield (
-                f"{_columns(columns)}: every fraction has three digits, as {example}; where that means "
+                f"{_columns(columns)}: every fraction has three digits, like {example}. If that means "
                 f"{example.replace('.', '')}, write it so"
             )
 
@@ -113,10 +135,10 @@ def impossible(
         eventless: True if a table may contain no event, such as one of several sites.
     """
     if not eventless and not np.nansum(events[1]):
-        yield f"the event {events[0]!r} is 0 in every row; nothing can be learned from it"
+        yield f"the event {events[0]!r} is 0 in every row, so a model cannot learn from it"
     for (column, values), wrong, allowed in (
         (times, times[1] < 0, "times must be at least 0"),
-        (events, ~np.isin(events[1], (0, 1)), "events must be 1, or 0 where the time is censored"),
+        (events, ~np.isin(events[1], (0, 1)), "events must be 1, or 0 if the time is censored"),
     ):
         rows = np.nonzero(~np.isnan(values) & wrong)[0]
         if len(rows):
@@ -124,8 +146,8 @@ def impossible(
             cure = "repair them, or name their marker in missing, with unlabelled = 'drop'"
             if column == events[0]:
                 cure = (
-                    f"if these are causes, event_levels = ['{value}'] counts this cause and censors the others; else "
-                    + cure
+                    f"if these are causes, event_levels = ['{value}'] counts this cause and censors "
+                    "the others. Otherwise " + cure
                 )
             yield (
                 f"row {first + int(rows[0])}, column {column!r}: {allowed}, got {value} ({len(rows)} such rows); {cure}"
@@ -157,9 +179,10 @@ def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, N
             continue
         if bool((values[rows] < times[1][rows]).all()) and bool((values[rows] >= 0).all()) and bool((values > 0).any()):
             yield (
-                f"column {name!r} begins the time at risk of its rows (late entry), and survival tasks count every "
-                f"time from 0; give the time since entry, {times[0]!r} minus {name!r}, as the label, or name {name!r} "
-                "in drop to count from 0, or in include if it means something else"
+                f"column {name!r} seems to be the start of the time at risk (late entry), but "
+                f"survival tasks count every time from 0. Give the time since entry, {times[0]!r} "
+                f"minus {name!r}, as the label, or name {name!r} in drop to count from 0, or in "
+                "include if it means something else"
             )
 
 
@@ -175,8 +198,8 @@ def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
 def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
     """Return the agreed columns in which most cells have an unknown level, for example in another spelling."""
     return [
-        f"column {name!r}: {column.unknown.total()} of {rows} cells have no agreed level ({column.shown}); write "
-        "them so, or agree on these too"
+        f"column {name!r}: {column.unknown.total()} of {rows} cells contain no agreed level "
+        f"({column.shown}). Correct them, or agree on these levels too"
         for name, column in agreed.items()
         if column.unknown.total() > rows / 2
     ]
@@ -187,9 +210,12 @@ def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
     for name, column in agreed.items():
         unknown = column.unknown.total()
         if unknown:
-            yield f"column {name!r}: {unknown} cells of other levels than agreed are filled: {column.shown}"
+            yield f"column {name!r}: {unknown} cells with levels outside the agreement are filled: {column.shown}"
         if column.filled > unknown and not column.column.flag:
-            yield f"column {name!r}: {column.filled - unknown} cells are missing and filled; none was to be"
+            yield (
+                f"column {name!r}: {column.filled - unknown} cells are missing and filled, although the "
+                "agreement allows no missing cells"
+            )
 
 
 def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
@@ -200,8 +226,8 @@ def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArra
             outside = values[(values < low) | (values > high)]
             if len(outside):
                 yield (
-                    f"column {name!r}: {len(outside)} of {len(values)} numbers lie beyond {low:g} to {high:g}, as "
-                    f"{outside[0]:g} does; if they mean missing, name them in missing"
+                    f"column {name!r}: {len(outside)} of {len(values)} numbers are outside {low:g} to "
+                    f"{high:g}, for example {outside[0]:g}. If they mean missing, name them in missing"
                 )
 
 
@@ -234,8 +260,8 @@ def doubtful(
             if not arrays and 0 < below <= MAX_NOTED_NEGATIVE_SHARE * count and ordered[below] > 0:
                 row = int(np.nonzero(values < 0)[0][0])
                 notes.append(
-                    f"row {first + row}, column {name!r}: {values[row]:g} is negative, as {below} of {count} numbers "
-                    f"are, and all others are above 0; repair it, or {wrong}"
+                    f"row {first + row}, column {name!r}: {values[row]:g} is negative, like {below} "
+                    f"of {count} numbers, but all others are positive. Repair it, or {wrong}"
                 )
                 continue
             limits = low - OUTLIER_WIDTHS * (high - low), high + OUTLIER_WIDTHS * (high - low)
@@ -243,12 +269,13 @@ def doubtful(
                 rows = np.nonzero((values < limits[0]) | (values > limits[1]))[0]
                 more = f" ({len(rows)} such)" if len(rows) > 1 else ""
                 notes.append(
-                    f"row {first + int(rows[0])}, column {name!r}: {values[rows[0]]:g} lies absurdly far from the "
-                    f"others, half of which are within {low:g} to {high:g}{more}; repair it, or {wrong}"
+                    f"row {first + int(rows[0])}, column {name!r}: {values[rows[0]]:g} is extremely "
+                    f"far from the others, half of which are within {low:g} to {high:g}{more}. Repair "
+                    f"it, or {wrong}"
                 )
     for what, names in (("every cell is missing", empty), ("the same in every row", constant)):
         if names:
-            yield f"{_columns(names)}: {what}, so nothing is learned from it; {useless}"
+            yield f"{_columns(names)}: {what}, so a model cannot learn from it; {useless}"
     yield from notes
 
 
@@ -262,17 +289,22 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
     for name, column in coded.items():
         counts = rows_of_levels(column)
         if same := alike(counts):
-            yield f"column {name!r} has levels that are alike: {same}; write them in one way"
+            yield (
+                f"column {name!r} has levels that are written differently but seem the same: {same}. "
+                "Write them in one way"
+            )
         absent = [level for level, count in counts.items() if not count] if name == label else []
         numbers = [level for level, count in counts.items() if count and np.isfinite(natural(level)[0])]
         if name == label and len(numbers) > MAX_CLASS_NUMBERS:
             yield (
-                f"the label {name!r} has {len(numbers)} numbers, each of which is a class; set task = 'regression' if "
-                "they are measurements"
+                f"the label {name!r} has {len(numbers)} numbers, and each counts as a class. Set task "
+                "= 'regression' if they are measurements"
             )
         if name == label and len(counts) - len(absent) == 1:
             here = max(counts, key=lambda level: counts[level])
-            yield f"the label {name!r} is {shortened(here)} in every row; nothing can be learned from these rows alone"
+            yield (
+                f"the label {name!r} is {shortened(here)} in every row, so a model cannot learn from these rows alone"
+            )
         elif absent:
             more = " and more" if len(absent) > MAX_SHOWN_LEVELS else ""
             yield f"the label {name!r} is {', '.join(map(shortened, absent[:MAX_SHOWN_LEVELS]))}{more} in no row"

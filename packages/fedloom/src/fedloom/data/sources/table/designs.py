@@ -28,30 +28,35 @@ TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
 TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
 """Levels, in lower case, that mark a row of the training part."""
 YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
-ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row; unlabelled = 'drop' leaves rows without one out"
+ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row. unlabelled = 'drop' leaves rows without one out"
 
 
 class DesignOptions(FileSource):
     """Options that control splits."""
 
     subject: str | None = Field(
-        default=None, description="column of whom a row is, as a patient; no feature, and in one part of every split"
+        default=None,
+        description="column of the subject of a row, such as a patient. It is not a feature, and all rows of a "
+        "subject are in one part of every split",
     )
     order: str | None = Field(
         default=None,
-        description="column of numbers or dates: earlier rows are trained on, later ones tested; no feature",
+        description="column of numbers or dates. Earlier rows are training rows, later rows are test rows. It is "
+        "not a feature",
     )
     strata: tuple[str, ...] = Field(
-        default=(), description="columns whose shares splits and folds keep; features all the same, or the target"
+        default=(),
+        description="columns whose proportions splits and folds preserve. They can be features, or the target",
     )
     test_column: str | None = Field(
-        default=None, description="column that marks the rows of the test part (1, true, yes or test); no feature"
+        default=None,
+        description="column that marks the rows of the test part (1, true, yes or test). It is not a feature",
     )
     test_levels: tuple[str, ...] = Field(
-        default=(), description="levels of test_column that mark the test part, as a hospital's name or a year"
+        default=(), description="levels of test_column that mark the test part, such as a hospital's name or a year"
     )
     test_since: float | str | None = Field(
-        default=None, description="number or date of `order` from which on rows are the test part, as 2024-09-01"
+        default=None, description="first number or date of `order` that belongs to the test part, such as 2024-09-01"
     )
 
     @field_validator("test_since", mode="before")
@@ -69,11 +74,11 @@ class DesignOptions(FileSource):
     @model_validator(mode="after")
     def _design_fits(self) -> DesignOptions:
         if self.test_levels and self.test_column is None:
-            raise ValueError("test_levels are of test_column, which is not set; name it")
+            raise ValueError("test_levels belong to test_column, which is not set. Set it")
         if self.test_since is not None and self.order is None and getattr(self, "agreement", None) is None:
-            raise ValueError("test_since needs order, the column of when a row came; name it")
+            raise ValueError("test_since needs order, the column with the time of each row. Set it")
         if self.test_since is not None and self.test_column is not None:
-            raise ValueError("test_since and test_column both choose the test part; leave one of them out")
+            raise ValueError("test_since and test_column both choose the test part. Leave one of them out")
         check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "client_column")})
         return self
 
@@ -111,8 +116,8 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
     for role, column in columns.items():
         if column is not None and column in role_of:
             raise ValueError(
-                f"{role_of[column]} and {role} are both {column!r}: a patient is no site, and a column has one role; "
-                "name another column, or leave one of them out"
+                f"{role_of[column]} and {role} are both {column!r}, but a column can have only one "
+                "role. Name another column, or leave one of them out"
             )
         if column is not None:
             role_of[column] = role
@@ -178,7 +183,7 @@ class DesignReading:
         numbers, seconds = (np.isnan(cast("NDArray[np.float64]", rows.done())) for rows in self._moments)
         if (numbers & ~seconds).any() and (seconds & ~numbers).any():
             row = int(np.flatnonzero(seconds & ~numbers)[0])
-            yield f"row {first + row}, column {self.order!r}: a number, and others are dates; {ORDER_HINT}"
+            yield f"row {first + row}, column {self.order!r}: a number, but other rows contain dates; {ORDER_HINT}"
 
     def design(self, coded: Mapping[str, Coded], keep: Tensor) -> Design | None:
         """Return the design of the rows to keep ``[N]``. None if no option is set.
@@ -221,7 +226,7 @@ class DesignReading:
             value = seconds_of(since) if dates else number_of(since)
             if value is None:
                 kind = "a date as 2024-09-01" if dates else "a number"
-                raise ConfigError(f"test_since must be {kind}, as {self.order!r} has, got {since!r}")
+                raise ConfigError(f"test_since must be {kind}, like the values of {self.order!r}, got {since!r}")
             held_out, what = order >= value, f"test_since = {since!r}"
         elif self._marked is not None:
             codes, names = coded[self._marked]
@@ -233,7 +238,7 @@ class DesignReading:
             return None
         if not bool(held_out.any()) or bool(held_out.all()):
             some = "every row is a test row" if bool(held_out.any()) else "no row is a test row"
-            raise DataError(f"{what}: {some}; name a value that parts the rows, or leave it out")
+            raise DataError(f"{what}: {some}. Give a value that splits the rows, or leave it out")
         return held_out
 
     def _marks(self, names: Sequence[str]) -> set[str]:
@@ -245,11 +250,11 @@ class DesignReading:
         named = self._options.get("test_levels", ())
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
         if absent := [level for level in named if level not in names]:
-            raise ConfigError(f"test_levels: {self._marked!r} has no level {absent[0]!r}; it has {shown}")
+            raise ConfigError(f"test_levels: {self._marked!r} has no level {absent[0]!r}. Its levels: {shown}")
         if not named and (odd := [name for name in names if name.lower() not in (*TEST_LEVELS, *TRAINING_LEVELS)]):
             raise ConfigError(
-                f"test_column: {self._marked!r} has {odd[0]!r}, which is neither yes nor no; name the levels that mark "
-                f"test rows in test_levels: it has {shown}"
+                f"test_column: {self._marked!r} contains {odd[0]!r}, which means neither yes nor no. "
+                f"List the levels that mark test rows in test_levels. The column has {shown}"
             )
         return {*named} or {name for name in names if name.lower() in TEST_LEVELS}
 

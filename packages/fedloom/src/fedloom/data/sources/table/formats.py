@@ -66,7 +66,7 @@ class LibraryTable(TableSource):
         """Open the table of the file."""
         place = locate(type(self).__name__, self.path, data_dir, (), lambda p: p.is_file())
         if place.is_dir():
-            raise DataError(f"{place}: is a folder; give the file of the table")
+            raise DataError(f"{place}: is a folder. Give the file of the table")
         check_regular(place)
         try:
             table = self.read_file(place)
@@ -74,7 +74,7 @@ class LibraryTable(TableSource):
             raise
         except Exception as error:  # libraries raise errors of their own
             detail = f"{type(error).__name__}: {error}".rstrip(".")
-            raise DataError(f"{place}: not a readable {place.suffix} file ({detail}); write it again") from error
+            raise DataError(f"{place}: not a readable {place.suffix} file ({detail}). Write it again") from error
         yield Raw(place.stem, table.names, table.pieces, Problems(str(place), table.first), table.coded, table.notes)
 
 
@@ -87,7 +87,7 @@ def library_for(place: Path, name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ConfigError(f"{place}: needs {name}; run: pip install 'fedloom[formats]'") from error
+        raise ConfigError(f"{place}: needs {name}. Run: pip install 'fedloom[formats]'") from error
 
 
 class Excel(LibraryTable):
@@ -96,8 +96,8 @@ class Excel(LibraryTable):
     sheet: str | int | None = Field(
         default=None, description="name of the sheet, or its number from 1 (default: the only one)"
     )
-    header: bool = Field(default=True, description="whether the first row names the columns")
-    skip: int = Field(default=0, ge=0, description="rows above the header")
+    header: bool = Field(default=True, description="true if the first row names the columns")
+    skip: int = Field(default=0, ge=0, description="number of rows above the header")
 
     def read_file(self, place: Path) -> LoadedTable:
         """Return the table of a sheet. Formulas have the value that is stored in the file."""
@@ -106,7 +106,7 @@ class Excel(LibraryTable):
             with zipfile.ZipFile(place) as archive:
                 check_size(str(place), sum(info.file_size for info in archive.infolist()), place.stat().st_size)
         except DAMAGED_FILE_ERRORS as error:
-            raise DataError(f"{place}: not a readable .xlsx file ({error}); save it again as .xlsx") from error
+            raise DataError(f"{place}: not a readable .xlsx file ({error}). Save it again as .xlsx") from error
         book = openpyxl.load_workbook(place, read_only=True, data_only=True)
         try:
             rows = [list(row) for row in islice(self._sheet(book, place).iter_rows(values_only=True), self.skip, None)]
@@ -125,9 +125,9 @@ class Excel(LibraryTable):
         names: list[str] = [sheet.title for sheet in book.worksheets]
         shown = ", ".join(map(repr, names))
         if self.sheet is None and len(names) != 1:
-            raise DataError(f"{place}: has {len(names)} sheets, {shown}; name one, such as sheet = {names[0]!r}")
+            raise DataError(f"{place}: contains {len(names)} sheets, {shown}. Name one, such as sheet = {names[0]!r}")
         if isinstance(self.sheet, int) and not 1 <= self.sheet <= len(names):
-            raise ConfigError(f"{place}: sheet = {self.sheet}, but the file has {len(names)} sheets, {shown}")
+            raise ConfigError(f"{place}: sheet = {self.sheet}, but the file contains {len(names)} sheets, {shown}")
         if isinstance(self.sheet, str) and self.sheet not in names:
             raise ConfigError(f"{place}: no sheet {self.sheet!r}; {nearest(self.sheet, names)}")
         place_of = names.index(self.sheet) if isinstance(self.sheet, str) else (self.sheet or 1) - 1
@@ -150,13 +150,13 @@ class Statistics(LibraryTable):
         library = library_for(place, "pyreadstat")
         reader = STATISTICS_READERS.get(place.suffix.lower())
         if reader is None:
-            raise DataError(f"{place}: unknown ending; known are {', '.join(STATISTICS_READERS)}")
+            raise DataError(f"{place}: unknown file extension. Known: {', '.join(STATISTICS_READERS)}")
         options: dict[str, Any] = {"output_format": "dict"}
         options |= {} if self.encoding is None else {"encoding": self.encoding}
         options |= {"user_missing": True} if reader not in ("read_xport", "read_por") else {}
         if self.catalog is not None:
             if reader != "read_sas7bdat":
-                raise ConfigError(f"{place}: catalog belongs to a .sas7bdat file; leave it out")
+                raise ConfigError(f"{place}: catalog belongs to a .sas7bdat file. Leave it out")
             catalog = locate("SAS catalog", self.catalog, None, (), lambda p: p.is_file())
             options |= {"catalog_file": str(catalog)}
         columns, facts = getattr(library, reader)(str(place), **options)
@@ -224,5 +224,5 @@ def _arrow_table(table: Any, place: Path) -> LoadedTable:
 
     check_size(str(place), table.nbytes, place.stat().st_size)
     if nested := [field.name for field in table.schema if types.is_nested(field.type)]:
-        raise DataError(f"{place}: column {nested[0]!r} has lists or objects in its cells; write one column per value")
+        raise DataError(f"{place}: column {nested[0]!r} contains lists or objects. Write one column per value")
     return LoadedTable(frame_names(table), frame_cells(table), coded_columns(table))

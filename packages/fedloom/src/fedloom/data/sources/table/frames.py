@@ -27,7 +27,9 @@ def is_frame(obj: Any) -> bool:
     if (hasattr(obj, "columns") and hasattr(obj, "iloc")) or _is_arrow(obj):
         return True
     if is_hub(obj) and not hasattr(obj, "__len__"):
-        raise ConfigError("a stream of the hub has no length; load it without streaming, or make a Dataset of its rows")
+        raise ConfigError(
+            "a stream from the hub has no length. Load it without streaming, or make a Dataset from its rows"
+        )
     return is_hub(obj) and len(obj) > 0 and all(np.ndim(cell) == 0 for cell in obj[0].values())
 
 

@@ -116,8 +116,8 @@ class Codes:
         longest = max((len(cell) for cell in cells if isinstance(cell, str | bytes)), default=0)
         if longest > LONGEST_NAME:
             raise DataError(
-                f"a cell of {longest:,} characters is no name of a class, client or category, which has at most "
-                f"{LONGEST_NAME:,}; drop the column, or read it as text"
+                f"a cell of {longest:,} characters is too long for the name of a class, client or "
+                f"category (at most {LONGEST_NAME:,}). Drop the column, or read it as text"
             )
         codes = [
             -1 if is_missing else self.levels.setdefault(level(cell), len(self.levels))
@@ -176,7 +176,7 @@ class Agreed:
         if not column.names:
             out = numbers(piece, missing, problems, "repair the cell, or name it in missing")
             if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():
-                what = f"column {name!r}: {out[wrong][0]:g} is no code from 0 to {column.levels - 1}"
+                what = f"column {name!r}: {out[wrong][0]:g} is not a code from 0 to {column.levels - 1}"
                 problems.add("code", name, what, out[wrong].tolist(), "repair the cell")
             return out if self._factor == 1 else out * self._factor
         codes = (-1 if hole else self._codes.get(level(c), -2) for c, hole in zip(piece.cells, missing, strict=True))

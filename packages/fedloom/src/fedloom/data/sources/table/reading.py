@@ -74,43 +74,46 @@ class TableSource(DesignOptions):
     )
     event_levels: tuple[str, ...] = Field(
         default=(),
-        description="values of the event column that count as the event; all others are censored (default: 1 and 0)",
+        description="values of the event column that count as the event. All others are censored (default: 1 and 0)",
     )
     task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
         default="auto",
         description=(
-            "auto: classification if the target has text or whole numbers, binary if it has two values, "
-            "survival if event is set; multilabel: the targets are columns of 0 and 1"
+            "task. auto: classification if the target has text or whole numbers, binary if it has "
+            "two values, survival if event is set. multilabel: the targets are columns of 0 and 1"
         ),
     )
     categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text, with one feature per level")
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
     include: tuple[str, ...] = Field(
-        default=(), description="columns to keep as features although they number the rows or hold names of people"
+        default=(), description="columns to keep as features although they number the rows or contain names of people"
     )
-    client_column: str | None = Field(
-        default=None, description="column that names the client of a row. It is no feature"
-    )
+    client_column: str | None = Field(default=None, description="column of a row's client. It is not a feature")
     columns: tuple[str, ...] = Field(
-        default=(), description="columns by which a partition may split. They stay features"
+        default=(), description="columns by which a partition may split. They can be features too"
     )
     group_columns: tuple[str, ...] = Field(
-        default=(), description="columns for scores by group. They stay features unless drop names them"
+        default=(), description="columns for scores by group. They can be features too, unless drop names them"
     )
     missing: tuple[str, ...] = Field(
         default=(),
-        description=("additional cell values that mean missing, beside empty cells, ? and pandas' markers except None"),
+        description=(
+            "additional cell values that mean missing, besides empty cells, ? and pandas' markers except None"
+        ),
     )
     impute: bool = Field(
         default=False, description="allow missing cells. Each client fills them from its training part"
     )
     unlabelled: Literal["refuse", "drop"] = Field(
-        default="refuse", description="rows without a target or client: refuse the table, or leave the rows out"
+        default="refuse",
+        description="treatment of rows without a target or client: raise an error, or leave the rows out",
     )
     scale: bool = Field(default=True, description="center and scale numbers on each client's training part")
     centre: float = Field(default=0.0, description="number subtracted from the target of a regression")
     unit: float = Field(
-        default=1.0, gt=0, description="divisor of the target of a regression after that. Errors are in this unit"
+        default=1.0,
+        gt=0,
+        description="divisor of the target of a regression after the subtraction. Errors are in this unit",
     )
     agreement: Annotated[
         Agreement | None,
@@ -139,9 +142,9 @@ class TableSource(DesignOptions):
                 raise ValueError("task = 'multilabel' needs target = [...], the columns of 0 and 1, one for each label")
         elif not several or len({*self.target}) < max(2, len(self.target)):
             raise ValueError(
-                f"one column is predicted, got {', '.join(map(str, self.target))}; for a time to an event, target "
-                "names the time and event the event; for several columns of 0 and 1, each given once, give task = "
-                "'multilabel'; for several numbers, take an experiment for each"
+                f"a model predicts one column, got {', '.join(map(str, self.target))}. For a time to an "
+                "event, set target to the time and event to the event. For several columns of 0 and 1, each given "
+                "once, set task = 'multilabel'. For several numbers, run one experiment for each"
             )
         return self
 
@@ -151,7 +154,10 @@ class TableSource(DesignOptions):
         if self.client_column is None and (
             columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
         ):
-            raise ValueError(f"factors of {columns[0]!r} are by client; client_column names the column of clients")
+            raise ValueError(
+                f"factors of {columns[0]!r} differ by client, but client_column is not set. Set it to the "
+                "column of clients"
+            )
         return self
 
     @property
@@ -234,7 +240,7 @@ class _Reading:
     def __init__(self, spec: TableSource, name: str, names: list[str], problems: Problems) -> None:
         where = problems.where
         if not names:
-            raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
+            raise NoSamples(f"{where}: empty. A table needs a header row and rows below it")
         self.spec, self.name, self.problems = spec, name, problems
         agreement = spec.agreement
         self.labels, self.event = spec.outcomes or (names[-1],), spec.targets.get("event")
@@ -245,7 +251,7 @@ class _Reading:
         self.special = [*spec.columns, *([] if spec.client_column is None else [spec.client_column])]
         self.design = design = DesignReading(spec.chosen)
         if {*self.labels} & {*design.complete} or (self.event is not None and self.event in design.complete):
-            raise ConfigError(f"{where}: the target cannot be subject, order or test_column too; name another column")
+            raise ConfigError(f"{where}: the target cannot also be subject, order or test_column. Name another column")
         wanted = {
             *design.columns,
             *self.labels,
@@ -261,11 +267,11 @@ class _Reading:
         self.special += [column for column in design.complete if column != design.order]
         if len(names) > MOST_COLUMNS:
             raise DataError(
-                f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read; check the separator, or give the "
+                f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read. Check the separator, or give the "
                 "features as an array (NPZ, or a folder with x.npy)"
             )
         checks.refuse_twins(where, names)
-        if disguised := direction_in(*names):
+        if disguised := direction_in(*names, hidden=True):
             raise DataError(f"{where}: a column {disguised}")
         if absent := sorted(wanted - set(names)):
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
@@ -275,13 +281,15 @@ class _Reading:
         self.features = [c for c in names if c not in no_features]
         if agreement is not None:
             if twice := {*self.labels} & {column.name for column in agreement.column}:
-                raise ConfigError(f"{where}: {min(twice)!r} is a feature of the agreement; name the target in label")
+                raise ConfigError(
+                    f"{where}: {min(twice)!r} is a feature in the agreement. Name the column to predict in target"
+                )
             self.agreed = agreed_columns(agreement.table, "repair it, or agree on impute = true", spec.factors)
             self.features = list(self.agreed)
         if not self.features:
             raise ConfigError(
-                f"{where}: no column is left as a feature, the header has {', '.join(map(repr, names))}; check "
-                "separator, label and drop"
+                f"{where}: no column is left as a feature, the header contains "
+                f"{', '.join(map(repr, names))}. Check separator, target and drop"
             )
         categorical = () if self.agreed else spec.categorical
         included = () if self.agreed else [c for c in spec.include if c in self.features and c not in categorical]
@@ -298,7 +306,7 @@ class _Reading:
             column: GrowingRows((), np.float64) for column in (*self.labels, self.event) if column is not None
         }
         self.events_seen = set[str]()
-        self.fractions = checks.Fractions()
+        self.spellings = checks.Spellings()
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MISSING_MARKERS]
 
     @property
@@ -320,7 +328,7 @@ class _Reading:
             self._check_gaps(piece, missing)
         self.design.add(piece, missing)
         if column in self.numeric or column in self.agreed or (column in self.measured and self.numeric_label):
-            self.fractions.add(column, block)
+            self.spellings.add(column, block)
         if column in self.codes:
             self._code(piece, missing)
         if column in self.agreed:
@@ -368,10 +376,10 @@ class _Reading:
         left_out = self._leave_out()
         sentences = problems.sentences()
         if self.x.size == 0 and not sentences:
-            raise NoSamples(f"{where}: no rows below the header; an empty table")
+            raise NoSamples(f"{where}: no rows below the header, so the table is empty")
         coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
         for column, (_, named) in coded.items():
-            if disguised := direction_in(*named):
+            if disguised := direction_in(*named, hidden=True):
                 raise DataError(f"{where}: column {column!r}: a level {disguised}")
         label, classes = coded[self.label]
         if spec.client_column in coded:
@@ -390,7 +398,7 @@ class _Reading:
             wrong += checks.impossible(times, events, problems.first, eventless=agreement is not None)
             absent = [text for text in spec.event_levels if text not in self.events_seen]
             if absent and agreement is None:  # one of several sites may lack the event
-                wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}; name values that it has")
+                wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}. Name values that occur in it")
             stated = {*spec.include, *spec.group_columns} if agreement is None else {*self.features}
             columns = {name: self._numbers[:, k] for name, k in self.place.items() if name not in stated}
             wrong += checks.late_entries(columns, times)
@@ -547,7 +555,7 @@ class _Reading:
         yield from unapplied(self.spec.factors, self.spec.client_column, None if clients is None else clients.levels)
         yield from checks.note_filled_cells(self.agreed)
         yield from checks.note_range_excess(self.agreed, columns)
-        yield from self.fractions.notes()
+        yield from self.spellings.notes()
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}
         yield from checks.doubtful_levels(coded, self.label)

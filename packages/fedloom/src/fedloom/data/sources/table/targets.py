@@ -22,16 +22,16 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
         cure = " (the agreement names it)" if agreed else ""
         return f"no column {absent[0]!r}{cure}; {nearest(absent[0], names)}"
     cure = " (the agreement names them)" if agreed else ""
-    header = f"the header has {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
-    doubts = "is it a row, is another line above it, or is the separator another?"
+    header = f"the header contains {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
+    doubts = "is it a row of data, is another line above it, or is the separator different?"
     return f"no columns {', '.join(map(repr, absent))}{cure}; {header}: {doubts}"
 
 
 def unlike(label: str, levels: str) -> str:
     """Return the sentence on similar levels of a label, in the form of `alike`."""
     return (
-        f"the label {label!r} has levels that are alike: {levels}; write them in one way, or set task = "
-        "'classification' if each is a class"
+        f"the label {label!r} has levels that are written differently but seem the same: {levels}. "
+        "Write them in one way, or set task = 'classification' if each is a class"
     )
 
 
@@ -44,11 +44,11 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
     if task == "survival" and event is None:
         raise ConfigError(f"{where}: task = 'survival' needs event, the column with 1 for an event and 0 for none")
     if task != "survival" and event is not None:
-        raise ConfigError(f"{where}: event = {event!r} makes the task survival, but task is {task!r}; leave out one")
+        raise ConfigError(f"{where}: event = {event!r} makes the task survival, but task is {task!r}. Leave out one")
     if event == label:
-        raise ConfigError(f"{where}: {label!r} is both label and event; label names the column of times")
+        raise ConfigError(f"{where}: {label!r} is both target and event. Set target to the column of times")
     if task in ("survival", "count", "multilabel") and scaled:
-        raise ConfigError(f"{where}: centre and unit are of a regression, the task is {task}; leave them out")
+        raise ConfigError(f"{where}: centre and unit belong to a regression, but the task is {task}. Leave them out")
 
 
 def agreed_classes(
@@ -66,8 +66,9 @@ def agreed_classes(
             codes,
             levels,
             [
-                f"the label {label!r} is {what}, allowed are {', '.join(agreement.classes)} ({rows} such rows); write "
-                "them so, or name a marker in missing, with unlabelled = 'drop'"
+                f"the label {label!r} is {what}, but only {', '.join(agreement.classes)} are allowed "
+                f"({rows} such rows). Correct them, or name a marker in missing, with unlabelled = "
+                "'drop'"
             ],
         )
     place = np.array([*(agreement.classes.index(level) for level in levels), np.nan])
@@ -90,14 +91,14 @@ def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doub
     wrong, levels = list[str](), tuple(counts)
     if doubtful and len(levels) == 1:
         wrong.append(
-            f"the label {label!r} is {levels[0]!r} in every row that can be read; nothing can be learned from it"
+            f"the label {label!r} is {levels[0]!r} in every row that can be read, so a model cannot learn from it"
         )
     if task_wanted in ("multilabel", "regression", "survival", "count"):
         return cast("Task", task_wanted), wrong
     if task_wanted == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
-        wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
+        wrong.append("the label has fractions. Set task = 'regression', or 'classification' if they are names")
     if task_wanted != "classification" and (same := alike(counts)):
         return "classification", [*wrong, unlike(label, same)]
     if task_wanted == "binary" and len(levels) != 2:
-        wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
+        wrong.append(f"task = 'binary', but the label has {len(levels)} values. Use classification")
     return "binary" if task_wanted != "classification" and len(levels) == 2 else "classification", wrong

@@ -70,11 +70,11 @@ class ExperimentDirectory:
         settings = self.out / SETTINGS_FILE
         if not settings.exists():
             raise RunDirError(
-                f"{self.out} is not empty and not a run directory (no experiment.toml); choose another --out"
+                f"{self.out} is not empty and not a run directory (no experiment.toml). Choose another --out"
             )
         if not is_run_directory(self.out):
             raise RunDirError(
-                f"{settings} was not written by a run, and a run would replace it; choose another --out, or move it"
+                f"{settings} was not written by a run, but a run would replace it. Choose another --out, or move it"
             )
         refuse_links(self.out, RESULT_FOLDERS)
         if self.force and not self._partly:
@@ -89,19 +89,20 @@ class ExperimentDirectory:
             difference = difference_to_recorded(before, self.experiment.settings(), "|".join(patterns))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise RunDirError(
-                f"{settings} is damaged: {error}; choose another --out, or start anew with --force"
+                f"{settings} is damaged: {error}. Choose another --out, or start anew with --force"
             ) from None
         if not difference and joins:
             difference = self._other_methods(before)
         if difference and joins:
             raise RunDirError(
-                f"{self.out}: processes that joined work on another experiment: {difference}; join with the same "
-                "settings, and change them once all have ended; if none of them is left, delete "
-                f"{self.out / WORK_FOLDER}"
+                f"{self.out}: processes that joined work on another experiment: {difference}. Join "
+                "with the same settings, and change them after all have ended. If no process is "
+                f"left, delete {self.out / WORK_FOLDER}"
             )
         if difference:
             raise RunDirError(
-                f"{self.out} holds another experiment: {difference}; choose another --out, or start anew with --force"
+                f"{self.out} contains another experiment: {difference}. Choose another --out, or "
+                "start anew with --force"
             )
 
     def _other_methods(self, before: Mapping[str, Any]) -> str:

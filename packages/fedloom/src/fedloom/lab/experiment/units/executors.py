@@ -92,7 +92,8 @@ def check_executor(executor: object) -> None:
     """
     if not callable(getattr(executor, "submit", None)):
         raise ConfigError(
-            f"executor must have submit(function, *arguments), as concurrent.futures' have, got {executor!r:.80}"
+            "executor must have a method submit(function, *arguments), like the executors of "
+            f"concurrent.futures, got {executor!r:.80}"
         )
 
 
@@ -181,7 +182,7 @@ def _submit(executor: Executor, compute: Callable[..., bytes], luggage: Luggage,
 
 def _is_lost(unit: str, error: Exception) -> FedloomError:
     what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return FedloomError(f"the executor lost {unit}: {what}; what has ended is kept, and the same command resumes")
+    return FedloomError(f"the executor lost {unit}: {what}. Finished runs are saved, and the same command resumes")
 
 
 def _library(module: str, package: str) -> Any:
@@ -201,5 +202,5 @@ def _options(text: str) -> dict[str, int | str]:
     """Return options of the form ``key=value,key=value``, with integers converted."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if wrong := [key for key, sign, _ in pairs if not sign]:
-        raise ConfigError(f"--executor slurm takes KEY=VALUE,..., as slurm:timeout_min=60, got {wrong[0]!r}")
+        raise ConfigError(f"--executor slurm needs KEY=VALUE,..., as slurm:timeout_min=60, got {wrong[0]!r}")
     return {key: int(value) if value.isdecimal() else value for key, _, value in pairs}

@@ -50,7 +50,7 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     ]
     if len(varied) > MAX_METHODS:
         raise ConfigError(
-            f"{where}: [grid] makes {len(varied)} methods; at most {MAX_METHODS} fit, so give fewer values"
+            f"{where}: [grid] makes {len(varied)} methods, but at most {MAX_METHODS} are allowed. Give fewer values"
         )
     return {**changed, "method": varied}
 
@@ -66,7 +66,7 @@ def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iter
         else:
             distinct = [value for k, value in enumerate(choices) if value not in choices[:k]]
             if len(distinct) < len(choices):
-                raise ConfigError(f"{where}: [grid] {key} must have every value once, got {choices!r:.80}")
+                raise ConfigError(f"{where}: [grid] {key} must contain every value once, got {choices!r:.80}")
             yield key, choices
 
 
@@ -87,8 +87,8 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
         return
     if name.partition(".")[0] in (*Setting.tables(), "data", "partition", "seeds", "seed"):
         raise ConfigError(
-            f"{where}: [grid] {key} is the same for all methods of an experiment; a grid varies the options of methods "
-            f"and {', '.join(Setting.per_method)}; write a file for each value, or give --set and --out"
+            f"{where}: [grid] {key} is the same for all methods of an experiment. A grid varies the options of methods "
+            f"and {', '.join(Setting.per_method)}. Write a file for each value, or give --set and --out"
         )
     raise unknown("key", name, sorted(allowed), f"{where}: [grid]")
 

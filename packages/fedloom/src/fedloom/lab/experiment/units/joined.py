@@ -92,7 +92,9 @@ class JoinedWork:
         with WorkerPool([handle], runs, nested=share.workers > 1) as pool, interruptible() as interrupted:
             ended = [*pool.map(handle, None, range(runs), interrupted)]
         if interrupted() or not all(ended):
-            raise RunStopped(Stop.INTERRUPTED, "other processes that joined go on; the same command joins them again")
+            raise RunStopped(
+                Stop.INTERRUPTED, "other processes that joined continue. The same command joins them again"
+            )
 
     def finish(self, write: Callable[[], object]) -> None:
         """Write the final files unless another process writes them, and wait until they are written."""
@@ -182,5 +184,5 @@ class JoinedWork:
 
 def _wait(interrupted: Callable[[], bool]) -> None:
     if interrupted():
-        raise RunStopped(Stop.INTERRUPTED, "other processes that joined go on; the same command joins them again")
+        raise RunStopped(Stop.INTERRUPTED, "other processes that joined continue. The same command joins them again")
     time.sleep(PAUSE_SECONDS)

@@ -56,12 +56,12 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
             between directories, or ``out`` is in use.
     """
     if not is_unused(out):
-        raise RunDirError(f"{out} is not empty; give a new folder for what is merged")
+        raise RunDirError(f"{out} is not empty. Give a new folder for the merged runs")
     documents = {folder: _document(folder) for folder in folders}
     first = next(iter(documents.values()))
     for folder, document in documents.items():
         if difference := difference_to_recorded(first, document, FREE_KEYS_PATTERN):
-            raise RunDirError(f"{folders[0]} and {folder} are of different experiments: {difference}")
+            raise RunDirError(f"{folders[0]} and {folder} contain different experiments: {difference}")
     summaries = {folder: read_summary(folder / SUMMARY_FILE) for folder in folders}
     methods = {method["label"]: method for document in documents.values() for method in document["method"]}
     seeds = sorted({seed for document in documents.values() for seed in document["seeds"]})
@@ -98,13 +98,13 @@ def _document(folder: Path) -> dict[str, Any]:
     """
     for name in (SETTINGS_FILE, SUMMARY_FILE):
         if not (folder / name).is_file():
-            raise RunDirError(f"{folder} has no {name}; give run directories that 'fedloom run' has written to the end")
+            raise RunDirError(f"{folder} contains no {name}. Give directories of finished runs of 'fedloom run'")
     content = regular(folder / SETTINGS_FILE).read_bytes()
     check_digest(folder / SETTINGS_FILE, content)
     try:
         return update_document(tomllib.loads(content.decode()))
     except ValueError as error:
-        raise RunDirError(f"{folder / SETTINGS_FILE} is damaged: {error}; run the experiment again") from None
+        raise RunDirError(f"{folder / SETTINGS_FILE} is damaged: {error}. Run the experiment again") from None
 
 
 def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> None:
@@ -120,7 +120,7 @@ def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> 
             other, before = figures.setdefault(key, (folder, rows))
             if not rows.equals(before):
                 raise RunDirError(
-                    f"{run.method}, seed {run.seed}, has other figures in {folder} than in {other}; merge only one"
+                    f"{run.method}, seed {run.seed}, has other results in {folder} than in {other}. Merge only one"
                 )
 
 

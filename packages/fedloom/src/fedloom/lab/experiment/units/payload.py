@@ -60,10 +60,12 @@ def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
         items = [[key, _form(v, tensors, f"{place}.{k}")] for k, (key, v) in enumerate(value.items())]
         return {KIND_KEY: "dict", "items": items}
     else:
-        raise ConfigError(f"{place} is a {type(value).__name__}, which cannot travel; put the data into a file")
+        raise ConfigError(
+            f"{place} is a {type(value).__name__}, which cannot be sent to a worker. Put the data into a file"
+        )
     module, name = type(value).__module__, type(value).__qualname__
     if module.partition(".")[0] != "fedloom":
-        raise ConfigError(f"{place} is a {module}.{name}, which cannot travel; put the data into a file")
+        raise ConfigError(f"{place} is a {module}.{name}, which cannot be sent to a worker. Put the data into a file")
     return {KIND_KEY: f"{module}:{name}", "fields": {key: _form(v, tensors, f"{place}.{key}") for key, v in pairs}}
 
 
@@ -82,5 +84,5 @@ def _value(form: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {key: _value(v, tensors) for key, v in form["items"]}
     module, _, name = kind.partition(":")
     if module.partition(".")[0] != "fedloom":
-        raise ConfigError(f"{kind} is no value of data")
+        raise ConfigError(f"{kind} is not a known type of data")
     return getattr(import_module(module), name)(**{key: _value(v, tensors) for key, v in form["fields"].items()})

@@ -96,11 +96,11 @@ class UnitReply(NamedTuple):
                 for member in tar:
                     stream = tar.extractfile(member)
                     if stream is None or Path(member.name).name != member.name or member.name.startswith(".."):
-                        raise ValueError(f"{member.name!r} is no file of a run")
+                        raise ValueError(f"{member.name!r} is not a file of a run")
                     files[member.name] = stream.read()
             return cls(files, **json.loads(head))
         except (ValueError, TypeError, tarfile.TarError) as error:
-            raise ConfigError(f"the executor returned something else than a unit's reply: {error}") from None
+            raise ConfigError(f"the executor returned something other than the reply of a worker: {error}") from None
 
 
 def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> Luggage:
@@ -127,13 +127,14 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
         same = [m.settings() for m in again.methods] == [m.settings() for m in experiment.methods]
     except FedloomError as error:
         raise ConfigError(
-            f"the experiment cannot travel to a worker: {error}; put your classes and functions into a module that the "
-            "workers can import, and name them by their import path"
+            f"the experiment cannot be sent to a worker: {error}. Put your classes and functions into "
+            "a module that the workers can import, and name them by their import path"
         ) from None
     if not same:
         raise ConfigError(
-            "the experiment cannot travel to a worker: a method or model has no form as text; put the class into a "
-            "module that the workers can import, and the weights into a file"
+            "the experiment cannot be sent to a worker, because a method or model cannot be written "
+            "as text. Put the class into a module that the workers can import, and the weights into "
+            "a file"
         )
     checks = {"data": "" if data is None else sha256(data).hexdigest(), "checksum": checksum}
     return Luggage(tomli_w.dumps({**settings, **tables, "travel": checks}), data)
@@ -189,7 +190,7 @@ def receive_data(experiment: str, data: bytes | None) -> bool:
     digest = tomllib.loads(experiment)["travel"]["data"]
     if data is not None:
         if sha256(data).hexdigest() != digest:
-            raise DataError("the data that came with a unit are not those of its experiment")
+            raise DataError("the data that came with a unit of work differ from the data of its experiment")
         _held[digest] = data
     return not digest or digest in _held
 
@@ -218,8 +219,9 @@ def read_federation(experiment: str, seed: int) -> Federation:
         source = keeping(plan.source, plan.kept_columns).read(None)
         if source.checksum() != travel["checksum"]:
             raise DataError(
-                f"the data {plan.source_options['source']} of this worker are others than those of the experiment; "
-                "give it the same files, at the same place or in the folder that FEDLOOM_DATA names"
+                f"the data {plan.source_options['source']} of this worker differ from the data of the "
+                "experiment. Give the worker the same files, at the same place or in the folder that "
+                "FEDLOOM_DATA names"
             )
         return plan.partition(source, seed)
     held = decode(_held[travel["data"]])

@@ -29,9 +29,11 @@ CURVE_THRESHOLDS = np.linspace(0.01, 0.6, 60)
 """Thresholds in the table, and thresholds of the curves."""
 Z = 1.959963984540054
 CALIBRATION_TEXT = (
-    "Who is flagged at a threshold of the predicted probability, on all test samples of a site. Sensitivity: share of "
-    "events that are flagged. Specificity: share of the others that are not. Net benefit counts flagged events, less "
-    "false alarms weighed by the threshold's odds; a threshold is useful where it is above 0 and that of treating all."
+    "Patients above a threshold of the predicted probability are flagged, on all test samples of a "
+    "site. Sensitivity: fraction of events that are flagged. Specificity: fraction of the others "
+    "that are not. Net benefit counts flagged events minus false alarms, weighted by the odds of the "
+    "threshold. A threshold is useful if its net benefit is above 0 and above the net benefit of "
+    "treating everyone."
 )
 
 
@@ -138,8 +140,9 @@ def _calibration(sites: list[tuple[str, Predicted]], words: str, mark: str) -> F
         kit.mark("point", {**place, "tooltip": hints}),
     )
     caption = (
-        "Share of events against the mean predicted probability, in bins of equal size of each site's test samples, "
-        f"with Wilson's 95 % intervals; on the dashed line predictions are right ({words})."
+        "Fraction of events against the mean predicted probability, in bins of equal size of each "
+        "site's test samples, with Wilson's 95 % intervals. On the dashed line, predictions are "
+        f"right ({words})."
     )
     spec = kit.panels(inner, "client", [name for name, _ in sites], "Predicted probability", high=200)
     return Figure(
@@ -168,8 +171,8 @@ def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figu
         "x": kit.number("threshold"), "y": kit.number("benefit", "Net benefit"), "color": tint, "tooltip": hints,
     }  # fmt: skip
     caption = (
-        "Net benefit per patient by the probability from which one would treat, of the model, of treating all and of "
-        f"treating none, on each site's test samples ({words})."
+        "Net benefit per patient against the threshold probability for treatment, for the model, for "
+        f"treating everyone and for treating nobody, on each site's test samples ({words})."
     )
     spec = kit.panels(
         kit.layer_chart(kit.mark("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],

@@ -92,11 +92,11 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
         "label" if few else "",
         f"datum.value {'>' if higher else '<'} {sum(domain) / 2!r}",
     )
-    selection = f"the {WORST_CLIENTS_SHOWN} clients that are worst with {best.title}" if many else "every client"
+    selection = f"the {WORST_CLIENTS_SHOWN} clients with the worst results of {best.title}" if many else "every client"
     caption = (
         f"{shown.title} of {selection} with every method on its own test part at the last round, mean over seeds"
         + (" with half the width of the 95 % interval" if few else "")
-        + f"; darker is better (in the dark look: lighter).{kit.off_words(off)}{attackers_sentence(runs)}"
+        + f". Darker is better (in dark mode: lighter).{kit.off_words(off)}{attackers_sentence(runs)}"
     )
     first = shown is not METRICS.get("calibration_error")
     id, tab = ("single-clients", "Client by client") if first else ("single-clients-calibration", shown.title)
@@ -163,11 +163,12 @@ def _over_rounds(
         return None
     some = f" {len(clients)} of {len(order)} clients, from the worst to the best with {first.title}."
     titles = [row.title for row in leaders]
-    apart = " of runs with equal data and attack" if len(leaders) > 1 else ""
+    apart = " of runs with the same data and attack" if len(leaders) > 1 else ""
     thick = f" Thick: {' and '.join(titles)}, the best mean over all clients{apart}." if leaders else ""
     caption = (
-        f"{metric(lead).title} of each client on its own test part, a line per method and model, mean over seeds."
-        f"{thick}{some if len(order) > MAX_CLIENT_PANELS else ''}{kit.off_words(off)}{attackers_sentence(runs)}"
+        f"{metric(lead).title} of each client on its own test part, one line per method and model, "
+        "mean over "
+        f"seeds.{thick}{some if len(order) > MAX_CLIENT_PANELS else ''}{kit.off_words(off)}{attackers_sentence(runs)}"
     )
     title = titled(metric(lead))
     near = [point["value"] for point in data if point["row"] not in off]

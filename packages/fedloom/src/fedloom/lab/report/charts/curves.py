@@ -36,7 +36,7 @@ MIN_LOG_RATIO = 100.0
 CURVE_AXES = {
     "round": ("by round", "Round", 1.0),
     "bytes": ("by traffic", "Traffic, both ways, all clients (MB)", 1 / MEGABYTE_BYTES),
-    "samples_backward": ("by gradients of samples", "Gradients of samples, all clients", 1.0),
+    "samples_backward": ("by sample gradients", "Gradients of samples, all clients", 1.0),
     "seconds": ("by time", "Seconds", 1.0),
     "simulated_seconds": ("by simulated time", "Simulated hours", 1 / 3600),
 }
@@ -65,7 +65,7 @@ def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure 
         else:
             data += points
     title, label = metric(name).title, CURVE_AXES[axis][0]
-    nothing = f" Not drawn, as they have none: {', '.join(dict.fromkeys(idle))}." if idle else ""
+    nothing = f" Not drawn, because they spent nothing: {', '.join(dict.fromkeys(idle))}." if idle else ""
     caption = f"{title}, mean over the clients' test parts, {label}.{nothing}"
     tab = title if axis == "round" else label.removeprefix("by ").capitalize()
     return _panels(rows, data, name, axis, (f"curves-{name}-{axis}", "curves", tab, f"{title} {label}", caption))
@@ -175,7 +175,7 @@ def _panel_title(panels: int, means: Rows) -> str:
     seeds = max(point["seeds"] for point in means)
     ghosts = "One panel per method, the others in grey behind it" if panels > 1 else ""
     band = "the band is the 95 % interval over seeds, cut at the edge of the panel"
-    thin = "thick: the mean over seeds; thin: each seed"
+    thin = "thick: mean over seeds, thin: each seed"
     text = "; ".join(part for part in (ghosts, "" if seeds < 2 else thin if seeds < MIN_SEEDS else band) if part)
     return f" {text[:1].upper()}{text[1:]}." if text else ""
 
@@ -239,7 +239,7 @@ def _draw_shares(runs: list[Run], rows: list[Row], name: str, kind: str, id: str
     x["scale"] = {"nice": False, "padding": 7}
     y = kit.number("value", titled(shown), scale={"domain": kit.domain(near), "nice": False}, axis={"tickCount": 4})
     hints = kit.tips(("method", "Method"), ("model", "Model"), ("run", "Run"), ("x", "Share of attackers", ".0%"))
-    below = "Share of the clients that attack"
+    below = "Fraction of attacking clients"
     spec = kit.line_panels(data, x, y, kit.colour(rows), hints + kit.interval_tips(titled(shown)), below, dots=1)
     base = name.partition("/")[0]
     title = (
@@ -247,6 +247,8 @@ def _draw_shares(runs: list[Run], rows: list[Row], name: str, kind: str, id: str
         if base == name
         else f"{shown.title} of the benign clients, {within_line(metric(base).title)}"
     )
-    caption = f"{title} over the share of attackers ({kind}), benign clients only.{_panel_title(len(order), means)}"
+    caption = (
+        f"{title} against the fraction of attackers ({kind}), benign clients only.{_panel_title(len(order), means)}"
+    )
     words = (id, "attacks", f"{shown.title}, {kind}", f"{title} under {kind}", caption + kit.off_words(off))
     return Figure(*words, spec, {"rows": data}, "facet")

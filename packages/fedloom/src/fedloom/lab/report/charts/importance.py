@@ -61,9 +61,9 @@ def _figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
         f"datum.value > {top / 2}",
     )  # fmt: skip
     caption = (
-        f"How much worse {lead} of a site's test samples gets when a column is permuted among them, mean over "
-        f"permutations and seeds ({words}). Correlated columns share their importance, which is no effect of a "
-        "column on patients."
+        f"Deterioration of {lead} on a site's test samples when the values of a column are permuted, mean over "
+        f"permutations and seeds ({words}). Correlated columns share their importance, and importance "
+        "is not an effect of a column on patients."
     )
     title = "Importance of columns" + (f" ({run.label})" if place else "")
     id = f"importance-{place}" if place else "importance"

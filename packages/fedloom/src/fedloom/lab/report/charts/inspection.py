@@ -101,15 +101,16 @@ def _confusion(run: Run, place: int) -> Figure | None:
     inner = kit.heat_map(
         kit.nominal_channel("predicted", classes, **more),
         kit.nominal_channel("true", classes, "True", **more),
-        kit.shade("share", "Share of the true class", form="%", domain=[0, 1]),
+        kit.shade("share", "Fraction of the true class", form="%", domain=[0, 1]),
         hints,
         "count" if len(classes) <= MAX_NUMBERED_CLASSES else "",
         "datum.share > 0.5",
         cornerRadius=0,
     )
     caption = (
-        "Predicted class by true class on every client's own test part after the last round: each row is the share of "
-        f"a true class; the diagonal is right ({words}).{attackers_sentence([run])}"
+        "Predicted class by true class on every client's own test part after the last round. Each "
+        "row shows the fractions of a true class, and the diagonal is correct "
+        f"({words}).{attackers_sentence([run])}"
     )
     return _figure(run, place, "confusion", ("Confusion", "Confusion per client"), caption, inner, data, "Predicted")
 
@@ -141,9 +142,9 @@ def _representations(run: Run, place: int) -> Figure | None:
         encoding["color"] = {**of_class, "scale": {"domain": classes}}
         encoding["shape"] = {**of_class, "scale": {"domain": classes, "range": shapes}}
     caption = (
-        "t-SNE of the last layer's inputs for every client's test samples; each client has a plane of its own, whose "
-        "axes mean nothing. Samples of a class lie together where the representation separates it "
-        f"({words}).{attackers_sentence([run])}"
+        "t-SNE of the last layer's inputs for every client's test samples. Each client has its own "
+        "plane, and the axes have no meaning. Samples of a class are close together if the "
+        f"representation separates the class ({words}).{attackers_sentence([run])}"
     )
     inner = kit.layer_chart(kit.mark("point", encoding, size=26, opacity=0.75))
     titles = ("Representations", "Representations per client")

@@ -246,7 +246,7 @@ def off_axis(largest: dict[str, float]) -> set[str]:
 def off_words(off: Iterable[str]) -> str:
     """Render the sentence on the names that `off_axis` returned."""
     listed = ", ".join(dict.fromkeys(off))
-    return f" Far outside of the axis: {listed}." if listed else ""
+    return f" Far outside the axis: {listed}." if listed else ""
 
 
 def domain(values: Iterable[float | None], air: float = 0.06) -> list[float]:

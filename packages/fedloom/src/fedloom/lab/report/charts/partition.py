@@ -88,12 +88,14 @@ def skew_table(runs: list[Run]) -> str:
         lines.append(["All", *([""] if several else []), *(_range(values) for values in pooled)])
     heads = [*(["Run"] if several else []), "Seed", *(PARTITION_TITLES[name] for name in shown)]
     labels = (
-        " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) are of a client's labels to those of "
-        "all clients; effective classes are the exponential of the entropy of its labels."
+        " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) compare a client's "
+        "labels with the labels of all clients. Effective classes are the exponential of the entropy "
+        "of its labels."
     )
     return (
-        "<h3>Skew of every seed</h3><p class=lead>Mean over the clients, and the smallest and largest of them."
-        f"{labels if 'emd' in shown else ''}</p>{scrolling('Skew of every seed', heads, lines)}"
+        "<h3>Skew of every seed</h3><p class=lead>Mean over the clients, with the smallest and the "
+        "largest "
+        f"value.{labels if 'emd' in shown else ''}</p>{scrolling('Skew of every seed', heads, lines)}"
     )
 
 
@@ -174,7 +176,7 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     y["axis"] = None if many and len(shown) > 300 else y["axis"] | {"labels": not many}
     x = kit.nominal_channel("class", titles, "Class", scale={"padding": 0.04})
     hints = kit.tips(("client", "Client"), ("class", "Class"), ("count", "Samples"))
-    share_shade = kit.shade("share", "Share of the client's samples", form="%", domain=[0, 1])
+    share_shade = kit.shade("share", "Fraction of the client's samples", form="%", domain=[0, 1])
     heat = kit.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
     across = {
         "x": kit.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}),
@@ -192,13 +194,13 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     some = f" {len(shown)} of {n} clients are drawn." if len(shown) < n else ""
     attack = f" {ATTACKER_FLAG}: client that attacks." if part.attackers else ""
     caption = (
-        f"Share of each class in a client's training samples, and their number.{some}{attack} Mean over the clients: "
-        f"{words}."
+        f"Fraction of each class in a client's training samples, and their number.{some}{attack} Mean "
+        f"over the clients: {words}."
     )
     tab = f"{where}seed {skew.seed}"
     spec = {"hconcat": [heat, bars | {"width": 110, "height": high}], "spacing": 14}
     data = {"rows": cells, "sizes": sizes}
-    return Figure(id, "partition", tab, f"Who holds what ({tab})", caption, spec, data, "beside", many)
+    return Figure(id, "partition", tab, f"Data of each client ({tab})", caption, spec, data, "beside", many)
 
 
 def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
@@ -220,14 +222,14 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
     tint = {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}}
     drawn = _draw_rounds(data, order, tint, ("cluster", "planted", "seed"))
     beside = (
-        " Clients are sorted by their planted group, which their names end with; clusters have the number of the group "
-        "that they share most clients with."
+        " Clients are sorted by their true group, which is the end of their names. A cluster has the "
+        "number of the group with which it shares most clients."
         if planted
-        else " Clusters keep their number where they share most clients with one of the round before."
+        else " A cluster keeps its number if it shares most clients with a cluster of the round before."
     )
     sample = f" {MAX_CLUSTERED_CLIENTS} of the clients, evenly by number." if some else ""
     caption = (
-        f"The cluster of every client after each recorded round, first seed; colour means the cluster.{sample}{beside}"
+        f"The cluster of every client after each recorded round, first seed. Each color is a cluster.{sample}{beside}"
     )
     title = "Recovered clusters over rounds"
     return Figure("clusters", "clusters", "Clusters", title, caption, drawn, {"rows": data}, "facet")
@@ -256,8 +258,8 @@ def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
     order = [cell["client"] for cell in cells]
     drawn = _draw_rounds(cells, order, kit.shade(SHARE_FIGURE, "Share", form="%"), (SHARE_FIGURE, "seed"))
     caption = (
-        "How much every client counts in the objective after each recorded round, first seed: every recovered cluster "
-        "counts the same, and in a cluster every client."
+        "Weight of every client in the objective after each recorded round, first seed. All "
+        "recovered clusters have the same weight, and so do all clients of a cluster."
     )
     title = "Clients' shares by recovered clusters"
     return Figure("cluster-shares", "clusters", "Shares", title, caption, drawn, {"rows": cells}, "facet")

@@ -19,7 +19,7 @@ Seeds = dict[int, tuple[Integers, Numbers]]
 
 def attackers_sentence(runs: list[Run]) -> str:
     """Render the sentence on attackers for a chart of clients."""
-    return " Clients that attacked are left out." if any(run.attacked for run in runs) else ""
+    return " Attacking clients are left out." if any(run.attacked for run in runs) else ""
 
 
 def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Numbers]:
@@ -44,8 +44,8 @@ def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Fi
     higher, title = metric(lead).higher, titled(metric(lead))
     spec, data, words = _distribution(runs, rows, last, title, -1 if higher else 1)
     caption = (
-        f"{metric(lead).title} of single clients on their own test parts at the last round, all seeds together. "
-        f"{words}{attackers_sentence(runs)}"
+        f"{metric(lead).title} of single clients on their own test parts at the last round, all seeds "
+        f"together. {words}{attackers_sentence(runs)}"
     )
     return Figure("clients", "clients", "Spread", "How clients differ", caption, spec, data, "wide", table="dots")
 
@@ -80,8 +80,8 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
     caption = (
         f"Gain of each client: its {name} on its own test part at the last round "
         + (f"minus that of {base_names}" if sign > 0 else f"subtracted from that of {base_names}")
-        + f" with the same seed; right of the red line clients gain, left of it they lose. {words}"
-        f"{attackers_sentence(runs)}"
+        + " with the same seed. Clients to the right of the red line gain, clients to the left of it "
+        f"lose. {words}{attackers_sentence(runs)}"
     )
     title = f"Gain in {name} over {base_names}"
     return Figure("relative", "clients", f"Gain over {base_names}", title, caption, spec, data, "wide", table="dots")
@@ -157,10 +157,10 @@ def _distribution(
     spec = kit.layer_chart(*layers, width=640, height=44 * len(boxes))
     thinned = any(box["clients"] > most for box in boxes)
     each = "a sample of the clients, evenly from the worst to the best" if thinned else "every client"
-    words = f"Box: middle half, with the median; line: clients up to 1.5 boxes away from it; dots: {each}."
+    words = f"Box: middle half, with the median. Line: clients up to 1.5 boxes away from it. Dots: {each}."
     cut = any(box["minimum"] < ends[0] or box["maximum"] > ends[1] for box in near)
     return (
         spec,
         {"rows": boxes, "dots": dots},
-        words + " Some clients lie outside of the axis." * cut + kit.off_words(off),
+        words + " Some clients are outside the axis." * cut + kit.off_words(off),
     )

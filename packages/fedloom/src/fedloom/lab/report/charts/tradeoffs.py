@@ -38,7 +38,7 @@ def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None
     worst = Price(f"{lead}/worst10", "worst", title, not metric(lead).higher)
     fair = ("fairness", "fairness", "Variance", f"{what} against fairness", f"{side} left")
     corner = "top right" if metric(lead).higher else "bottom left"
-    tenth = ("worst", "fairness", "Worst 10 %", f"{what} against the worst tenth", corner)
+    tenth = ("worst", "fairness", "Worst 10 %", f"{what} against the result of the worst tenth of the clients", corner)
     figures = [_trade_off(runs, rows, lead, variance, fair), _trade_off(runs, rows, lead, worst, tenth)]
     if any("nonzeros" in row.figures for row in rows):
         sparse = ("sparsity", "structure", "Trade-off", f"{what} against sparsity", f"{side} left")
@@ -105,12 +105,12 @@ def _trade_off(
     several = any(point["low"] is not None for point in data)
     lines = " Lines are 95 % intervals over seeds, cut at the edge." if several else ""
     lines = " Small dots are single seeds." if singles else lines
-    among = " among those of equal data and attack" if len(tasks(runs, rows)) > 1 else ""
-    never = "" if all(row.sound for row in rows) else " Methods of which a run diverged or failed have no ring."
+    among = " among runs with the same data and attack" if len(tasks(runs, rows)) > 1 else ""
+    never = "" if all(row.sound for row in rows) else " Methods with a diverged or failed run have no ring."
     caption = (
-        f"{title}, one point per model and method: {corner} is best. Ringed: Pareto-optimal{among}, none is as good in "
-        f"both and better in one.{never}{lines} Points close to a named one carry no name (point at a dot)."
-        f"{kit.off_words(off)}"
+        f"{title}, one point per model and method: {corner} is best. Ringed: Pareto-optimal{among}, "
+        f"so no method is as good in both and better in one.{never}{lines} Points close to a point "
+        f"with a name have no name (point at a dot).{kit.off_words(off)}"
     )
     spec = _scatter(data, singles, rows, lead, price, axes)
     return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")
@@ -188,11 +188,11 @@ def _totals(rows: list[Row]) -> Figure | None:
     if not data:
         return None
     caption = (
-        "Totals over all clients up to the last round, mean over seeds with the 95 % interval (with few seeds, a dot "
-        "each). MB is 10⁶ bytes of the messages as sent; samples count every gradient, also of inner problems. Seconds "
-        "depend on the machine."
+        "Totals over all clients up to the last round, mean over seeds with the 95 % interval (with "
+        "few seeds, one dot per seed). MB is 10⁶ bytes of the messages as sent. Sample gradients "
+        "also include inner problems. Seconds depend on the machine."
     )
-    return _draw_measures("costs", "In all", "Work and traffic in all", caption, data, "method", None)
+    return _draw_measures("costs", "In all", "Total work and traffic", caption, data, "method", None)
 
 
 def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
@@ -220,19 +220,19 @@ def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Fig
     if len({point["row"] for point in data}) < 2:
         return None
     goal = f"{within_line(metric(lead).title)} {' or '.join(dict.fromkeys(targets))}"
-    never = f" Never there with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
+    never = f" Never reached with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
     best = (
         f"{percent(TARGET_SHARE)} of the best result"
         if metric(lead).higher
         else f"the best result over {percent(TARGET_SHARE)}"
     )
     caption = (
-        f"Spent by all clients until the mean test result first comes to {goal}, which is {best} of the models "
-        "that the overview compares; mean over seeds with the 95 % interval (with few seeds, a small dot each); left "
-        f"is better.{never}"
+        f"Cost of all clients until the mean test result first reaches {goal}, where {best} is the "
+        "best of the compared models. Mean over seeds with the 95 % interval (with few seeds, one "
+        f"small dot per seed). Left is better.{never}"
     )
     tint = kit.colour([row for row in rows if any(point["model"] == row.model for point in data)])
-    return _draw_measures("costs-reached", "Until a common result", f"Spent until {goal}", caption, data, "row", tint)
+    return _draw_measures("costs-reached", "Cost of a common result", f"Spent until {goal}", caption, data, "row", tint)
 
 
 def _draw_measures(id: str, tab: str, title: str, caption: str, data: Rows, field: str, tint: Spec | None) -> Figure:

@@ -37,10 +37,10 @@ MIN_CLASS_SAMPLES = 2
 """Smallest number of test samples, or subjects, of each class for which a difference gets an interval."""
 
 BY_PATIENT_TEXT = (
-    "The same, patient by patient: every test sample with the mean of its predictions over the seeds that tested it, "
-    "and a 95 % interval of the difference (DeLong's of AUROC, else by a bootstrap over patients): how the gain would "
-    "vary over new patients of a site. Errors are in units of the label. "
-    "With folds every patient is tested once."
+    "The same, patient by patient: the mean prediction for every test sample over the seeds that "
+    "tested it, and a 95 % interval of the difference (DeLong for AUROC, otherwise a bootstrap over "
+    "patients). The interval shows how the gain would vary over new patients of a site. Errors are "
+    "in units of the label. With folds, every patient is tested once."
 )
 
 

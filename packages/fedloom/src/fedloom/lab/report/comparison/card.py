@@ -21,7 +21,7 @@ from fedloom.metrics import SUMMARY_METRICS
 from fedloom.outputs import FileKind, check_output_file, never
 from fedloom.rundir import RESULT_FOLDERS
 
-OPEN_QUESTION_TEXT = "*To be filled in by the people who answer for the model.*"
+OPEN_QUESTION_TEXT = "*To be completed by the people responsible for the model.*"
 
 
 def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -54,7 +54,7 @@ def check_card(out: Path) -> None:
         ConfigError: the file exists. People may have edited it.
     """
     if out.exists():
-        raise ConfigError(f"{out} is there and may hold what people wrote into it; move it, then write it anew")
+        raise ConfigError(f"{out} already exists and may contain text by people. Move it, then write it again")
 
     def owns(place: Path) -> bool:
         return len(place.parts) == 2 and place.parts[0] not in RESULT_FOLDERS
@@ -119,7 +119,8 @@ def _groups(run: Run, row: Row, lead: str) -> list[str]:
     heads, lines, lead = cells
     table = [heads, ["---"] * len(heads), *lines]
     about = (
-        f"{titled(figure(lead))} of test samples, their number in brackets; a dash is a group too small to be scored."
+        f"{titled(figure(lead))} of test samples, with their number in brackets. A dash means that "
+        "the group is too small to be scored."
     )
     return ["## Groups of patients", "", about, "", *(f"| {' | '.join(map(_plain, line))} |" for line in table), ""]
 

@@ -126,7 +126,7 @@ def _conclusion(task: str, lead: str, shown: list[Row], compared: list[Pair], co
     if not compared or best is None:
         means = [f"{_titled(row)}: {cell_text(lead, row.figures.get(lead))}" for row in shown]
         alone = "There is nothing to compare" if len(shown) == 1 else "There is no baseline (local or fedavg)"
-        answer = f"{alone}; test {within_line(titled(figure(lead)))}:"
+        answer = f"{alone}. Test {within_line(titled(figure(lead)))}:"
         return Conclusion(task, answer, tuple(means), "", _cost([best] if best else []))
     reference = compared[0].reference
     lines = tuple(_line(pair) for pair in compared)
@@ -147,12 +147,12 @@ def _answer(compared: list[Pair], reference: Row) -> str:
     if better:
         verb = "is" if len(better) == 1 else "are"
         names = _listed([p.row.name for p in better])
-        first = f"; {better[0].row.name} has the best mean" if len(better) > 1 else ""
+        first = f", and {better[0].row.name} has the best mean" if len(better) > 1 else ""
         return f"{names} {verb} better than {beside}{first}"
     if not tested and of_methods and seeds < MIN_SEEDS:
         return f"not tested, because a test needs at least {MIN_SEEDS} seeds"
     same = [p.row.name for p in of_methods if p.verdict == PairVerdict.EQUIVALENT]
-    equal = f"; equivalent within the margin: {_listed(same)}" if same else ""
+    equal = f", equivalent within the margin: {_listed(same)}" if same else ""
     return f"no method is better than {beside}{equal}"
 
 
@@ -177,8 +177,8 @@ def _compared(shown: list[Row], compare_model: Models) -> str:
     if compare_model == "personal":
         return "Compared models: personal, or global if a method has no personal models."
     if any(row.model == "hybrid" for row in shown):
-        return "Compared models: hybrid (per client, the better one on validation data) or the only one."
-    return "Compared models: the only one of each method."
+        return "Compared models: hybrid (the better model of each client on validation data)."
+    return "Compared models: the only model of each method."
 
 
 def _cost(rows: list[Row]) -> str:
@@ -189,9 +189,9 @@ def _cost(rows: list[Row]) -> str:
         if work is not None and work.finite:
             traffic = sum(estimate.mean for estimate in (up, down) if estimate is not None and estimate.finite)
             parts.append(
-                f"{row.name} {write_total(work.mean)} gradients, {significant(traffic / MEGABYTE_BYTES, 3)} MB"
+                f"{row.name} {write_total(work.mean)} gradients + {significant(traffic / MEGABYTE_BYTES, 3)} MB"
             )
-    return f"Cost per run: {'; '.join(parts)}." if parts else ""
+    return f"Cost per run: {', '.join(parts)}." if parts else ""
 
 
 def _listed(names: list[str]) -> str:

@@ -156,7 +156,7 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
             _results(rows, "loss/variance"),
         ),
         Criterion("bytes", f"Traffic {goal}", "MB", 1 / MEGABYTE_BYTES, False, costs["bytes"]),
-        Criterion("samples_backward", f"Gradients of samples {goal}", "", 1.0, False, costs["samples_backward"]),
+        Criterion("samples_backward", f"Sample gradients {goal}", "", 1.0, False, costs["samples_backward"]),
         *(
             Criterion(name, f"{title} {goal}", unit, scale, False, cost_to_reach(runs, rows, lead, target, name))
             for name, title, unit, scale in time

@@ -19,10 +19,11 @@ from fedloom.lab.report.tables import cell_text
 from fedloom.rundir import UPLOADS_FIGURE
 
 DEVICES_TEXT = (
-    "The clients of every class of devices, by the model that a client would use: mean over seeds. Uploads and "
-    "staleness are of a client; idle is the share of the time in which devices are there. The time is simulated, until "
-    "the mean of the class reaches the target of all methods, which is 95 % of the best result in the overview (where "
-    "less is better, the best over 95 %). A dash: some seed never does. devices.csv has the same figures."
+    "The clients of every class of devices, with the model that a client would use: mean over seeds. "
+    "Uploads and staleness are per client. Idle is the fraction of its available time in which a "
+    "device has no work. The time is simulated, until the mean of the class reaches the target of "
+    "all methods: 95 % of the best result in the overview (if less is better, the best divided by 95 "
+    "%). A dash means that some seed never reaches it. devices.csv contains the same figures."
 )
 DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_share", "seconds_to_target")
 

@@ -108,8 +108,8 @@ def untested_reason(comparison: TestedDifference | None) -> str:
 def scope(ratio: float) -> str:
     """Return the sentence on the scope of verdicts, by the ratio of `family`."""
     if ratio:
-        return "Verdicts are about new samples from the same source (Nadeau and Bengio's correction)."
-    return "Verdicts are about these samples, with other seeds."
+        return "Verdicts hold for new samples from the same source (Nadeau and Bengio's correction)."
+    return "Verdicts hold for these samples, with other seeds."
 
 
 def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[int, float]:

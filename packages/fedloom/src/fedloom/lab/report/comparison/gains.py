@@ -33,13 +33,13 @@ BY_SITE = ("by-column", "natural")
 MEAN_ROWS = ("Mean of the sites", "Mean by training samples")
 
 GAINS_TEXT = (
-    "Alone: a model that the site trains on its own samples. Together: the federated method with the best mean. "
-    "A gain is the difference between them with the same seed; above 0, together is better. The interval of a gain is "
-    "the one that decides: together is better where it is above 0, and worse where it is below. All lines are one "
-    f"family of paired t tests (Holm's correction, level 5 %; at least {MIN_SEEDS} seeds). Seeds and folds share "
-    "samples: "
-    "the variance of a gain is corrected for it (Nadeau and Bengio) by the site's own test and training samples. The "
-    "method was chosen by the same results, so its gain is somewhat flattered."
+    "Alone: a model that the site trains on its own samples. Together: the federated method with the "
+    "best mean. A gain is the difference between them with the same seed, and a positive gain means "
+    "that together is better. The interval decides the verdict: together is better if the interval "
+    "is above 0, and worse if it is below 0. All lines are one family of paired t tests (Holm's "
+    f"correction, level 5 %, at least {MIN_SEEDS} seeds). Seeds and folds share samples, so the "
+    "variance of a gain is corrected (Nadeau and Bengio) with the site's own test and training "
+    "samples. The method was chosen by the same results, so its gain is slightly optimistic."
 )
 
 
@@ -211,8 +211,11 @@ def _reason(
     )
     title = within_line(metric(lead).title)
     if not tested:
-        return f"{about} has no {title}: none of its samples was tested."
-    return f"{about} has no {title}{': its test parts hold one class only' if lead in ('auroc', 'auprc') else ''}."
+        return f"{about} has no {title}, because none of its samples was tested."
+    return (
+        f"{about} has no "
+        f"{title}{', because its test parts contain only one class' if lead in ('auroc', 'auprc') else ''}."
+    )
 
 
 def _span(values: tuple[int, ...]) -> str:
@@ -284,8 +287,8 @@ def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
     text = [BOOKTABS_LINE]
     for table in tables:
         words = tex(f"{caption}, {table.run}" if table.run else caption) + (
-            ": every site alone and together. Gains are paired over seeds; bold: together is better (paired t "
-            "test, Holm, 5\\,\\%). The interval of a gain is the one that decides."
+            ": every site alone and together. Gains are paired over seeds. Bold: together is better "
+            "(paired t test, Holm, 5\\,\\%). The interval of a gain decides the verdict."
         )
         lines = []
         for line in table.lines:

@@ -146,7 +146,9 @@ def checked_margin(margin: object) -> float | None:
         return None
     if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin < math.inf:
         return float(margin)
-    raise ConfigError(f"margin must be a number above 0, in the units of the figure (0.01 is a point), got {margin!r}")
+    raise ConfigError(
+        f"margin must be a number greater than 0, in the units of the metric (0.01 is one point), got {margin!r}"
+    )
 
 
 def pairs_csv(comparisons: Sequence[Pair]) -> str:
@@ -164,8 +166,9 @@ def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
     heads = ["Method", "Model", titled(figure(lead)), gap_head, "p", "Holm p", "Verdict"]
     about = scope(max((pair.ratio for pair in comparisons), default=0.0))
     words = (
-        f"{tex(caption)}: every method against {tex(baseline)}, paired over seeds. Bold: better (paired t test, Holm, "
-        f"5\\,\\%). The interval of a difference is the one that decides. {tex(about)}"
+        f"{tex(caption)}: every method compared with {tex(baseline)}, paired over seeds. Bold: better "
+        "(paired t test, Holm, 5\\,\\%). The interval of a difference decides the verdict. "
+        f"{tex(about)}"
     )
     lines = []
     for pair in comparisons:
@@ -190,7 +193,7 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
         shown = [formats.pair(*mean), pair.reference.name, formats.pair(*gap)]
         lines.append([pair.row.name, pair.row.model, *shown, p, holm, pair.words])
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
-    return scrolling(f"Every method against {against}", PAIR_HEADINGS, lines, text=(1, 3, 7))
+    return scrolling(f"Every method compared with {against}", PAIR_HEADINGS, lines, text=(1, 3, 7))
 
 
 def _numbers(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:

@@ -80,7 +80,7 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
         points = draw_points(run_of(runs, row), row, name, x)
         rows += [{**point, "method": labels[row]} for point in points if point["seed"] is None]
     if not rows:
-        raise ConfigError(f"curves: no method has {name!r} {CURVE_AXES[x][0]}; choose another metric or axis")
+        raise ConfigError(f"curves: no method has {name!r} {CURVE_AXES[x][0]}. Choose another metric or axis")
     shown = titled(metric(name))
     place = {"x": kit.number("x", CURVE_AXES[x][1]), "y": kit.number("value", shown), "color": _tint(labels.order)}
     ends = {**place, "y": {**place["y"], "field": "low"}, "y2": {"field": "high"}}
@@ -110,7 +110,7 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
             point = Estimate(by_seed).points()[0]  # in the metric's units already
             rows.append({**point, "client": sites[client], "method": labels[row]})
     if not rows:
-        raise ConfigError(f"clients: no client has {name!r}; choose another metric")
+        raise ConfigError(f"clients: no client has {name!r}. Choose another metric")
     shown, order = titled(metric(name)), [sites[client] for client in sorted(sites)]
     y = kit.nominal_channel("client", order, None, axis={"labelOverlap": False})
     place = {"y": y, "yOffset": {"field": "method", "sort": labels.order}}
@@ -145,8 +145,8 @@ def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) ->
     common = sorted(set.intersection(*(set(s) for s in scores))) if scores else []
     if len(scores) < MIN_RANKED_METHODS or len(common) < MIN_RANKED_BLOCKS:
         raise ConfigError(
-            f"critical_difference ranks {MIN_RANKED_METHODS} methods or more in {MIN_RANKED_BLOCKS} {blocks} or more "
-            f"with {name!r}, got {len(scores)} methods and {len(common)} {blocks}"
+            f"critical_difference needs at least {MIN_RANKED_METHODS} methods and {MIN_RANKED_BLOCKS} "
+            f"{blocks} with {name!r}, got {len(scores)} methods and {len(common)} {blocks}"
         )
     table = np.array([[score[block] for score in scores] for block in common])
     ranks: NDArray[np.float64] = rankdata(-table if metric(name).higher else table, axis=1)
@@ -176,7 +176,7 @@ def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, 
             blank = " " * (len(bars) + 1)  # a row without a name for each bar
             bars.append({"method": blank, "from": rounded(float(mean[k])), "to": rounded(float(mean[order[last]]))})
             reach = last
-    title = f"Mean rank over {len(ranks)} {blocks} (1 is best; critical difference {significant(limit)})"
+    title = f"Mean rank over {len(ranks)} {blocks} (1 is best, critical difference {significant(limit)})"
     lines = [*names, *(bar["method"] for bar in bars)]
     x, y = kit.number("rank", title, scale={"domain": [0.8, len(names) + 0.2]}), kit.nominal_channel("method", lines)
     y["axis"] |= {"labelOverlap": False, "ticks": False}

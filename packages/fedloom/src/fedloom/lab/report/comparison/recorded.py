@@ -267,7 +267,7 @@ class RecordedComparison:
     def _tests(self, baseline: str | None, name: str | None = None, margin: float | None = None) -> list[Pair]:
         if tests := self._pairs(baseline or self.baseline, name, margin):
             return tests
-        raise ConfigError(f"{self.baseline} is the only method: there is nothing to compare it with")
+        raise ConfigError(f"{self.baseline} is the only method, so there is nothing to compare it with")
 
     def _pairs(self, baseline: str, name: str | None = None, margin: float | None = None) -> list[Pair]:
         if margin is None and name in (None, self._lead):
