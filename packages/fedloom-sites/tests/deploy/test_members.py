@@ -164,7 +164,7 @@ def test_new_keys_and_a_patch_release_within_an_experiment_change_no_bit(
         ({"fixed_data": True}, "the agreement changes"),
         ({"data_name": "other"}, "the agreement changes"),
         ({"models_per_round": 9}, "the agreement changes"),
-        ({"epsilon": 9.0}, "settings of the site's own"),
+        ({"epsilon": 9.0}, "settings that belong to the site"),
     ],
 )
 def test_an_amendment_changes_nothing_else(change: dict[str, Any], sentence: str, ready: Path) -> None:
@@ -181,13 +181,13 @@ def test_an_amendment_changes_nothing_else(change: dict[str, Any], sentence: str
 
 def test_rotated_keys_go_to_their_site_alone(ready: Path) -> None:
     change = rotate(ready, "site-1")
-    with pytest.raises(ConfigError, match="take the folder with the site's new keys"):
+    with pytest.raises(ConfigError, match="Take the folder with the site's new keys"):
         proposed(ready / "sites" / "site-1", change.folder / "approval")
     with pytest.raises(ConfigError, match="the signing key of this site is another one"):
         proposed(ready / "sites" / "site-0", change.folder / "site")
-    with pytest.raises(ConfigError, match="there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         rotate(ready, "site-1")
-    with pytest.raises(ConfigError, match="there is no site nope"):
+    with pytest.raises(ConfigError, match="no site is called nope"):
         rotate(ready, "nope")
     if read(ready).secure is not None:
         file = change.folder / "approval" / "agreement.json"

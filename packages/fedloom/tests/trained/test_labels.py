@@ -56,10 +56,10 @@ def test_arrays_frames_and_files_give_one_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda t: fl.Dataset.create(t[list("abcd")].to_numpy(), t[NAMES].to_numpy()), "give task = 'multilabel'"),
+        (lambda t: fl.Dataset.create(t[list("abcd")].to_numpy(), t[NAMES].to_numpy()), "Give task = 'multilabel'"),
         (
             lambda t: fl.Dataset.create(t, NAMES, task="classification"),
-            "one column is predicted, got sepsis, stroke, aki",
+            "a model predicts one column, got sepsis, stroke, aki",
         ),
         (lambda t: fl.Dataset.create(t, "sepsis", task="multilabel"), "needs target = "),
         (lambda t: fl.Dataset.create(t, ["sepsis"], task="multilabel"), "each given once"),
@@ -68,7 +68,10 @@ def test_arrays_frames_and_files_give_one_data_set(tmp_path: Path) -> None:
             lambda t: fl.Dataset.create(t, ["sepsis", "site"], task="multilabel"),
             "row 2, column 'site': a label is 1 or",
         ),
-        (lambda t: fl.Dataset.create(t, NAMES, task="multilabel", centre=1.0), "centre and unit are of a regression"),
+        (
+            lambda t: fl.Dataset.create(t, NAMES, task="multilabel", centre=1.0),
+            "centre and unit belong to a regression",
+        ),
         (lambda t: fl.Dataset.create(np.eye(3), np.eye(3) * 2, task="multilabel"), "every label must be 1 or 0"),
         (lambda t: fl.Dataset.create(np.eye(3), [0, 1, 0], task="multilabel"), r"\[N, labels\], got int64"),
         (
@@ -87,8 +90,8 @@ def test_wrong_labels_are_a_sentence(make: Any, sentence: str) -> None:
     [
         ({"task": {"class_weights": "balanced"}}, "class_weights needs classes"),
         ({"task": {"metrics": ["accuracy"]}}, "'accuracy' is not defined for a multilabel"),
-        ({"task": {"calibrate": True}}, "calibrate is of binary tasks only"),
-        ({"attack": {"kind": "backdoor", "target": 0}}, "a backdoor needs samples of numbers with a class each"),
+        ({"task": {"calibrate": True}}, "calibrate works only for binary tasks"),
+        ({"attack": {"kind": "backdoor", "target": 0}}, "a backdoor needs samples of numbers with one class each"),
         ({"attack": {"kind": "flipped-labels"}}, "class"),
     ],
 )

@@ -71,14 +71,14 @@ def declare(folder: Path, day: str | None = None) -> Declared:
     key = "path" if "path" in live.data else "source"
     source = Path(live.data[key])
     if not source.is_file():
-        raise ConfigError(f"{source} is no file; a snapshot copies the one file that [data] of {file} names")
+        raise ConfigError(f"{source} is not a file. A snapshot copies the one file that [data] of {file} names")
     memory = site.memory_folder
     with in_turn(memory):
         record = _record(memory)
         known: list[dict[str, Any]] = record["snapshots"]
         if known and day <= known[-1]["day"]:
             raise ConfigError(
-                f"the last snapshot is of {known[-1]['day']}; a new one must be of a later date, got {day}"
+                f"the last snapshot is of {known[-1]['day']}. A new one must be of a later date, got {day}"
             )
         make_folder(memory / SNAPSHOTS_FOLDER, mode=0o700)
         draft = memory / SNAPSHOTS_FOLDER / f".draft{source.suffix}"
@@ -115,7 +115,7 @@ def check_snapshot(site: Site) -> str:
     path = Path(site.data["path" if "path" in site.data else "source"])
     if known is None or hashlib.sha256(content_of(path, "the snapshot")).hexdigest() != known["digest"]:
         what = "was never declared" if known is None else "has changed since it was declared"
-        raise ConfigError(f"the snapshot of {site.snapshot} {what}; declare another one: fedloom deploy snapshot")
+        raise ConfigError(f"the snapshot of {site.snapshot} {what}. Declare another one: fedloom deploy snapshot")
     return site.snapshot
 
 
@@ -129,14 +129,16 @@ def _check_apart(site: Site, day: str, subjects: list[str], known: list[dict[str
         if 0 < apart < least:
             raise ConfigError(
                 f"the snapshot of {day} differs from that of {one['day']} in {apart} subjects, at least {least} or "
-                "none are needed; wait until more have changed"
+                "none are needed. Wait until more have changed"
             )
 
 
 def _record(memory: Path) -> dict[str, Any]:
     record = read_checked(memory / RECORD_FILE)
     if record is None and (memory / RECORD_FILE).exists():
-        raise RunDirError(f"{memory / RECORD_FILE} is damaged, so earlier snapshots are not known; put it back")
+        raise RunDirError(
+            f"{memory / RECORD_FILE} is damaged, so earlier snapshots are not known. Restore it from a backup"
+        )
     return record or {"salt": secrets.token_hex(16), "snapshots": []}
 
 

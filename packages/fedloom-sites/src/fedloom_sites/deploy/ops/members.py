@@ -332,7 +332,7 @@ def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: byte
         "the release is no patch release of the agreed one": is_patch_of(new.version, site.version),
         "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in agreed),
         "secure aggregation changes in more than the keys of one site": keeps,
-        "the signing key of this site is another one; take the folder with the site's new keys": own
+        "the signing key of this site is another one. Take the folder with the site's new keys": own
         in ([], [public_line(known)]),
     }
 

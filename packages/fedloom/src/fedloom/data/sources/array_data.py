@@ -340,7 +340,7 @@ def _targets(
     if task == "multilabel":
         if y.ndim != 2 or y.dtype.kind not in "uifb":
             raise DataError(
-                f"{place}: y of a multilabel task must be 0 or 1 for each label, [N, labels], got {y.dtype} {y.shape}; "
+                f"{place}: y of a multilabel task must be 0 or 1 for each label, [N, labels], got {y.dtype} {y.shape}. "
                 "sklearn.preprocessing.MultiLabelBinarizer makes it from lists of labels"
             )
         return torch.from_numpy(y.astype(np.float64)), task, classes or tuple(map(str, range(y.shape[1])))

@@ -134,7 +134,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     if is_frame(target) and task == "multilabel" and hasattr(obj, "iloc") and len(target) == len(obj):
         refuse_order(obj, target, name)
         if both := [column for column in map(str, target.columns) if column in map(str, obj.columns)]:
-            raise ConfigError(f"{name}: the features and the labels both have a column {both[0]!r}; rename one")
+            raise ConfigError(f"{name}: the features and the labels both have a column {both[0]!r}. Rename one")
         obj = obj.assign(**{str(column): np.asarray(target[column]) for column in target.columns})
         target = [*map(str, target.columns)]
     if np.ndim(target) == 2 and np.shape(target)[1] == 1:
