@@ -43,37 +43,8 @@ if TYPE_CHECKING:
     from flwr.supercore.utils import disable_process_dumping as disable_process_dumping
     from flwr.supernode.cli.flower_supernode import flower_supernode as flower_supernode
 
-_NAME_MODULES = {
-    "make_message": "flwr.app.message",
-    "add_args_flwr_app_common": "flwr.common.args",
-    "try_obtain_flwr_app_token": "flwr.common.args",
-    "TIMESTAMP_HEADER": "flwr.common.constant",
-    "ErrorCode": "flwr.common.constant",
-    "ActivateNodeRequest": "flwr.proto.fleet_pb2",
-    "ConfirmMessageReceivedRequest": "flwr.proto.message_pb2",
-    "PullAppMessagesRequest": "flwr.proto.runtime_pb2",
-    "FLEET_HTTP_PUBLIC_KEY_HEADER": "flwr.supercore.constant",
-    "FLEET_HTTP_SIGNATURE_HEADER": "flwr.supercore.constant",
-    "SYSTEM_MESSAGE_TYPE": "flwr.supercore.constant",
-    "now": "flwr.supercore.date",
-    "ExitCode": "flwr.supercore.exit",
-    "EXIT_CODE_HELP": "flwr.supercore.exit.exit_code",
-    "iterate_object_tree": "flwr.supercore.inflatable.inflatable_object",
-    "make_pull_object_fn_protobuf": "flwr.supercore.inflatable.inflatable_protobuf_utils",
-    "ObjectPullError": "flwr.supercore.inflatable.inflatable_utils",
-    "inflate_object_from_contents": "flwr.supercore.inflatable.inflatable_utils",
-    "pull_objects": "flwr.supercore.inflatable.inflatable_utils",
-    "public_key_to_bytes": "flwr.supercore.primitives.asymmetric",
-    "sign_message": "flwr.supercore.primitives.asymmetric",
-    "PROTOBUF_MEDIA_TYPE": "flwr.supercore.protobuf.constants",
-    "run_superexec": "flwr.supercore.superexec.run_superexec",
-    "disable_process_dumping": "flwr.supercore.utils",
-    "flower_supernode": "flwr.supernode.cli.flower_supernode",
-}
-"""Module of every name of Flower."""
-
 if not TYPE_CHECKING:
-    __getattr__ = getter(__name__, {name: f"{module}:{name}" for name, module in _NAME_MODULES.items()})
+    __getattr__ = getter(__name__)
 
 
 def encode_records(records: RecordDict) -> bytes:

@@ -55,7 +55,7 @@ def ask(client: Client, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str,
 
 
 def download(client: Client) -> bytes:
-    job, server = client.trainer._run
+    job, server = client.trainer.job, client.trainer.node.server
     return client.trainer.forms.write_down(job.down(server, 1, client.trainer.ids), server)
 
 
@@ -93,7 +93,7 @@ def test_a_round_that_is_not_agreed_is_refused(t: int, accepted: int, done: Scen
         *([ask(client, "score", message, round=t, accepted=accepted)] if t else []),
     ):
         assert status == "refused"
-        assert f"round {t} is none of the agreed rounds 1 to 4" in reason
+        assert f"round {t} is not one of the agreed rounds 1 to 4" in reason
     assert files(client.site.state) == before
 
 
@@ -120,7 +120,7 @@ def test_a_server_that_names_no_accepted_round_erases_no_model(done: Scene) -> N
             more: dict[str, Any] = {"scored": 3, "global": True} if kind == "train" else {"global": True}
             status, reason = ask(client, kind, download(client), round=4, accepted=accepted, **more)  # type: ignore[arg-type]
             assert status == "refused"
-            assert "the site keeps its state and model" in reason
+            assert "back. The site keeps its state and model. Start" in reason
     assert files(client.site.state) == before
 
 
@@ -312,7 +312,7 @@ def test_a_site_may_refuse_a_model_that_is_far_from_the_last(factor: float, tmp_
     assert here.serve(here.grid(losing({(3, "train"): range(3)}))) is Stop.TOO_FEW
     assert not here.audit("rejected")
     client = here.clients()[0]
-    job, server = client.trainer._run
+    job, server = client.trainer.job, client.trainer.node.server
     down = job.down(server, 1, client.trainer.ids)
     for layer in (None, *job.oracle.layout.tree(down[0][None])):
         mask = torch.ones_like(down[0]) if layer is None else job.oracle.layout.mask(layer).to(down[0])
@@ -337,7 +337,7 @@ def test_a_site_refuses_a_model_with_dead_units(tmp_path: Path) -> None:
         assert here.serve() is Stop.DONE
         assert not here.audit("rejected")
         client = Client(here.sites[0].with_(state=tmp_path / f"new-{decay}"))
-        job, server = client.trainer._run
+        job, server = client.trainer.job, client.trainer.node.server
         down = job.down(server, 1, client.trainer.ids)
         first = job.oracle.layout.mask("fc1.bias").nonzero().flatten()
         for dead, passes in ((4, True), (14, False)):
@@ -357,7 +357,7 @@ def test_a_round_is_answered_on_few_models(kind: Kind, tmp_path: Path) -> None:
     """Crafted models in great number, whose answers can be subtracted: three of a round, each as often as it comes."""
     here = scene(tmp_path, "fedavg", **SMALL, **(ASKING if kind == "ask" else {}))
     client = here.clients()[0]
-    job, server = client.trainer._run
+    job, server = client.trainer.job, client.trainer.node.server
     down, forms = job.down(server, 1, client.trainer.ids), client.trainer.forms
 
     def asked(site: Client, change: float, **fields: Any) -> tuple[str, str]:

@@ -280,7 +280,7 @@ def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None
     reasons = {x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"}
     assert reasons
     assert all("experiment is" in reason for reason in reasons)
-    assert all(reason.endswith("; the site has another agreement, or has not approved this one") for reason in reasons)
+    assert all(reason.endswith(". The site has another agreement, or has not approved this one") for reason in reasons)
 
 
 def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple[Path, bool], ready: Path) -> None:
@@ -303,7 +303,7 @@ BENT = {
     "the experiment file names other members": lambda c: edit(c, lambda p: p["members"][0].update(site="other")),
     "the agreement changes": lambda c: edit(c, lambda p: p["shared"].update(fixed_data=True)),
     "it is not a change of this site's agreement": lambda c: edit(c, lambda p: p.update(before="0" * 64)),
-    "it changes settings of the site's own (epsilon, server)": lambda c: edit(
+    "it changes settings that belong to the site (epsilon, server)": lambda c: edit(
         c, lambda p: p["shared"].update(epsilon=1e9, server="elsewhere:443")
     ),
     "the change does not add exactly one member": lambda c: edit(c, lambda p: p["shared"].update(clients=9)),
@@ -414,7 +414,7 @@ def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
     loss = {client: value for client, value in losses(ready) if client in (0, 2)}
     table = [row for row in Loopback(ready, Processes()).table() if row["model"] == "global"]
     assert [(row["site"], row["loss"]) for row in table] == [("site-0", loss[0]), ("site-2", loss[2])]
-    with pytest.raises(ConfigError, match="there is no site site-1; sites: site-0, site-2"):
+    with pytest.raises(ConfigError, match="no site is called site-1; sites: site-0, site-2"):
         remove(ready, "site-1")
 
 
@@ -446,7 +446,7 @@ def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     write_directory(plan(experiment, 3), folder, Location())
     clients = [Client(read_site(p)) for p in sorted(folder.glob("sites/*/site.toml"))]
-    assert bool((clients[0].trainer._run[1].x == 0.25).all())
+    assert bool((clients[0].trainer.node.server.x == 0.25).all())
     late = Client(read_site(folder / "sites" / "site-1" / "site.toml"))
     assert late.trainer.rounds == 1  # the file was compared
     save_file({k: t + 1 for k, t in state.items()}, folder / "sites" / "site-1" / "weights.safetensors")

@@ -37,9 +37,9 @@ from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
 from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.secure.vectors import UploadVector
-from fedloom_sites.deploy.site import trainer
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import part_sizes
+from fedloom_sites.transport import node as node_module
 from tests.deploy.scene import Scene, document, signing_key_of
 from tests.deploy.sessions import secured
 from tests.deploy.test_dishonest import Rogue
@@ -149,7 +149,7 @@ class Generated:
             for c in range(1, SITES)
         }
         self._sizes = tuple(tuple(fed_sizes(here, c)) for c in range(SITES))
-        self._job, self._server = client.trainer._run
+        self._job, self._server = client.trainer.job, client.trainer.node.server
         self._down = self._job.down(self._server, 1, client.trainer.ids)
         self._round, self._nonce, self._adverts = 1, bytes(16), b""
         self._vector, self._stage = b"", "keys"
@@ -357,7 +357,7 @@ def holding(here: Scene, folder: str, sample: Tensor | None) -> Client:
 
 def crafted(rogue: Rogue, attack: Attack, direction: Tensor, threshold: float) -> bytes:
     """A model with units that are live where a sample is beyond a threshold in a direction, and others."""
-    job, server = rogue.trainer._run
+    job, server = rogue.trainer.job, rogue.trainer.node.server
     down = job.down(server, 1, rogue.trainer.ids)
     rows = {name: torch.zeros_like(part) for name, part in job.oracle.layout.tree(down[0].reshape(1, -1)).items()}
     units = rows["fc1.bias"].shape[1]
@@ -434,7 +434,7 @@ def test_an_error_of_the_training_is_a_neutral_upload_whatever_its_class(
     def fails(*_: Any) -> Any:
         raise error("patient 7 is 93 years old")
 
-    monkeypatch.setattr(trainer, "run_clients", fails)
+    monkeypatch.setattr(node_module, "run_clients", fails)
     rogue = Rogue(here)
     session, download = rogue.begin(1, range(SITES)), rogue.download()
     session.vector(0, rogue.terms(1, download, cohort=range(SITES)), download)
@@ -473,7 +473,7 @@ def test_models_under_masks_are_counted(tmp_path: Path) -> None:
         session.vector(0, rogue.terms(t, download, models, cohort=range(SITES), **more), download, *models)
         return (rogue.refused[before:] or [""])[0]
 
-    job, server = rogue.trainer._run
+    job, server = rogue.trainer.job, rogue.trainer.node.server
     model = job.algorithm.global_model(server)
     for scored, kind in ((False, "masked"), (True, "tally")):
         answers = [asked(1, change, scored) for change in (0.0, 0.1, 0.2, 0.1, 0.3, 0.2)]
@@ -486,14 +486,14 @@ def test_models_under_masks_are_counted(tmp_path: Path) -> None:
 
 def neutral(here: Scene, changes: list[Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The neutral uploads, as integers, of sites that differ in their samples, after a round of training on these."""
-    found, make = list[Tensor](), trainer.run_clients
+    found, make = list[Tensor](), node_module.run_clients
 
     def fails(job: Any, down: Any, task: Any) -> Any:
         if task.round == 2:
             raise Refused("not finite")
         return make(job, down, task)
 
-    monkeypatch.setattr(trainer, "run_clients", fails)
+    monkeypatch.setattr(node_module, "run_clients", fails)
     for k, change in enumerate(changes):
         client = with_samples(Client(here.sites[0].with_(state=here.folder / f"twin-{k}")), change)
         rogue = Rogue(here)
@@ -557,14 +557,14 @@ def test_sites_open_no_sum_of_neutral_uploads_whatever_the_server_says(
 ) -> None:
     """Two of four sites have a result, and three must: the counters show it to every site."""
     cut = {"partition": {"kind": "dirichlet", "clients": 4, "alpha": 0.5, "max_train_per_client": 16}}
-    make = trainer.run_clients
+    make = node_module.run_clients
 
     def fails(job: Any, down: Any, task: Any) -> Any:
         if int(task.ids) > 1:
             raise Refused("not finite")
         return make(job, down, task)
 
-    monkeypatch.setattr(trainer, "run_clients", fails)
+    monkeypatch.setattr(node_module, "run_clients", fails)
     rogue, everyone = Rogue(secured(tmp_path, "fedavg", SITES, **THREE | cut)), range(4)
     session, download = rogue.begin(1, everyone), rogue.download()
     terms = rogue.terms(1, download, cohort=everyone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ import fedloom_sites.flower as ff
 from fedloom.algorithms import Ditto
 from fedloom.engine.setting import Engine
 from fedloom.errors import ConfigError, LayoutError, RunStopped
+from fedloom.rows.wire import WIRE_HEADER
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays, unpack_arrays
 from fedloom_sites.flower import documents
 from fedloom_sites.flower.records import VALUES_RECORD
 from tests.deploy.grid import outside_flower
@@ -99,7 +102,7 @@ def test_a_model_is_saved_in_the_folder_that_its_node_names(tmp_path: Path) -> N
         loss = nn.functional.cross_entropy(model(x), y).item()
         assert loss == pytest.approx(strategy.client_metrics[4][k]["personal/test/loss"], rel=1e-5)
         Net().load_state_dict(ff.personal_model(context))
-        with pytest.raises(LayoutError, match=r"'0.weight' has the shape none, that of the given module \[2, 8\]"):
+        with pytest.raises(LayoutError, match=r"'0.weight' has the shape none, but in the given module \[2, 8\]"):
             fl.open_model(tmp_path / "models" / f"{context.node_id}.safetensors", nn.Sequential(nn.Linear(8, 2)))
 
 
@@ -248,12 +251,23 @@ def test_a_node_that_lost_its_state_says_so_and_begins_anew(capsys: pytest.Captu
     assert set(strategy.client_metrics[5]) == {0, 1, 2}
 
 
+def upload_in(content: RecordDict) -> bytes:
+    return bytes(unpack_arrays(content[ARRAYS_RECORD], 1e9)[0])
+
+
+def not_finite(message: bytes) -> bytes:
+    """The message with NaN as its last number, and a checksum that fits."""
+    body = message[WIRE_HEADER.size : -4] + b"\x00\x00\xc0\x7f"
+    return WIRE_HEADER.pack(*WIRE_HEADER.unpack_from(message)[:-1], zlib.crc32(body)) + body
+
+
 BENT: dict[str, Any] = {
-    "other shapes": lambda content: content.__setitem__("up", ArrayRecord(nn.Linear(2, 2).state_dict())),
-    "no upload": lambda content: content.pop("up"),
-    "not finite": lambda content: content.__setitem__(
-        "up", ArrayRecord({k: v * float("nan") for k, v in content["up"].to_torch_state_dict().items()})
-    ),
+    "other arrays": lambda content: content.__setitem__(ARRAYS_RECORD, ArrayRecord(nn.Linear(2, 2).state_dict())),
+    "no upload": lambda content: content.pop(ARRAYS_RECORD),
+    "no arrays": lambda content: content.__setitem__(ARRAYS_RECORD, pack_arrays([])),
+    "another message": lambda content: content.__setitem__(ARRAYS_RECORD, pack_arrays([b"FLOM"])),
+    "damaged": lambda content: content.__setitem__(ARRAYS_RECORD, pack_arrays([upload_in(content)[:-1] + b"?"])),
+    "not finite": lambda content: content.__setitem__(ARRAYS_RECORD, pack_arrays([not_finite(upload_in(content))])),
     "another round": lambda content: content.__setitem__(
         VALUES_RECORD, ConfigRecord({**content[VALUES_RECORD], "round": 99})
     ),
@@ -504,7 +518,10 @@ def test_too_few_nodes() -> None:
         ),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord([np.ones(2)])),
-            r"the model has 'body.0.weight', but not initial_arrays. Give ArrayRecord\(model.state_dict\(\)\)",
+            (
+                r"the model contains 'body.0.weight', but initial_arrays does not. Give "
+                r"ArrayRecord\(model.state_dict\(\)\)"
+            ),
         ),
         (lambda: ff.Strategy(Ditto(), Net()), r"algorithm must be a name, as in Strategy\('ditto', .* got Ditto\("),
         (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"unknown key 'lr'; it belongs in local=\{'lr': 0.1\}"),
@@ -537,9 +554,9 @@ def test_too_few_nodes() -> None:
         (lambda: ff.Strategy("ditto", Net(), wait="1"), "wait must be a number of seconds, got '1'"),
         (
             lambda: Server(client_manager=SimpleClientManager(), strategy=ff.Strategy("ditto", Net())).fit(1, None),
-            "this server is the older one",
+            "this server uses the older API with",
         ),
-        (lambda: ff.client(local), r"client takes the app, as in @client\(app\)"),
+        (lambda: ff.client(local), r"client needs the app, as in @client\(app\)"),
         (
             lambda: ff.client(ClientApp())(ff.Local(Net(), samples(0))),
             "decorates a function of Flower's context, got Local",

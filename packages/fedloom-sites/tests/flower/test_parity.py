@@ -19,6 +19,9 @@ from fedloom import models
 from fedloom.algorithms import REGISTRY
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused
+from fedloom.rows.wire import WIRE_MAGIC
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
+from fedloom_sites.flower.records import VALUES_RECORD
 from tests.flower.app import App
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -205,15 +208,35 @@ def lengths_sent(fed: Federation, floor: dict[str, Any], **choices: Any) -> list
     sent = list[float]()
 
     def look(_node: int, _message: Message, reply: Message) -> Message:
-        if "up" in reply.content:
-            tensors = [torch.from_numpy(a.numpy()) for a in reply.content["up"].values()]
-            sent.append(float(torch.cat([t.flatten() for t in tensors]).norm()))
+        if ARRAYS_RECORD in reply.content:
+            message = unpack_arrays(reply.content[ARRAYS_RECORD], 1e9)[0]
+            sent.append(float(torch.frombuffer(bytearray(message[-8 * 650 :]), dtype=torch.float64).norm()))
         return reply
 
     module, app = net(), App(floored(fed, **floor), 3, look)
     strategy = ff.Strategy("fedavg", net(), **{**CHOICES, **choices})
     strategy.start(app.grid, ArrayRecord(module.state_dict()), num_rounds=1)
     return sent
+
+
+@pytest.mark.parametrize("name", ["ditto", "power-of-choice"])
+def test_every_number_of_a_method_travels_in_the_codec_of_deployments(name: str, fed: Federation) -> None:
+    """Downloads, uploads, models and answers are messages of `fedloom.rows.wire`, with the checksum of every reader."""
+    seen = dict[str, int]()
+
+    def look(_node: int, message: Message, reply: Message) -> Message:
+        kind = message.metadata.message_type
+        for content in (message.content, reply.content):
+            arrays = unpack_arrays(content[ARRAYS_RECORD], 1e9) if ARRAYS_RECORD in content else []
+            assert all(array[:4] == WIRE_MAGIC for array in arrays)
+            seen[kind] = seen.get(kind, 0) + len(arrays)
+        assert {*reply.content} <= {VALUES_RECORD, ARRAYS_RECORD, "metrics"}
+        return reply
+
+    strategy = ff.Strategy(name, net(), **CHOICES)
+    strategy.start(App(local_of(fed), 3, look).grid, ArrayRecord(net().state_dict()), num_rounds=1)
+    assert seen["train"] >= 2
+    assert ("query.ask" in seen) == (name == "power-of-choice")
 
 
 def test_no_document_of_the_server_lowers_a_nodes_own_noise(fed: Federation) -> None:
@@ -240,7 +263,7 @@ def test_no_document_of_the_server_lowers_a_nodes_own_bound(fed: Federation) -> 
         ({"norm_bound": "1"}, "norm_bound must be a number greater than 0, got '1'"),
         ({"upload_transform": {"clip": -1}}, "upload_transform.clip: Input should be greater than 0, got -1"),
         ({"upload_transform": {"kind": "sign"}}, "upload_transform.kind"),
-        ({"upload_transform": "noise"}, "give the node's noise as fl.channels.GaussianNoise"),
+        ({"upload_transform": "noise"}, "Give the node's noise as fl.channels.GaussianNoise"),
     ],
 )
 def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str, fed: Federation) -> None:

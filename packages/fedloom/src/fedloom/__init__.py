@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if sys.platform == "win32":
     raise ImportError("fedloom runs on Linux and macOS: on Windows, install and run it inside WSL (wsl --install)")
 
-from fedloom.lazy import getter
+from fedloom.lazy import getter, lazy_names, lister
 from fedloom.version import __version__
 
 if TYPE_CHECKING:
@@ -54,47 +54,6 @@ if TYPE_CHECKING:
     from fedloom.rows import proxes as proxes
     from fedloom.trained.opened import open_model as open_model
 
-
-_ATTRIBUTE_PATHS = {
-    "Dataset": "fedloom.data.dataset:Dataset",
-    "Engine": "fedloom.engine.setting:Engine",
-    "Evaluate": "fedloom.engine.setting:Evaluate",
-    "Federation": "fedloom.data.federation:Federation",
-    "FedloomError": "fedloom.errors:FedloomError",
-    "LocalSGD": "fedloom.local.settings:LocalSGD",
-    "Setting": "fedloom.engine.setting:Setting",
-    "advise": "fedloom.lab.advise.advise:advise",
-    "aggregators": "fedloom.rows.aggregators",
-    "algorithms": "fedloom.algorithms",
-    "analyses": "fedloom.analyses",
-    "analyze": "fedloom.analyses.run:analyze",
-    "attacks": "fedloom.rows.attacks",
-    "callbacks": "fedloom.callbacks",
-    "channels": "fedloom.rows.channels",
-    "compare": "fedloom.lab.comparison.compare:compare",
-    "data": "fedloom.data",
-    "errors": "fedloom.errors",
-    "experiment": "fedloom.lab.experiment",
-    "fetch": "fedloom.data.sources.fetch:fetch",
-    "load": "fedloom.data.sources:load",
-    "mixers": "fedloom.choose.mixers",
-    "models": "fedloom.models",
-    "open_model": "fedloom.trained.opened:open_model",
-    "open_run": "fedloom.lab.experiment:open_run",
-    "partitions": "fedloom.data.partitions",
-    "proxes": "fedloom.rows.proxes",
-    "samplers": "fedloom.choose.samplers",
-    "seeds": "fedloom.seeds",
-    "sklearn": "fedloom.sklearn",
-    "simulate": "fedloom.engine.simulate:simulate",
-    "tasks": "fedloom.tasks",
-    "testing": "fedloom.testing",
-    "weighers": "fedloom.choose.weighers",
-}
-
-__all__ = ["__version__", *_ATTRIBUTE_PATHS]
-
-
 _RENAMED = {
     "aggregate": "aggregators",
     "channel": "channels",
@@ -103,8 +62,8 @@ _RENAMED = {
 }
 """Old singular names of modules, and their present plural names."""
 
-__getattr__ = getter(__name__, _ATTRIBUTE_PATHS, "methods are in fl.algorithms, models in fl.models", _RENAMED)
+__all__ = ["__version__", *lazy_names(__name__)]
 
+__getattr__ = getter(__name__, "methods are in fl.algorithms, models in fl.models", _RENAMED)
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = lister(__name__)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 DISPLAY_MODULE = "fedloom.lab.report.notebook"
@@ -17,18 +19,29 @@ def display() -> Any:
     return import_module(DISPLAY_MODULE)
 
 
-def getter(
-    package: str, places: Mapping[str, str], classes: str = "", renamed: Mapping[str, str] | None = None
-) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package.
+LAZY_IMPORT_PATTERN = re.compile(r"^    from ([\w.]+) import (?:\(\s*)?(\w+) as \2\b", re.MULTILINE)
+"""Form of the public imports that a package lists below ``if TYPE_CHECKING:``, as ``import compare as compare``."""
+
+
+def lazy_names(package: str) -> dict[str, str]:
+    """Return the module of every name that a package lists below ``if TYPE_CHECKING:``, by name.
+
+    The list serves type checkers and imports alike, so that each name stands in one list.
+    """
+    spec: Any = sys.modules[package].__spec__
+    text = spec.loader.get_source(package)
+    return {name: module for module, name in LAZY_IMPORT_PATTERN.findall(text.partition("if TYPE_CHECKING:")[2])}
+
+
+def getter(package: str, classes: str = "", renamed: Mapping[str, str] | None = None) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a package, which imports the `lazy_names` of the package on first use.
 
     Args:
         package: name of the package.
-        places: place of every public name, such as ``"fedloom.engine.setting:Setting"`` or, for a module,
-            ``"fedloom.models"``.
         classes: place of classes that the package does not contain, for the error.
         renamed: new names by old names, for the error.
     """
+    places = lazy_names(package)
 
     def get(name: str) -> object:
         if name in (renamed or {}):
@@ -38,12 +51,11 @@ def getter(
             hint = f"did you mean {close[0]!r}? " if close else classes and name[:1].isupper() and f"{classes}; "
             names = ", ".join(sorted(places))
             raise AttributeError(f"module {package!r} has no attribute {name!r}; {hint or ''}its names: {names}")
-        module, _, attribute = places[name].partition(":")
-        public = import_module(module)
-        if attribute:
-            public = getattr(public, attribute)
-        elif "__dir__" not in vars(public):
-            vars(public)["__dir__"] = lister(module)
+        place = places[name]
+        is_part = place == package  # a module of the package itself, which it lacks until it is imported
+        public = import_module(f"{place}.{name}") if is_part else getattr(__import__(place, fromlist=[name]), name)
+        if isinstance(public, ModuleType) and "__dir__" not in vars(public):
+            vars(public)["__dir__"] = lister(public.__name__)
         setattr(sys.modules[package], name, public)
         return public
 

@@ -68,7 +68,7 @@ class Plain(str):
         return str(self)
 
 
-def plain_type(annotation: Any) -> str:
+def plain_type(annotation: object) -> str:
     """Return a type in the notation of a user, without validators.
 
     >>> plain_type(Annotated[float, "more than 0"]), plain_type(tuple[int, ...] | None), plain_type(Literal["a", "b"])

@@ -126,7 +126,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         return (*numbered, *findings(features, outcome, users, units=None if design is None else design.units))
 
     @default_to_cpu()
-    def _scores(self, x: Any, groups: ArrayLike | None) -> Some:
+    def _scores(self, x: object, groups: ArrayLike | None) -> Some:
         """Return probabilities or values [N, k], each row from the model of its group."""
         check_is_fitted(self)
         rows = torch.tensor(validate_data(self, x, reset=False), dtype=torch.float64)
@@ -188,7 +188,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         self._fit(X, torch.from_numpy(codes.astype(np.int64)), task, groups, subjects, classes=names)
         return self
 
-    def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
+    def predict(self, X: object, groups: ArrayLike | None = None) -> Some:
         """Return the classes ``[N]``.
 
         Args:
@@ -199,7 +199,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         best = self._scores(X, groups).argmax(1)
         return np.asarray(self.classes_[best])
 
-    def predict_proba(self, X: Any, groups: ArrayLike | None = None) -> Some:
+    def predict_proba(self, X: object, groups: ArrayLike | None = None) -> Some:
         """Return probabilities ``[N, C]`` in the order of ``classes_``. Arguments as `predict`."""
         return self._scores(X, groups)
 
@@ -223,7 +223,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         self._fit(X, target, "regression", groups, subjects, centre=centre, unit=unit)
         return self
 
-    def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
+    def predict(self, X: object, groups: ArrayLike | None = None) -> Some:
         """Return values ``[N]``, see `FederatedClassifier.predict` for the groups."""
         return self._scores(X, groups)[:, 0]
 

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from logging import WARNING
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedloom.engine.clients.chunk import ClientOutput, ClientState
+from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.remote import RemoteClients
 from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, WireError
-from fedloom.local import Nothing
-from fedloom.local.rows import rows_of
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest, TrainResult
-from fedloom_sites.flower.records import (
-    VALUES_RECORD,
-    array_of_each,
-    arrays_of,
-    fields_like,
-    head_of,
-    log,
-    tensors_of,
-    write_values,
-)
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays
+from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, log, messages_of, write_values
 from fedloom_sites.flwr_adapter import ErrorCode
+from fedloom_sites.transport.forms import Forms, output_of
+from fedloom_sites.transport.roll import Roll
 
 T = TypeVar("T")
 
@@ -37,49 +29,36 @@ Send = Callable[[Iterable[Message]], Iterable[Message]]
 """Function that sends messages and returns the replies that arrive in time, in any order."""
 
 
-class Members(NamedTuple):
-    """The nodes of a run.
-
-    Attributes:
-        nodes: Flower's numbers of the nodes, by client.
-        sizes: numbers of training, validation and test samples of each node.
-        run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
-    """
-
-    nodes: list[int]
-    sizes: list[list[int]]
-    run: str
-
-
 class FlowerClients(RemoteClients):
     """The nodes of an app, see `RemoteClients`.
 
     Args:
         job: the run at the server.
-        idle: upload ``[1, .]`` of a client that takes no step, for the shapes.
-        members: the nodes by client.
+        forms: forms of the run's messages.
+        roll: the nodes by client.
+        run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
         document: method and choices of the run.
         parameters: names and shapes of the model's parameters.
         send: function that sends messages to the nodes.
 
     Attributes:
-        reachable: numbers of the nodes that can be reached.
+        roll: the nodes by client.
         scores: metrics of every client that answered the newest evaluation.
         refusals: reason for which each client refused the newest request. Clients that did not answer, or that have
             lost their state, are not included.
     """
 
-    def __init__(self, job: Job, idle: Any, members: Members, document: str, parameters: str, send: Send) -> None:
-        super().__init__(job, torch.tensor(members.sizes))
-        self._nodes, self._send = members.nodes, send
-        self.reachable = set(members.nodes)
+    def __init__(
+        self, job: Job, forms: Forms, roll: Roll, run: str, document: str, parameters: str, send: Send
+    ) -> None:
+        super().__init__(job, roll.sizes)
+        self.roll, self._forms, self._send = roll, forms, send
         self._shared: dict[str, Any] = {
             "document": document, "parameters": parameters, "rounds": job.setting.rounds,
             "sizes": job.train_sizes[:, 0].tolist(), "weights": job.alpha[:, 0].double().tolist(),
         }  # fmt: skip
-        if members.run:
-            self._shared["run"] = members.run
-        self._idle = idle
+        if run:
+            self._shared["run"] = run
         self._start = arrays_of({"start": job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)})
         self.scores: dict[int, dict[str, float]] = {}
         self.refusals: dict[int, str] = {}
@@ -91,72 +70,63 @@ class FlowerClients(RemoteClients):
         return other
 
     def can_train(self, client: int) -> bool:
-        return self._is_reachable(client) and super().can_train(client)
+        return client in self.roll.nodes and super().can_train(client)
 
     def train_each(self, request: TrainRequest, downloads: Mapping[int, Any]) -> dict[int, ClientOutput]:
-        t, everyone = request.round, array_of_each(request.down)
-        messages = (
-            self._message("train", c, t, {"down": arrays_of(down._asdict(), everyone)}) for c, down in downloads.items()
-        )
-        return self._replies([*downloads], messages, lambda reply: self._output(reply, t))
+        def messages() -> Iterator[Message]:
+            for c, down in self._forms.write_downs(request, downloads):
+                yield self._message("train", c, request.round, [down])
+
+        def read(client: int, reply: RecordDict) -> ClientOutput:
+            values = head_of(reply)
+            if values.get("round") != request.round:
+                raise WireError(f"it belongs to round {values.get('round')}, not to {request.round}")
+            upload = self._forms.read_up(_single(reply), client, downloads[client])
+            if any(not bool(rows.isfinite().all()) for rows in upload[1:] if rows is not None):
+                raise WireError("its answers must be finite numbers")
+            return output_of(upload, _work(values))
+
+        return self._replies([*downloads], messages(), read)
 
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        model = {"model": arrays_of({"model": request.model})}
+        model = [self._forms.write_model(request.model)]
         messages = (self._message("query.ask", c, request.round, model) for c in clients)
 
-        def read(reply: RecordDict) -> tuple[Tensor, Tensor]:
-            answer = tensors_of(reply, "answers").get("sampler")
-            if answer is None or answer.dim() != 2 or len(answer) != 1:
-                raise WireError("it contains no answer [1, k] to the sampler")
-            return answer.to(self._job.oracle.dtype), _work(head_of(reply))
+        def read(_client: int, reply: RecordDict) -> tuple[Tensor, Tensor]:
+            return self._forms.read_answer(_single(reply)), _work(head_of(reply))
 
         return self._replies(clients, messages, read)
 
     def score_each(self, request: ScoreRequest) -> dict[int, dict[str, float]]:
-        recipients = [c for c in request.ids.tolist() if self._can_score(c)]
-        self.scores = self._replies(recipients, self.score_messages(request), _metrics)
+        self.scores = self._replies(self._scorers(request), self.score_messages(request), _metrics)
         return self.scores
 
     def score_messages(self, request: ScoreRequest) -> Iterator[Message]:
         """Yield the messages that ask for scores."""
-        everyone, global_model = array_of_each(request.down), self._global(request)
-        for c in request.ids.tolist():
-            down = None if request.down is None else rows_of(request.down, slice(c, c + 1))
-            records = global_model | ({} if down is None else {"down": arrays_of(down._asdict(), everyone)})
-            if self._can_score(c):
-                yield self._message("evaluate", c, request.round, records, **{"global": request.model is not None})
+        has_global = request.model is not None
+        for c, models in self._forms.write_models_of(request, self._scorers(request)):
+            yield self._message("evaluate", c, request.round, models, **{"global": has_global})
 
-    def _global(self, request: ScoreRequest) -> dict[str, ArrayRecord]:
-        """Return the record of the global model, which is empty if nodes receive the model anyway."""
-        if request.model is None or (
-            request.down and request.down[0].dim() == 1 and torch.equal(request.down[0], request.model)
-        ):
-            return {}
-        return {"model": arrays_of({"model": request.model})}
+    def _scorers(self, request: ScoreRequest) -> list[int]:
+        return [c for c in request.ids.tolist() if c in self.roll.nodes and bool(self._sizes[c].sum())]
 
-    def _is_reachable(self, client: int) -> bool:
-        return self._nodes[client] in self.reachable
-
-    def _can_score(self, client: int) -> bool:
-        return self._is_reachable(client) and bool(self._sizes[client].sum())
-
-    def _message(self, kind: str, client: int, t: int, records: Mapping[str, Any], **more: Any) -> Message:
+    def _message(self, kind: str, client: int, t: int, arrays: Sequence[bytes], **more: Any) -> Message:
         accepted = int(self.accepted[client])
-        values = {"client": client, "round": t, "accepted": accepted}
-        content = RecordDict({VALUES_RECORD: write_values(**self._shared, **values, **more), **records})
+        values = write_values(**self._shared, client=client, round=t, accepted=accepted, **more)
+        content = RecordDict({VALUES_RECORD: values, ARRAYS_RECORD: pack_arrays(arrays)})
         if not accepted:  # the node has no state yet, whose template begins at this model
             content["start"] = self._start
-        return Message(content, dst_node_id=self._nodes[client], message_type=kind, group_id=str(t))
+        return Message(content, dst_node_id=self.roll.nodes[client], message_type=kind, group_id=str(t))
 
     def _replies(
-        self, recipients: list[int], messages: Iterable[Message], read: Callable[[RecordDict], T]
+        self, recipients: list[int], messages: Iterable[Message], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
         """Return the first usable reply of every client. All other replies are logged and dropped."""
-        clients = {self._nodes[c]: c for c in recipients}
         values: dict[int, T] = {}
         for reply in self._send(messages) if recipients else ():
             node = reply.metadata.src_node_id
-            client = clients.get(node)
+            client = self.roll.client(node)
+            client = client if client in recipients else None
             if reply.has_error():
                 if client is not None and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                     self.refusals[client] = str(reply.error.reason)[:500]
@@ -174,7 +144,7 @@ class FlowerClients(RemoteClients):
                 log(WARNING, "fedloom: the reply of node %s is ignored: %s", node, reason)
         return values
 
-    def _read(self, client: int, reply: Message, read: Callable[[RecordDict], T]) -> T:
+    def _read(self, client: int, reply: Message, read: Callable[[int, RecordDict], T]) -> T:
         values = head_of(reply.content)
         if "error" in values:
             if values.get("lost"):
@@ -184,25 +154,7 @@ class FlowerClients(RemoteClients):
             raise WireError(str(values["error"])[:500])
         if "client" in values and values["client"] != client:
             raise WireError(f"it belongs to client {values['client']}, not to {client}")
-        return read(reply.content)
-
-    def _output(self, reply: RecordDict, t: int) -> ClientOutput:
-        """Return a client's decoded output after a check of its round and of the shapes of the method."""
-        values = head_of(reply)
-        if values.get("round") != t:
-            raise WireError(f"it belongs to round {values.get('round')}, not to {t}")
-        upload = fields_like(self._idle, tensors_of(reply, "up"), "upload")
-        answers = {name: rows.to(self._job.oracle.dtype) for name, rows in tensors_of(reply, "answers").items()}
-        weigher, sampler = (self._answer(answers, name) for name in ("weigher", "sampler"))
-        return ClientOutput(upload, ClientState(Nothing()), _work(values), weigher, sampler)
-
-    def _answer(self, answers: Mapping[str, Tensor], name: str) -> Tensor | None:
-        rows = answers.get(name)
-        if name == "weigher" and rows is None and self._job.setting.aggregation_weights.probes:
-            raise WireError("it contains no answer to aggregation_weights")
-        if rows is not None and (rows.dim() != 2 or len(rows) != 1 or not bool(rows.isfinite().all())):
-            raise WireError(f"its answer to the {name} must be finite numbers [1, k]")
-        return rows
+        return read(client, reply.content)
 
 
 class Remembering:
@@ -234,7 +186,14 @@ def _work(values: Mapping[str, Any]) -> Tensor:
     return torch.tensor([work])
 
 
-def _metrics(reply: RecordDict) -> dict[str, float]:
+def _single(reply: RecordDict) -> bytes:
+    parts = messages_of(reply)
+    if len(parts) != 1:
+        raise WireError(f"it contains {len(parts)} arrays instead of 1")
+    return parts[0]
+
+
+def _metrics(_client: int, reply: RecordDict) -> dict[str, float]:
     record = reply.get("metrics")
     if not isinstance(record, MetricRecord):
         raise WireError("it contains no metrics")

@@ -11,13 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.algorithms import ALGORITHMS, REGISTRY, upload_fields
-from fedloom.choose.shares import column_of_shares, uses_clusters
+from fedloom.algorithms import ALGORITHMS, REGISTRY
 from fedloom.engine import Setting
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, Refused
 from fedloom.hints import unknown
-from fedloom.schedule import Synchronous
 from fedloom.values import Value, dump, fields_of
 
 STRATEGY_FIELDS = [
@@ -46,7 +44,7 @@ PRIVACY_HINT = (
 """Advice instead of a strategy that wraps a strategy of fedloom."""
 
 
-def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
+def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
     """Return a method, with its options and the choices of a run, as JSON for the nodes.
 
     Raises:
@@ -107,7 +105,7 @@ def resolved_document(setting: Setting) -> str:
     return json.dumps({"algorithm": name, **dump(setting.method), **_plain(choices)})
 
 
-def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Setting:
+def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> Setting:
     """Return the setting in a document.
 
     Raises:
@@ -159,43 +157,7 @@ def check_counts(**counts: tuple[Any, int]) -> None:
             raise ConfigError(f"{name} must be a whole number of at least {least}, got {count!r:.80}")
 
 
-def check_nodes_suffice(name: str, setting: Setting) -> None:
-    """Raise if the nodes of an app lack something for a method, given with its name, or for its choices.
-
-    Raises:
-        Refused: the method needs all samples in one place, a clock, or models that stay at the clients.
-    """
-    if setting.pooled:
-        raise Refused(
-            f"{name} pools the data of all clients, but nodes do not share their data",
-            rule="deploy-pooled-data",
-            fix="choose another method",
-        )
-    for table, rule in (("devices", "deploy-devices"), ("schedule", "deploy-schedule")):
-        if getattr(setting, table) not in (None, Synchronous()):
-            raise Refused(
-                "devices and schedule simulate times, but real nodes take the time that they need",
-                rule=rule,
-                fix=f"leave {{{table}}} out",
-            )
-    resolved = setting.resolved()
-    kinds = upload_fields(type(resolved.method)).values()
-    if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):
-        raise Refused(
-            f"sampler {resolved.sampler.kind!r} reads the clients' models, but {name} uploads a "
-            "difference to a state that stays at the client",
-            rule="deploy-sampler-models",
-            fix="choose another {sampler}",
-        )
-    if (clusters := uses_clusters(setting.client_weights)) or column_of_shares(setting.client_weights):
-        raise Refused(
-            f"client_weights = {setting.client_weights!r} needs all samples in one place",
-            rule="deploy-weights",
-            fix="set {weigher = 'equitable'}" if clusters else "give a number for each client in {weights}",
-        )
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Value):
         kind = {"kind": value.kind} if hasattr(value, "kind") else {}
         return kind | value.model_dump(mode="json", exclude_unset=True)
@@ -204,7 +166,7 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: object) -> list[str]:
     if isinstance(value, dict):
         return [text for inner in value.values() for text in _texts(inner)]
     if isinstance(value, list):

@@ -101,7 +101,7 @@ class Local:
             return setting
         return setting.with_(upload_transform=own_noise)
 
-    def shorten(self, job: Job, upload: Any, down: object) -> Any:
+    def shorten(self, job: Job, upload: object, down: object) -> Any:
         """Return the upload of a node, shortened to the node's bound. Fields ``[1, .]``."""
         if self.norm_bound is None:
             return upload
@@ -262,7 +262,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _task(loss: Any, y: Tensor, outputs: int) -> tuple[Task, bool]:
+def _task(loss: object, y: Tensor, outputs: int) -> tuple[Task, bool]:
     """Return the task of a node, and whether its loss is the loss of the task."""
     whole = not y.is_floating_point()
     if type(loss) is nn.BCEWithLogitsLoss and outputs == 1 and bool(((y == 0) | (y == 1)).all()):
@@ -282,7 +282,7 @@ def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
     return same and getattr(loss, "weight", None) is None and getattr(loss, "pos_weight", None) is None
 
 
-def _loss_of_app(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
+def _loss_of_app(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
     """Return an app's loss, adapted to the shapes of outputs and targets in the app. ``y`` is one target."""
     is_float = y.is_floating_point() or isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss)
     shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()

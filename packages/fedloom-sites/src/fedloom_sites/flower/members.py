@@ -8,16 +8,17 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, WireError
 from fedloom.storage import make_folder, write_atomic
-from fedloom_sites.flower.clients import Members
 from fedloom_sites.flower.records import VALUES_RECORD, head_of, log, write_values
 from fedloom_sites.flower.samples import Signature
 from fedloom_sites.flwr_adapter import ErrorCode
+from fedloom_sites.transport.roll import Roll
 
 RUN_FILE = "run.json"
 """File of a run in its folder, next to the checkpoints."""
@@ -34,6 +35,26 @@ STRANGE_NODE_REASON = (
     "simulation every run of Flower has new nodes. To start again, name another folder"
 )
 """Reason why a node takes no part in a run that began without it."""
+
+
+class Members(NamedTuple):
+    """The nodes of a run.
+
+    Attributes:
+        nodes: Flower's numbers of the nodes, by client.
+        sizes: numbers of training, validation and test samples of each node.
+        run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
+    """
+
+    nodes: list[int]
+    sizes: list[list[int]]
+    run: str
+
+    def roll(self) -> Roll:
+        """Return the roll of these nodes, all connected."""
+        roll = Roll({node: client for client, node in enumerate(self.nodes)}, torch.tensor(self.sizes))
+        roll.connect(self.nodes)
+        return roll
 
 
 class Introduction(NamedTuple):

@@ -16,20 +16,18 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedloom.data.input_spec import InputSpec
-from fedloom.engine.clients.chunk import ask_chunk, run_clients
-from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.job import Job
 from fedloom.engine.replay import Replay
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, FedloomError, Refused, WireError, cause_of
 from fedloom.local.oracles.precision import make_repeatable, undisturbed
-from fedloom.local.rows import for_everyone, group_of, name_tensors, remade, to_device
-from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
+from fedloom.local.rows import name_tensors, to_device
 from fedloom.rundir import place_of
 from fedloom.storage import make_folder
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.trained.model import open_tensors, running_statistics
 from fedloom_sites.deploy.noise import deployed
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays
 from fedloom_sites.deploy.site.local_data import part_sizes, seated
 from fedloom_sites.flower.analyses import ANALYZE_ACTION, answer_step
 from fedloom_sites.flower.documents import setting_of
@@ -38,13 +36,14 @@ from fedloom_sites.flower.records import (
     VALUES_RECORD,
     arrays_of,
     check_alike,
-    fields_like,
     head_of,
+    messages_of,
     shapes_of,
     tensors_of,
     write_values,
 )
 from fedloom_sites.flwr_adapter import ErrorCode, mods_of
+from fedloom_sites.transport.node import Node
 
 DEFAULT_ACTION = "default"
 """Flower's name for a function without a name."""
@@ -143,8 +142,7 @@ class _Run:
     local: Local
     problem: NodeProblem
     shapes: str
-    job: Job | None = None
-    server: Any = None
+    node: Node | None = None
     key: tuple[Any, ...] = ()
 
 
@@ -194,11 +192,9 @@ class _Node:
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Return the answer to a sampler about the global model."""
-        job = self._job(values, message, context)
-        model = tensors_of(message.content, "model")["model"].to(job.oracle.dtype)
-        answer, counts = ask_chunk(job, model, AskTask(values["round"], _ids(values)))
-        work = counts[0, :3].tolist()
-        return RecordDict({VALUES_RECORD: write_values(work=work), "answers": arrays_of({"sampler": answer})})
+        node, job = self._node(values, message, context)
+        answer, work = node.answer(job, messages_of(message.content)[0], values["round"])
+        return RecordDict({VALUES_RECORD: write_values(work=work), ARRAYS_RECORD: pack_arrays([answer])})
 
     def analyze(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Return the answer to a step of an analysis by sums."""
@@ -210,43 +206,37 @@ class _Node:
 
         The new state waits for the next message.
         """
-        job, t, ids = self._job(values, message, context), values["round"], _ids(values)
-        down = to_device(self._down(values, message, context), job.oracle.device)
+        (node, job), t = self._node(values, message, context), values["round"]
+        try:
+            down = to_device(node.forms.read_down(messages_of(message.content)[0]), job.oracle.device)
+        except WireError as error:
+            raise Refused(f"the server's message does not fit this node's method: {error}") from error
         with make_repeatable(job.oracle.device, job.setting.engine.precision):
-            output = run_clients(job, down, TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1)))
+            output = node.train(job, down, t)
         upload = self._run(context).local.shorten(job, output.upload, down)
         context.state[f"{STATE_PREFIX}{t}"] = arrays_of(
             {name: rows[0] for name, rows in name_tensors(output.state).items()}
         )
         self._keep(context, values.get("run", ""))
-        answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report}
         return RecordDict(
             {
                 VALUES_RECORD: write_values(round=t, client=values["client"], work=output.work[0].tolist()),
-                "up": arrays_of(upload._asdict()),
-                "answers": arrays_of({name: rows for name, rows in answers.items() if rows is not None}),
+                ARRAYS_RECORD: pack_arrays([node.forms.write_up(output._replace(upload=upload))]),
                 "metrics": MetricRecord({"num-examples": part_sizes(job.fed, values["client"])[0]}),
             }
         )
 
     def evaluate(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Return the scores of the models on the node's samples, and keep the newest model."""
-        job, t, ids = self._job(values, message, context), values["round"], _ids(values)
-        down = self._down(values, message, context) if job.has_personal else None
-        tensors = tensors_of(message.content, "model")
-        model = tensors["model"].to(job.oracle.dtype) if tensors else None
-        if model is None and values["global"] and down is not None:
-            model = down[0].reshape(-1)
-        everyone = None if down is None else for_everyone(down, job.n)
-        scores = score_chunk(job, everyone, model, ScoreTask(t, ids, ids, common=False))
-        scores |= hybrid_scores(scores, job.setting.evaluate.select_on)
-        row = model if everyone is None else personal_models(job, everyone, t, ids)[0]
-        if row is not None:
+        (node, job), t = self._node(values, message, context), values["round"]
+        models = node.read_models(job, messages_of(message.content), t, common=values["global"])
+        scores = node.score_hybrid(job, node.score(job, models, t))
+        if models.row is not None:
             local = self._run(context).local
-            folder, model_state = local.folder, _state_dict(local.model, job, row, ids)
+            folder, model_state = local.folder, _state_dict(local.model, job, models.row, node.ids)
             context.state[MODEL_KEY] = arrays_of(model_state)
             if folder is not None:
-                about = {"kind": "personal" if job.has_personal else "global", "round": t, "run": context.run_id}
+                about = {"kind": models.kind, "round": t, "run": context.run_id}
                 path = Path(folder) / f"{context.node_id}.safetensors"
                 save_tensors(path, model_state, {name: str(value) for name, value in about.items()})
         metrics: dict[str, int | float | list[int] | list[float]] = {
@@ -277,8 +267,8 @@ class _Node:
                 self._runs[key] = _Run(local, local.read(), shapes_of(local.model))
         return self._runs[key]
 
-    def _job(self, values: dict[str, Any], message: Message, context: Context) -> Job:
-        """Return the run at this node, with its share and the state that the server accepted."""
+    def _node(self, values: dict[str, Any], message: Message, context: Context) -> tuple[Node, Job]:
+        """Return the run at this node, and the run with its share and the state that the server accepted."""
         run, seat = self._run(context), values["client"]
         start = tensors_of(message.content, "start")
         check_alike(run.shapes, values["parameters"])
@@ -292,13 +282,14 @@ class _Node:
             setting = run.local.with_floor(setting)
             fed, initial = seated(run.problem.fed, 0, seat, torch.tensor(values["sizes"])), start.get("start")
             replay = Replay() if initial is None else Replay(initial=initial)
-            job, run.server = make_job(setting, fed, replay=replay)
-            run.job = replace(job, setting=deployed(job.setting))
-            run.key = key
-        assert run.job is not None
-        job = replace(run.job, alpha=torch.tensor(values["weights"], dtype=torch.float64)[:, None].to(run.job.alpha))
-        self._restore(job, context, values["accepted"], seat, values.get("run", ""))
-        return job
+            job, server = make_job(setting, fed, replay=replay)
+            run.node, run.key = Node(replace(job, setting=deployed(job.setting)), server, seat, dense=True), key
+        node = run.node
+        assert node is not None
+        alpha = torch.tensor(values["weights"], dtype=torch.float64)[:, None].to(node.job.alpha)
+        job = replace(node.job, alpha=alpha)
+        node.load_state(job, self._accepted_state(job, context, values["accepted"], values.get("run", "")))
+        return node, job
 
     def _keep(self, context: Context, run: str) -> None:
         """Write the node's states to its folder, if the run can be resumed."""
@@ -323,33 +314,22 @@ class _Node:
                 rows = {name.partition("/")[2]: file.get_tensor(name) for name in names}
                 context.state[f"{STATE_PREFIX}{accepted}"] = arrays_of(rows)
 
-    def _restore(self, job: Job, context: Context, accepted: int, seat: int, run: str) -> None:
-        """Load the accepted state into the stores, and forget all other states."""
+    def _accepted_state(self, job: Job, context: Context, accepted: int, run: str) -> dict[str, Tensor] | None:
+        """Return the accepted state, and forget all other states.
+
+        Raises:
+            _Lost: the node has no such state, and its method needs one.
+        """
         newest = f"{STATE_PREFIX}{accepted}"
         for name in [name for name in context.state if name.startswith(STATE_PREFIX) and name != newest]:
             del context.state[name]
-        stores = job.state_stores
         if accepted and newest not in context.state:
             self._recall(context, run, accepted)
-        tensors = tensors_of(context.state, newest)
-        if accepted and newest not in context.state and any(store.template for store in stores.values()):
+        if not accepted or not any(store.template for store in job.state_stores.values()):
+            return None
+        if newest not in context.state:
             raise _Lost(f"the state of round {accepted} is no longer on this node, so it starts again")
-        for group, store in stores.items():
-            store.reset()
-            if accepted:
-                rows = {name: row[None] for name, row in group_of(tensors, group).items()}
-                template = remade(store.template, [field[None] for field in store.template])
-                store.write(torch.tensor([seat]), fields_like(template, rows, f"state of {group}"))
-
-    def _down(self, values: dict[str, Any], message: Message, context: Context) -> Any:
-        """Return the node's decoded download."""
-        run = self._run(context)
-        assert run.job is not None
-        template = run.job.down(run.server, 1, _ids(values))
-        try:
-            return fields_like(template, tensors_of(message.content, "down"), "download")
-        except WireError as error:
-            raise Refused(f"the server's message does not fit this node's method: {error}") from error
+        return tensors_of(context.state, newest)
 
 
 class _Lost(FedloomError):
@@ -368,7 +348,3 @@ def _state_dict(model: nn.Module, job: Job, row: Tensor, ids: Tensor) -> dict[st
     for target, value in zip(running_statistics(module), running_statistics(job.oracle.module), strict=True):
         target.copy_(value)
     return dict(module.state_dict())
-
-
-def _ids(values: dict[str, Any]) -> Tensor:
-    return torch.tensor([values["client"]])

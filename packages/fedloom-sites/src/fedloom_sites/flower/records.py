@@ -2,75 +2,48 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
-import warnings
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from numpy.lib import format as npy
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError, Refused, WireError
 from fedloom.trained.model import running_statistics
 from fedloom.version import __version__
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
 
 VALUES_RECORD = "fedloom"
 """Name of the record with the plain values of a message or a reply."""
-NUMPY_STYPE = "numpy.ndarray"
-"""Format of an array's bytes: a numpy file."""
 FROZEN_TOLERANCE = 1e-3
 """Largest difference of means and spreads at which values that are not trained count as the same."""
 log = logging.getLogger("flwr").log
 """Function that writes to Flower's log. Releases of Flower differ in the module that exports it."""
 
 
-def array_of(tensor: Tensor) -> Array:
-    """Return a tensor as Flower writes it, in one pass over its values."""
-    values, header = tensor.detach().cpu().contiguous().numpy(), io.BytesIO()
-    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
-    return Array(str(values.dtype), values.shape, NUMPY_STYPE, b"".join([header.getvalue(), values.data]))
+def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return tensors as a record, as Flower writes them."""
+    return ArrayRecord({name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
 
-def arrays_of(tensors: Mapping[str, Tensor], encoded: Mapping[str, Array] = MappingProxyType({})) -> ArrayRecord:
-    """Return tensors as a record.
+def messages_of(records: RecordDict) -> list[bytes]:
+    """Return the messages for the codec in a message or a reply.
 
-    Args:
-        tensors: tensors by name.
-        encoded: tensors that are already encoded.
+    Raises:
+        WireError: there are no such messages.
     """
-    return ArrayRecord({name: encoded.get(name) or array_of(tensor) for name, tensor in tensors.items()})
-
-
-def array_of_each(down: Any) -> dict[str, Array]:
-    """Return the encoded fields ``[d]`` of a download, which are the same for every client.
-
-    The dict is empty if the download is None.
-    """
-    fields = {} if down is None else down._asdict()
-    return {name: array_of(field) for name, field in fields.items() if field.dim() == 1}
-
-
-def tensor_of(array: Array) -> Tensor:
-    """Return an array as a tensor, which shares its bytes and must not be modified."""
-    stream = io.BytesIO(array.data)
-    if array.stype != NUMPY_STYPE or npy.read_magic(stream) != (1, 0):
-        return torch.from_numpy(array.numpy())
-    shape, is_fortran, dtype = npy.read_array_header_1_0(stream)
-    values = np.frombuffer(array.data, dtype, math.prod(shape), stream.tell())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(values.reshape(shape, order="F" if is_fortran else "C"))
+    record = records.get(ARRAYS_RECORD)
+    if not isinstance(record, ArrayRecord):
+        raise WireError(f"it has no record {ARRAYS_RECORD!r}")
+    return unpack_arrays(record, math.inf)
 
 
 def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a record, which must not be modified. The dict is empty if the record does not exist.
+    """Return the tensors of a record. The dict is empty if the record does not exist.
 
     Raises:
         WireError: an array is damaged.
@@ -79,30 +52,9 @@ def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
     if not isinstance(record, ArrayRecord):
         return {}
     try:
-        return {key: tensor_of(array) for key, array in record.items()}
+        return dict(record.to_torch_state_dict())
     except Exception as error:  # of bytes from elsewhere
         raise WireError(f"the arrays {name!r} cannot be read: {type(error).__name__}") from error
-
-
-def fields_like(template: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
-    """Return a named tuple of tensors after a check of their shapes and types against a template.
-
-    Args:
-        template: a named tuple of tensors.
-        tensors: tensors by name.
-        what: short name of the tuple, for errors.
-
-    Raises:
-        WireError: the names or shapes differ, or the tensors are not floating-point.
-    """
-    wanted = {name: tuple(value.shape) for name, value in template._asdict().items()}
-    got = {name: tuple(value.shape) for name, value in tensors.items()}
-    if got != wanted:
-        raise WireError(f"the {what} has the arrays {got}, expected {wanted}")
-    for name, value in tensors.items():
-        if value.is_floating_point() != getattr(template, name).is_floating_point():
-            raise WireError(f"the {what} {name!r} contains numbers of type {value.dtype}")
-    return type(template)(*[tensors[name].to(like) for name, like in template._asdict().items()])
 
 
 def head_of(records: RecordDict) -> dict[str, Any]:
@@ -131,7 +83,7 @@ def write_values(**values: Any) -> ConfigRecord:
     return ConfigRecord({"release": __version__, **values})
 
 
-def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
+def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
     """Return the values of a module from a record.
 
     Raises:

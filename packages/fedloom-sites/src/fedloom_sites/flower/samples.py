@@ -122,13 +122,13 @@ def flatten_outputs(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
     return rows
 
 
-def logits(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
+def logits(_module: nn.Module, _args: object, outputs: object) -> Tensor:
     """Return the logits of a module's outputs in a hook. Other outputs stay unchanged."""
     rows: Tensor = _logits_of(outputs)
     return rows
 
 
-def _logits_of(outputs: Any) -> Any:
+def _logits_of(outputs: object) -> Any:
     """Return the field or entry ``logits`` of an output, or the output itself without one."""
     return outputs.get("logits", outputs) if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
@@ -161,7 +161,7 @@ class NodeSamples(NamedTuple):
     subject: list[Any] | None = None
 
 
-def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | None = None) -> NodeSamples:
+def read_samples(part: str, samples: object, keys: Sequence[str], subject: str | None = None) -> NodeSamples:
     """Return the inputs by name and the targets of a data set.
 
     Args:
@@ -214,7 +214,7 @@ def read_samples(part: str, samples: Any, keys: Sequence[str], subject: str | No
     return NodeSamples(values, y, owners)
 
 
-def _batch(part: str, samples: Any) -> Any:
+def _batch(part: str, samples: object) -> Any:
     """Return all samples as one batch, joined in the way of the loader."""
     loader = samples if isinstance(samples, DataLoader) else None
     dataset: Any = samples if loader is None else loader.dataset

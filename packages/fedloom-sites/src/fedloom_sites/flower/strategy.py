@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -21,7 +20,6 @@ from torch import nn
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
-from fedloom.engine.clients.messages import idle_upload
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
@@ -34,19 +32,20 @@ from fedloom.trained.model import running_statistics
 from fedloom.values import dump
 from fedloom_sites.deploy.noise import deployed
 from fedloom_sites.deploy.site.local_data import federation_of
-from fedloom_sites.flower.clients import FlowerClients, Members, Remembering
+from fedloom_sites.flower.clients import FlowerClients, Remembering
 from fedloom_sites.flower.documents import (
     PRIVACY_HINT,
     check_counts,
-    check_nodes_suffice,
     document_of,
     refuse_privacy,
     resolved_document,
     setting_of,
 )
-from fedloom_sites.flower.members import SavedRun, introductions, read_run, write_run
+from fedloom_sites.flower.members import Members, SavedRun, introductions, read_run, write_run
 from fedloom_sites.flower.records import log, shapes_of, state_dict_of
 from fedloom_sites.flower.samples import Signature, adapt_module
+from fedloom_sites.transport.forms import Forms
+from fedloom_sites.transport.limits import check_real_clients
 
 ROUND_KEY = "server-round"
 """Key of a round in the configs of Flower's strategies."""
@@ -88,7 +87,7 @@ class Strategy(FlowerStrategy):
     @entered("flower")
     def __init__(
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
-        folder: Path | str | None = None, **choices: Any,
+        folder: Path | str | None = None, **choices: object,
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a module, such as Net(), got {model!r:.80}")
@@ -101,7 +100,7 @@ class Strategy(FlowerStrategy):
         self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
         self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # rounds of `start`
         self._asked = 0
-        check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
+        check_real_clients(algorithm, setting_of(self._document, self._model, 1), "nodes")
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
         self._unread = set[tuple[str, str]]()
@@ -138,7 +137,7 @@ class Strategy(FlowerStrategy):
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             self._warn_of_unread(name, config or ConfigRecord())
         self._rounds, self._timeout = num_rounds, timeout
-        check_nodes_suffice(self._name, setting_of(self._document, self._model, num_rounds))
+        check_real_clients(self._name, setting_of(self._document, self._model, num_rounds), "nodes")
         self._clients = self._job = None
         self._before = done = self._begin(initial_arrays, grid).round
         if (newest := self._arrays()) is None:
@@ -345,11 +344,12 @@ class Strategy(FlowerStrategy):
         job, server = make_job(setting, fed)
         if not self._rounds:
             _warn_of_rounds(self._name, job.setting, make_job(setting.with_(rounds=LONG_RUN_ROUNDS), fed)[0].setting)
-        start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
-        idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
+        forms = Forms(job, server, dense=True)
         self._job = replace(job, setting=deployed(job.setting)).drop_states()
         document = resolved_document(job.setting)
-        self._clients = FlowerClients(self._job, idle, members, document, parameters, grid.send_and_receive)
+        self._clients = FlowerClients(
+            self._job, forms, members.roll(), members.run, document, parameters, grid.send_and_receive
+        )
         self._checkpoints = RunCheckpoints(self._job, self._folder, members.run)
         resumed = self._checkpoints.resume(initial_state(self._job, server))
         self.state = resumed.state
@@ -387,10 +387,8 @@ class Strategy(FlowerStrategy):
 
     def _look(self, grid: Grid) -> None:
         """Update the set of nodes of the run that are present."""
-        clients = self._running[0]
-        here, before = set(grid.get_node_ids()), clients.reachable
-        clients.reachable = {node for node in self._members if node in here}
-        for node in sorted(before - here):
+        clients, *_ = self._running
+        for node in clients.roll.connect({*grid.get_node_ids()}):
             log(WARNING, "fedloom: node %s has disconnected. The run continues without it until it is back", node)
 
     def _save(self) -> None:
@@ -449,7 +447,7 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
         log(WARNING, "fedloom: %s %s. Set it: %s", derived, why, cure)
 
 
-def _scores(answer: Any) -> MetricRecord | None:
+def _scores(answer: object) -> MetricRecord | None:
     """Return the result of an ``evaluate_fn`` after a check, or None if the function returned None.
 
     Raises:

@@ -10,15 +10,9 @@ from fedloom_studies.reproduce.recipe import Claim, Paper, Recipe, recipe, recip
 __all__ = ["Claim", "Paper", "Recipe", "RecipeSummary", "TimeBudget", "recipe", "recipes", "reproduce"]
 
 if TYPE_CHECKING:
-    from fedloom_studies.reproduce.execute import TimeBudget, reproduce
-    from fedloom_studies.reproduce.summary import RecipeSummary
+    from fedloom_studies.reproduce.execute import TimeBudget as TimeBudget
+    from fedloom_studies.reproduce.execute import reproduce as reproduce
+    from fedloom_studies.reproduce.summary import RecipeSummary as RecipeSummary
 
-__getattr__ = getter(
-    __name__,
-    {
-        "RecipeSummary": "fedloom_studies.reproduce.summary:RecipeSummary",
-        "TimeBudget": "fedloom_studies.reproduce.execute:TimeBudget",
-        "reproduce": "fedloom_studies.reproduce.execute:reproduce",
-    },
-)
+__getattr__ = getter(__name__)
 """Running a recipe requires torch. Listing names and titles does not."""

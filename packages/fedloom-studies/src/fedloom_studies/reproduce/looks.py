@@ -17,7 +17,8 @@ LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
 """Numbers of seeds at which a claim is examined, and the two-sided level of each look. No claim is decided by fewer
 seeds."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a difference of the detectable size would have been decided."""
+"""Probability with which a difference of the detectable size would have been decided: the usual power of a study
+(J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
 EQUAL_MEANS_TOLERANCE = 1e-9
 """Rounding difference allowed between equal means."""
 

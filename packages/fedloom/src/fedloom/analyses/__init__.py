@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter
+from fedloom.lazy import getter, lazy_names, lister
 
 if TYPE_CHECKING:
     from fedloom.analyses.form import MAX_QUESTION_BYTES as MAX_QUESTION_BYTES
@@ -41,43 +41,8 @@ if TYPE_CHECKING:
     from fedloom.analyses.script import Total as Total
     from fedloom.analyses.script import Transcript as Transcript
 
-_ATTRIBUTE_PATHS = {
-    "ANALYSES": "fedloom.analyses.registry:ANALYSES",
-    "Analysis": "fedloom.analyses.form:Analysis",
-    "AnalysisRegistry": "fedloom.analyses.registry:AnalysisRegistry",
-    "AnalysisResult": "fedloom.analyses.run:AnalysisResult",
-    "AnalysisTerms": "fedloom.analyses.form:AnalysisTerms",
-    "Answer": "fedloom.analyses.run:Answer",
-    "Ask": "fedloom.analyses.run:Ask",
-    "Bounds": "fedloom.analyses.form:Bounds",
-    "ClientRows": "fedloom.analyses.rows:ClientRows",
-    "FurtherRun": "fedloom.analyses.form:FurtherRun",
-    "Info": "fedloom.analyses.form:Info",
-    "MAX_QUESTION_BYTES": "fedloom.analyses.form:MAX_QUESTION_BYTES",
-    "Question": "fedloom.analyses.form:Question",
-    "Rules": "fedloom.analyses.form:Rules",
-    "Schema": "fedloom.analyses.rows:Schema",
-    "ScriptedAnalysis": "fedloom.analyses.script:ScriptedAnalysis",
-    "State": "fedloom.analyses.form:State",
-    "SumRecord": "fedloom.analyses.run:SumRecord",
-    "Total": "fedloom.analyses.script:Total",
-    "Transcript": "fedloom.analyses.script:Transcript",
-    "needs_run": "fedloom.analyses.form:needs_run",
-    "require_questions": "fedloom.analyses.form:require_questions",
-    "analysis_of": "fedloom.analyses.run:analysis_of",
-    "analyze": "fedloom.analyses.run:analyze",
-    "answer_question": "fedloom.analyses.run:answer_question",
-    "client_rows": "fedloom.analyses.rows:client_rows",
-    "dataset_rows": "fedloom.analyses.rows:dataset_rows",
-    "run_questions": "fedloom.analyses.run:run_questions",
-    "schema_of": "fedloom.analyses.rows:schema_of",
-    "sum_answers": "fedloom.analyses.run:sum_answers",
-}
+__all__ = [*lazy_names(__name__)]
 
-__all__ = [*_ATTRIBUTE_PATHS]
+__getattr__ = getter(__name__)
 
-__getattr__ = getter(__name__, _ATTRIBUTE_PATHS)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = lister(__name__)

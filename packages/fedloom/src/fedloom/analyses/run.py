@@ -109,11 +109,11 @@ class AnalysisResult:
 @default_to_cpu()
 def analyze(
     analysis: Analysis | str,
-    clients: Any,
+    clients: object,
     *,
     rules: Rules | Mapping[str, Any] | None = None,
     folder: Path | str | None = None,
-    **options: Any,
+    **options: object,
 ) -> AnalysisResult:
     """Return the result of an analysis of all clients' rows, by sums alone, or of the models of a run.
 
@@ -246,7 +246,7 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
     if info.clipped:
         raise DataError(
             f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers of answers were "
-            "outside their bounds, so the result would be wrong. Agree on wider ranges"
+            f"outside their bounds, so the result would be wrong. {analysis.wider}"
         )
 
 
@@ -358,7 +358,7 @@ class SumFolder:
         return hashlib.sha256(self._digest + body).digest()
 
 
-def clients_of(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
+def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
     """Return the schema with a range for every number, the rows of every client by name, and notes.
 
     Raises:
@@ -376,7 +376,7 @@ def clients_of(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, Clie
     return schema, rows, notes
 
 
-def _as_given(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
+def _as_given(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
     if isinstance(clients, Result):
         from fedloom.analyses.models import models_by_client
 

@@ -15,6 +15,7 @@ from fedloom.data.sides import are_many, batches_given, common_classes, join_rol
 from fedloom.data.sources.rereading import Rereading
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.errors import ConfigError, DataError
+from fedloom.values import has_type
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 CLIENTS_EXAMPLE = (
     "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], from which test parts are cut"
 )
+
 """Example of the argument `clients`."""
 
 
@@ -57,7 +59,7 @@ def as_federation(
             f"{name}: a tuple of two is one data set (x, y), or one client's training and test set. "
             f"For several clients, give {CLIENTS_EXAMPLE}"
         )
-    if not isinstance(clients, Iterable) or isinstance(clients, str | bytes):
+    if not has_type(clients, Iterable) or has_type(clients, str, bytes):
         raise ConfigError(
             f"{name}: clients must be a list or a table by name, got {clients!r:.80}. Give {CLIENTS_EXAMPLE}"
         )

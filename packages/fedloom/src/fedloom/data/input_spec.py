@@ -24,7 +24,7 @@ from fedloom.data.tables import Table, TableColumn
 from fedloom.data.text import NO_LABEL, UNKNOWN_TOKEN, recoded, wrong_tokens
 from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.seeds import numpy_generator
-from fedloom.values import Value
+from fedloom.values import Value, has_type
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts of a sample that a server and its sites compare."""
@@ -289,7 +289,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
     Raises:
         ConfigError: holdout is out of range.
     """
-    if not isinstance(holdout, int | float) or not 0 <= holdout < 1:
+    if not has_type(holdout, int, float) or not 0 <= holdout < 1:
         raise ConfigError(f"holdout must be a number of at least 0 and less than 1, got {holdout!r:.80}")
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
     y = None if data.labels is None else data.labels.numpy()

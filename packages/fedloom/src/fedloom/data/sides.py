@@ -50,7 +50,7 @@ class Side(NamedTuple):
     reader: Reader | None = None
 
     @classmethod
-    def create(cls, x: Any, y: Any, name: str, users: Any = None) -> Side:
+    def create(cls, x: object, y: object, name: str, users: object = None) -> Side:
         """Return the arrays of a user's objects."""
         refuse_order(x, y, name)
         columns = tuple(frame_names(x)) if is_frame(x) else ()
@@ -146,7 +146,7 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
                 )
 
 
-def refuse_order(x: Any, y: Any, name: str) -> None:
+def refuse_order(x: object, y: object, name: str) -> None:
     """Raise if the pandas index of targets has another order than the index of the features."""
     rows, labels = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
     if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
@@ -225,7 +225,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     raise ConfigError(f"{name}: {type(obj).__name__} is not a known form of data{hint}. Known forms: {ACCEPTED_FORMS}")
 
 
-def _is_array(obj: Any) -> bool:
+def _is_array(obj: object) -> bool:
     """Return True if numpy reads the object as an array, such as an array of h5py or zarr."""
     return hasattr(obj, "__array__") and not is_frame(obj) and not isinstance(obj, TorchDataset)
 
@@ -272,7 +272,7 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return (f"of the dictionary {x!r} and {y!r} are read, not {', '.join(beside)}",) if beside else ()
 
 
-def _rows(values: Any) -> int | None:
+def _rows(values: object) -> int | None:
     """Return the number of samples of an array, tensor, table or list, or None for other objects."""
     shape = getattr(values, "shape", (len(values),) if isinstance(values, tuple | list) else ())
     return shape[0] if shape else None

@@ -14,4 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Setting"]
 
-__getattr__ = getter(__name__, {"Setting": "fedloom.engine.setting:Setting"})
+__getattr__ = getter(__name__)

@@ -36,7 +36,7 @@ class NamedMethod(NamedTuple):
 
     @classmethod
     def read(
-        cls, method: Any, options: Mapping[str, Any], where: str = "", places: Places | None = None
+        cls, method: object, options: Mapping[str, Any], where: str = "", places: Places | None = None
     ) -> NamedMethod:
         """Return a method read with its options.
 
@@ -114,7 +114,7 @@ class SettingTable:
         }
         return {"": kinds[self.default], **kinds} if self.default else kinds
 
-    def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
+    def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:
         """Return the value that a table describes.
 
         Args:
@@ -155,7 +155,7 @@ class SettingTable:
         what = self.base.__name__.lower()
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
-    def _form(self, choice: Any, name: str) -> str:
+    def _form(self, choice: object, name: str) -> str:
         """Return the table that a value stands for, if the value is not a table."""
         if not self.kinds:
             return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
@@ -163,12 +163,12 @@ class SettingTable:
         kind, kinds = (json.dumps(choice), "") if is_kind else ("KIND", f"; {nearest(choice, self.kinds)}")
         return f"write {name} = {{ {self.key} = {kind} }}{kinds}"
 
-    def kind(self, value: Any) -> dict[str, str]:
+    def kind(self, value: object) -> dict[str, str]:
         """Return the key ``kind`` of a value's table, if there are several kinds."""
         named = {getattr(value, "kind", None), *(name for name, kind in self.kinds.items() if type(value) is kind)}
         return {"kind": str(next(name for name in named if name))} if self.kinds else {}
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.read)
 
 

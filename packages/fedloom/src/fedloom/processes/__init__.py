@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter
+from fedloom.lazy import getter, lazy_names
 
 if TYPE_CHECKING:
     from fedloom.processes.distributed import check_alone as check_alone
@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from fedloom.processes.pool import useful as useful
     from fedloom.processes.signals import interruptible as interruptible
 
-_MODULE_NAMES = {
-    "WorkerPool": "pool",
-    "check_alone": "distributed",
-    "cores": "pool",
-    "interruptible": "signals",
-    "join_ranks": "distributed",
-    "useful": "pool",
-}
+__all__ = [*lazy_names(__name__)]
 
-__all__ = [*_MODULE_NAMES]
-
-__getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULE_NAMES.items()})
+__getattr__ = getter(__name__)

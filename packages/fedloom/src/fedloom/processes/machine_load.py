@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MAX_FOREIGN_CORES = 0.1
-"""Number of cores that other processes may use during a measurement."""
+"""Number of cores that other processes may use during a measurement: a tenth of a core delays one process by at most
+a tenth, and a machine without work uses less."""
 
 _STAT_FILE = Path("/proc/stat")
 

@@ -12,7 +12,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -97,9 +97,8 @@ def class_metrics(
     A mean over classes includes only classes for which it is defined.
 
     Args:
-        wanted: names among ``macro_f1``, ``balanced_accuracy``, ``recall``, ``precision``, ``macro_precision``,
-            ``auroc_ovr``, ``auprc_ovr``, ``brier``, ``calibration_error`` and ``mean_iou``. "recall", "precision",
-            "dice" and "iou" give one metric per class.
+        wanted: names among `COUNT_METRICS`, `CLASS_RATIOS`, which give one metric per class, ``auroc_ovr``,
+            ``auprc_ovr``, ``brier`` and ``calibration_error``.
         p: ``[N, C]`` probabilities.
         guess: ``[N]`` predicted classes.
         y: ``[N]`` targets.
@@ -111,10 +110,10 @@ def class_metrics(
     hit = guess == y
     true, guessed, hits = (count_by_class(*of, n, classes) for of in ((y, owner), (guess, owner), (y[hit], owner[hit])))
     figures: dict[str, Tensor] = {}
-    for name, values in class_ratios(true, guessed, hits).items():
-        if name in wanted:
-            figures |= {class_metric_name(name, label): values[:, k] for k, label in enumerate(names)}
-    figures |= {name: value for name, value in count_metrics(true, guessed, hits).items() if name in wanted}
+    for name in filter(wanted.__contains__, CLASS_RATIOS):
+        values = CLASS_RATIOS[name](true, guessed, hits)
+        figures |= {class_metric_name(name, label): values[:, k] for k, label in enumerate(names)}
+    figures |= {name: COUNT_METRICS[name](true, guessed, hits) for name in COUNT_METRICS if name in wanted}
     if {"auroc_ovr", "auprc_ovr"} & {*wanted}:
         each = [torch.stack(ranking(p[:, k], (y == k).double(), owner, n)) for k in range(classes)]
         auroc, auprc = torch.stack(each).nanmean(0)
@@ -125,16 +124,6 @@ def class_metrics(
     if "calibration_error" in wanted:
         figures["calibration_error"] = calibration_error(p.amax(1), hit.double(), owner, n)
     return figures
-
-
-def class_ratios(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tensor]:
-    """Return metrics ``[..., C]`` of classes from numbers of samples by class ``[..., C]``: true, predicted, both."""
-    return {
-        "recall": hits / true,
-        "precision": hits / guessed,
-        "dice": 2 * hits / (true + guessed),
-        "iou": hits / (true + guessed - hits),
-    }
 
 
 def label_metrics(
@@ -164,8 +153,8 @@ def label_metrics(
 
 def label_counts(true: Tensor, guessed: Tensor, hits: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Return metrics ``[...]`` from numbers of samples by label ``[..., k]``: with it, predicted, and both."""
-    ratios = class_ratios(true, guessed, hits)
-    each = {"recall": ratios["recall"], "precision": ratios["precision"], "label_f1": ratios["dice"]}
+    shown = {"recall": "recall", "precision": "precision", "label_f1": "dice"}
+    each = {name: CLASS_RATIOS[ratio](true, guessed, hits) for name, ratio in shown.items()}
     figures = {
         class_metric_name(name, label): values[..., k] for name, values in each.items() for k, label in enumerate(names)
     }
@@ -179,11 +168,25 @@ def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
     return torch.where(present, 2 * hits / (true + guessed).clamp(min=1), 0.0).sum(-1) / present.sum(-1)
 
 
-def count_metrics(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tensor]:
-    """Return metrics ``[...]`` that follow from numbers of samples by class ``[..., C]``: true, predicted, and both."""
-    return {
-        "macro_f1": macro_f1(true, guessed, hits),
-        "balanced_accuracy": (hits / true).nanmean(-1),
-        "mean_iou": torch.where(true > 0, hits / (true + guessed - hits), torch.nan).nanmean(-1),
-        "macro_precision": torch.where(true > 0, (hits / guessed).nan_to_num(0), torch.nan).nanmean(-1),
-    }
+FromCounts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function of numbers of samples by class ``[..., C]``: true, predicted, and both."""
+
+CLASS_RATIOS: Mapping[str, FromCounts] = {
+    "recall": lambda true, _, hits: hits / true,
+    "precision": lambda _, guessed, hits: hits / guessed,
+    "dice": lambda true, guessed, hits: 2 * hits / (true + guessed),
+    "iou": lambda true, guessed, hits: hits / (true + guessed - hits),
+}
+"""Metrics of single classes ``[..., C]``."""
+
+COUNT_METRICS: Mapping[str, FromCounts] = {
+    "macro_f1": macro_f1,
+    "balanced_accuracy": lambda true, _, hits: (hits / true).nanmean(-1),
+    "mean_iou": lambda true, guessed, hits: torch.where(true > 0, hits / (true + guessed - hits), torch.nan).nanmean(
+        -1
+    ),
+    "macro_precision": lambda true, guessed, hits: torch.where(
+        true > 0, (hits / guessed).nan_to_num(0), torch.nan
+    ).nanmean(-1),
+}
+"""Metrics ``[...]`` of all classes together. A metric of this table can be named in every task with classes."""

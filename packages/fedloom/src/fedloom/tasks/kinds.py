@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedloom.tasks.figures import (
+    CLASS_RATIOS,
+    COUNT_METRICS,
     calibration_error,
     count_by_class,
     label_metrics,
@@ -93,9 +95,8 @@ class Classification(TaskKind):
     """
 
     further: ClassVar[tuple[str, ...]] = (
-        *("balanced_accuracy", "recall", "precision", "macro_precision", "auroc_ovr", "auprc_ovr"),
-        *("dice", "iou", "mean_iou"),
-        *("brier", "calibration_error", "perplexity"),
+        *(name for name in (*COUNT_METRICS, *CLASS_RATIOS) if name != "macro_f1"),  # which is measured always
+        *("auroc_ovr", "auprc_ovr", "brier", "calibration_error", "perplexity"),
     )
 
     classes: int = Field(ge=2, description="number of classes C")
@@ -148,8 +149,7 @@ class Binary(TaskKind):
     """
 
     further: ClassVar[tuple[str, ...]] = (
-        *("macro_f1", "balanced_accuracy", "recall", "precision", "macro_precision", "brier"),
-        *("dice", "iou", "mean_iou"),
+        *(*COUNT_METRICS, *CLASS_RATIOS, "brier"),
         *("calibration_slope", "calibration_intercept"),
     )
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fedloom.metrics import class_metric_name
 from fedloom.tasks.chosen import Chosen, labels
-from fedloom.tasks.figures import CALIBRATION_BINS, class_ratios, count_metrics, label_counts, owner_total, wide
+from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS, label_counts, owner_total, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
@@ -116,10 +116,11 @@ def _class_sums(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
     binary = isinstance(base_of(task), Binary)
     classes = (len(rest) - 2 - CALIBRATION_BINS) // 3
     loss, gap, bins, true, guessed, hits = rest.split([1, 1, CALIBRATION_BINS, classes, classes, classes])
-    of_class = class_ratios(true, guessed, hits)
     names: Sequence[str] = labels(task.classes) if isinstance(task, Chosen) else ()
     each = {
-        class_metric_name(what, name): values[k] for what, values in of_class.items() for k, name in enumerate(names)
+        class_metric_name(what, name): ratio(true, guessed, hits)[k]
+        for what, ratio in CLASS_RATIOS.items()
+        for k, name in enumerate(names)
     }
     return each | {
         "loss": loss / size,
@@ -127,6 +128,6 @@ def _class_sums(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
         "calibration_error": bins.abs().sum() / size,
         "brier": gap / size,
         "perplexity": (loss / size).exp(),
-        **count_metrics(true, guessed, hits),
+        **{name: metric(true, guessed, hits) for name, metric in COUNT_METRICS.items()},
         **({"f1": 2 * hits[1] / (true[1] + guessed[1])} if binary else {}),
     }

@@ -202,14 +202,19 @@ def seal(
     head: Mapping[str, Any], arrays: Sequence[bytes] = (), metrics: Mapping[str, float] | None = None
 ) -> RecordDict:
     """Return the records of a message."""
+    records: dict[str, Any] = {HEAD_RECORD: ConfigRecord(dict(head)), ARRAYS_RECORD: pack_arrays(arrays)}
+    if metrics is not None:
+        records[METRICS_RECORD] = MetricRecord(dict(metrics))
+    return RecordDict(records)
+
+
+def pack_arrays(arrays: Sequence[bytes]) -> ArrayRecord:
+    """Return messages for the codec as a record."""
     packed = {
         f"{k}": Array(dtype=ARRAY_DTYPE, shape=(len(part),), stype=ARRAY_STYPE, data=bytes(part))
         for k, part in enumerate(arrays)
     }
-    records: dict[str, Any] = {HEAD_RECORD: ConfigRecord(dict(head)), ARRAYS_RECORD: ArrayRecord(array_dict=packed)}
-    if metrics is not None:
-        records[METRICS_RECORD] = MetricRecord(dict(metrics))
-    return RecordDict(records)
+    return ArrayRecord(array_dict=packed)
 
 
 def common_head(experiment: str, kind: str, round: int, client: int, nonce: bytes, digest: str) -> dict[str, Any]:
@@ -256,7 +261,7 @@ def unseal(
     size = sum(len(name) + _size(value) for name, value in head.items())
     if size > head_limit:
         raise WireError(f"the head has {size} bytes, at most {head_limit} are allowed")
-    return Envelope(_head(head, fields, status), _arrays(arrays, limit), _metrics(content))
+    return Envelope(_head(head, fields, status), unpack_arrays(arrays, limit), _metrics(content))
 
 
 def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type]) -> dict[str, Any]:
@@ -276,7 +281,16 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
     return dict(record)
 
 
-def _arrays(record: ArrayRecord, limit: int) -> list[bytes]:
+def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
+    """Return the messages for the codec in a record. No message is parsed.
+
+    Args:
+        record: record of any message.
+        limit: largest number of bytes of the messages.
+
+    Raises:
+        WireError: names, types or sizes are not as expected.
+    """
     if len(record) > MAX_ARRAYS or list(record) != [f"{k}" for k in range(len(record))]:
         raise WireError(
             f"arrays must be named 0 to {MAX_ARRAYS - 1}, got {[_short(name) for name in list(record)[:8]]}"

@@ -95,7 +95,7 @@ class RogueServer:
 
     def first_download(self) -> tuple[Any, Any]:
         """Return the first download of a client of the run, and the server's first state."""
-        job, server = self.trainer.first_state
+        job, server = self.trainer.job, self.trainer.node.server
         return job.down(server, 1, self.trainer.ids), server
 
     def write(self, row: Tensor) -> bytes:
@@ -105,7 +105,7 @@ class RogueServer:
 
     def model(self, change: float = 0.0) -> bytes:
         """Return the global model times 1 plus a number, as a model to be scored."""
-        job, server = self.trainer.first_state
+        job, server = self.trainer.job, self.trainer.node.server
         model = job.algorithm.global_model(server)
         assert model is not None
         return self.trainer.forms.write_model(model * (1 + change))

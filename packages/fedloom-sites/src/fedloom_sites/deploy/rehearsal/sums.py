@@ -26,7 +26,7 @@ from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Secure
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
-"""Seconds after which a series of sums ends."""
+"""Seconds after which a series of sums ends. Chosen, so that a rehearsal ends while a person waits."""
 NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
 
 

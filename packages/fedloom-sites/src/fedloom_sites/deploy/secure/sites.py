@@ -18,7 +18,6 @@ from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import Request
-from fedloom_sites.deploy.protocol.forms import Forms, is_common
 from fedloom_sites.deploy.protocol.lengths import absolute
 from fedloom_sites.deploy.secure.counters import AnswerCounts
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
@@ -28,6 +27,7 @@ from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.server.sites import AnalysisSum, Sites
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server, bound_of
+from fedloom_sites.transport.forms import Forms, is_common
 
 Figure = tuple[float, float, int]
 """Mean of a score over sites, mean over samples, and number of sites."""

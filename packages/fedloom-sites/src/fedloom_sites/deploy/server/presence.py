@@ -19,6 +19,7 @@ import torch
 
 from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, Rejected
 from fedloom_sites.deploy.settings import Member
+from fedloom_sites.transport.roll import Roll
 
 SLOW_RATIO = 3.0
 """Multiple of the other nodes' median seconds above which a node is reported as slow."""
@@ -27,8 +28,8 @@ LEAST_SECONDS = 30.0
 few seconds, or that read their data first, would otherwise be late by chance."""
 
 
-class NodePresence:
-    """Nodes of a run.
+class NodePresence(Roll):
+    """Nodes of a run, with the nodes that answer.
 
     Args:
         members: sites that may participate, by client.
@@ -36,11 +37,9 @@ class NodePresence:
         patience: seconds for which a rejected node is ignored.
         rounds: number of rounds in which a mute site gets requests before it counts as absent.
         pace: multiple of the others' median seconds for which a round waits for a node.
-        known: client of every node that was accepted in an earlier run of the server.
+        client_of: client of every node that was accepted in an earlier run of the server.
 
     Attributes:
-        nodes: Flower's number of the node of every connected site, by client.
-        sizes: ``[n, 3]`` numbers of training, validation and test samples of every site. 0 before its first answer.
         round: latest round of the run for which a message was sent.
     """
 
@@ -48,11 +47,9 @@ class NodePresence:
         self, members: Mapping[int, Member], clients: int, patience: float, rounds: int, pace: float,
         client_of: Mapping[int, int],
     ) -> None:  # fmt: skip
-        self._members, self._patience, self._rounds, self._who = members, patience, rounds, dict(client_of)
-        self._pace = pace
+        super().__init__(client_of, torch.zeros(clients, 3, dtype=torch.long))
+        self._members, self._patience, self._rounds, self._pace = members, patience, rounds, pace
         self.round = 0
-        self.nodes: dict[int, int] = {}
-        self.sizes = torch.zeros(clients, 3, dtype=torch.long)
         self._refused: dict[int, tuple[str, float]] = {}
         self._mute: dict[int, int] = {}
         self._fixed = False
@@ -86,7 +83,7 @@ class NodePresence:
                 f"the site has {sizes} training, validation and test samples, but had {earlier.tolist()} "
                 f"at the start of the run. {GROWTH_HINT}",
             )
-        self.nodes[client], self._who[node] = node, client
+        self.enter(client, node)
         self.sizes[client] = counts
 
     def refuse(self, node: int, reason: str) -> None:
@@ -128,10 +125,6 @@ class NodePresence:
     def is_awaited(self, node: int, seconds: float, times: Collection[float]) -> bool:
         """Return whether the server still waits for a node's answer after a number of seconds, see `longest_wait`."""
         return node not in self._mute and seconds <= self.longest_wait(times)
-
-    def client(self, node: int) -> int | None:
-        """Return the client at a node according to the node's last answer, or None if the node never answered."""
-        return self._who.get(node)
 
     def name(self, node: int) -> str:
         """Return the site's name at a node, or the node's number if the node never answered."""

@@ -13,9 +13,8 @@ import torch
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedloom.algorithms import upload_fields
+from fedloom.analyses.registry import ANALYSES, name_of
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
-from fedloom.choose.shares import column_of_shares, uses_clusters
 from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
@@ -42,7 +41,6 @@ from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.groups import GroupSums, agreed_groups, min_rows
 from fedloom_sites.deploy.noise import SharedMean, deployed, remaining_noise
 from fedloom_sites.deploy.ops.status import serve_metrics
-from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.secure.sites import MaskedSites
 from fedloom_sites.deploy.secure.vectors import bits_before
@@ -53,6 +51,8 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server, check_version
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of
+from fedloom_sites.transport.forms import Forms
+from fedloom_sites.transport.limits import check_real_clients
 
 Say = Callable[[str], None]
 
@@ -148,46 +148,13 @@ def check_deployable(
             rule="deploy-early-stop",
             fix="leave {early_stop} out, and choose the rounds",
         )
-    if method.setting.devices is not None:
-        raise Refused(
-            "devices simulate times, but real sites take the time that they need",
-            rule="deploy-devices",
-            fix="leave {devices} out to deploy the experiment",
-        )
-    schedule = method.setting.schedule
-    if not isinstance(schedule, Synchronous | Stream):
-        raise Refused(
-            f"schedule {schedule.kind!r} needs simulated time, but the deadline of a real round is in "
-            "the server's file",
-            rule="deploy-schedule",
-            fix="leave {schedule} out to deploy the experiment, or set {schedule = 'buffered'}",
-        )
     if experiment.common.evaluate.clients is not None:
         raise Refused(
             "evaluate.clients works only in simulations, because every real site scores models",
             rule="deploy-scored-clients",
             fix="leave {evaluate.clients} out to deploy the experiment",
         )
-    if method.setting.pooled:
-        raise Refused(
-            f"{method.label} pools the data of all clients, but real sites do not share their data",
-            rule="deploy-pooled-data",
-            fix="choose another method",
-        )
-    if uses_clusters(method.setting.client_weights):
-        raise Refused(
-            f"client_weights = {method.setting.client_weights!r} works only in simulations, because "
-            "fedloom finds the clusters before the sites connect",
-            rule="deploy-weights",
-            fix="give a number for each site in {weights}, or {weigher = 'equitable'}, which finds them in every round",
-        )
-    if column_of_shares(method.setting.client_weights):
-        raise Refused(
-            f"client_weights = {method.setting.client_weights!r} works only in simulations, because "
-            "the server does not see the rows of sites",
-            rule="deploy-weights",
-            fix="give a number for each site in {weights}",
-        )
+    check_real_clients(method.label, method.setting, "real sites", streams=True)
     if method.setting.model.init_from is not None and not start:
         raise Refused(
             "model.init_from names a file on this machine, and nothing ensures that the sites have the same file",
@@ -195,17 +162,20 @@ def check_deployable(
             fix="leave {model.init_from} out, or give a function of a package that every site has, "
             "{model.kind = 'package.module:function'}",
         )
+    for analysis in experiment.analyses:
+        if not analysis.by_sums and name_of(analysis) != "groups":
+            name, summed = name_of(analysis), f"pooled-{name_of(analysis)}"
+            what = "further runs" if analysis.runs_further else "rows or figures of single clients"
+            raise Refused(
+                f"the analysis {name!r} reads {what}, which sites do not send as sums",
+                rule="deploy-analysis",
+                fix=f"take the analysis {summed!r}" if summed in ANALYSES else "leave its table out to deploy",
+            )
     setting = method.setting.resolved()
     check_stream(setting, clients)
-    fields, sampler = upload_fields(type(setting.method)), setting.sampler
-    check_privacy(setting.method, setting.upload_transform, setting.aggregator, sampler, setting.aggregation_weights)
-    if sampler.learns and any(k.primary and k.base.startswith("rows.") for k in fields.values()):
-        raise Refused(
-            f"sampler {sampler.kind!r} reads the clients' models, but {method.label} uploads a "
-            "difference to a state that stays at the client",
-            rule="deploy-sampler-models",
-            fix="choose another {sampler}",
-        )
+    check_privacy(
+        setting.method, setting.upload_transform, setting.aggregator, setting.sampler, setting.aggregation_weights
+    )
     if masked:
         check_maskable(setting)
 

@@ -24,7 +24,6 @@ from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
 from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.protocol.envelope import Reply, Request
-from fedloom_sites.deploy.protocol.forms import Forms, for_client, is_common, output_of
 from fedloom_sites.deploy.secure.counters import (
     ABSENT_COUNTS,
     ANSWERED_COUNTS,
@@ -36,6 +35,7 @@ from fedloom_sites.deploy.secure.protocol import Integers
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
+from fedloom_sites.transport.forms import Forms, output_of
 
 
 class AnalysisSum(NamedTuple):
@@ -94,16 +94,14 @@ class Sites(StreamedClients):
             RunStopped: fewer sites than the quorum answered in time.
         """
         forms = self._forms
-        common = forms.write_down(request.down, request.server) if is_common(request.down) else None
         pending, self._pending = self._pending, None
         scored, asks = (-1, {}) if pending is None else (pending.round, self._score_letters(pending))
         letters = dict[int, Request]()
-        for c, down in downloads.items():
+        for c, message in forms.write_downs(request, downloads):
             ask = asks.pop(c, None)
             parts, has_global = ((), False) if ask is None else (ask.arrays, bool((ask.more or {})["global"]))
             more = self._place(c) | {"scored": -1 if ask is None else scored, "global": has_global}
-            message = common or forms.write_down(down, request.server)
-            letters[c] = Request("train", c, [message, *parts], more, down)
+            letters[c] = Request("train", c, [message, *parts], more, downloads[c])
         need = max(1, min(self._settings.quorum, len(letters)))
         replies = self._transport.collect_replies(request.round, letters | asks, need)
         self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
@@ -223,17 +221,10 @@ class Sites(StreamedClients):
 
     def _score_letters(self, request: ScoreRequest) -> dict[int, Request]:
         """Return requests for scores to every connected site."""
-        forms, down, model = self._forms, request.down, request.model
-        common = forms.write_models(down, model) if down is None or is_common(down) else None
+        has_global, t = {"global": request.model is not None}, request.round
         return {
-            c: Request(
-                "score",
-                c,
-                common or forms.write_models(for_client(down, c), model),
-                self._place(c) | {"global": model is not None},
-                round=request.round,
-            )
-            for c in self._transport.nodes
+            c: Request("score", c, parts, self._place(c) | has_global, round=t)
+            for c, parts in self._forms.write_models_of(request, self._transport.nodes)
         }
 
     def _place(self, client: int) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from fedloom.errors import RunStopped, Stop
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.protocol.checks import Checks
 from fedloom_sites.deploy.protocol.envelope import Pending, Reply, Request, message_of
-from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.protocol.identity import verifying_key
 from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, UnableReply, plain
 from fedloom_sites.deploy.server.bounded import POLL_SECONDS, call_with_retry, pull
 from fedloom_sites.deploy.server.presence import LEAST_SECONDS, NodePresence
 from fedloom_sites.deploy.settings import Server
+from fedloom_sites.transport.forms import Forms
 
 MAX_REPEATS = 2
 """Number of times that a message is sent again to a site that could not write to its disk."""

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedloom.engine.clients.scores import Pass, choose_model, part_outputs, personal_models
+from fedloom.engine.clients.scores import Pass, choose_model, part_outputs
 from fedloom.engine.job import Job
 from fedloom.processes.clients import Scores
 from fedloom_sites.deploy.groups import Cells, GroupSums, agreed_groups, min_rows
@@ -57,12 +57,12 @@ class SiteGroups:
         return self._trainer.attempt(f"groups of round {t}", lambda: self._cells(job, models, t, scores, common)) or {}
 
     def _cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, common: bool) -> Cells:
-        trainer, ids, passes = self._trainer, self._trainer.ids, dict[str, Pass]()
-        down, shared = trainer.received(models, common=common)
-        if shared is not None:
-            passes["global"] = part_outputs(job, shared.to(job.oracle.device), ids, ids)("test")
-        if down is not None:
-            passes["personal"] = part_outputs(job, personal_models(job, down, t, ids)[0], ids, ids)("test")
+        ids, passes = self._trainer.ids, dict[str, Pass]()
+        received = self._trainer.node.read_models(job, models, t, common=common)
+        if received.shared is not None:
+            passes["global"] = part_outputs(job, received.shared.to(job.oracle.device), ids, ids)("test")
+        if received.kind == "personal" and received.row is not None:
+            passes["personal"] = part_outputs(job, received.row, ids, ids)("test")
         part = job.setting.evaluate.select_on
         if {("global", part), ("personal", part)} <= set(scores):
             takes_global = bool(choose_model(scores, part)[0])

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.engine.clients.chunk import ask_chunk
 from fedloom.engine.job import Job
 from fedloom.errors import WireError
-from fedloom.processes.clients import AskTask, Scores
+from fedloom.processes.clients import Scores
 from fedloom_sites.deploy.protocol.envelope import Envelope, Kind
 from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.secure.terms import check_models, check_terms, read_terms
@@ -63,9 +62,8 @@ class PlainAnswers:
             self._analyses.keep(single(arrays))
             return samples, [], None
         if head["kind"] == "ask":
-            task = AskTask(head["round"], trainer.ids)
-            answer, counts = ask_chunk(trainer.job, trainer.forms.read_model(arrays[0]), task)
-            return samples | {"work": counts[0, :3].tolist()}, [trainer.forms.write_answer(answer)], None
+            answer, work = trainer.node.answer(trainer.job, arrays[0], head["round"])
+            return samples | {"work": work}, [answer], None
         job, state = trainer.attach_local_data(head["accepted"], trainer.weighed(head["weight"]))
         if head["kind"] == "train":
             scores = trainer.scores(job, arrays[1:], head["scored"], common=head["global"])

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data import Federation
-from fedloom.engine.clients.chunk import ClientOutput, ClientState, run_clients, usable
-from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
+from fedloom.engine.clients.chunk import ClientOutput, ClientState, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.setup import make_job
@@ -29,13 +28,12 @@ from fedloom.errors import (
     sentence_of,
 )
 from fedloom.lab.experiment import Experiment
-from fedloom.local.rows import for_everyone, name_tensors, remade
-from fedloom.processes.clients import Scores, ScoreTask, TrainTask
+from fedloom.local.rows import name_tensors
+from fedloom.processes.clients import Scores
 from fedloom.schedule import Synchronous
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.noise import deployed, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import digest_of
-from fedloom_sites.deploy.protocol.forms import Forms
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.settings import Site, check_version
@@ -44,6 +42,8 @@ from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
 from fedloom_sites.deploy.site.neutral import neutral_upload
 from fedloom_sites.deploy.site.state import Generation, SiteState
+from fedloom_sites.transport.forms import Forms
+from fedloom_sites.transport.node import Node
 
 T = TypeVar("T")
 
@@ -124,24 +124,20 @@ class Trainer:
         return samples_digest(self.fed, self.site.client)
 
     @cached_property
-    def _run(self) -> tuple[Job, Any]:
+    def node(self) -> Node:
+        """Run at this site, and the state with which its server begins."""
         job, server = make_job(self.experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
-        return replace(job, setting=deployed(job.setting, self.site.survivors)), server
+        return Node(replace(job, setting=deployed(job.setting, self.site.survivors)), server, self.site.client)
 
     @property
     def job(self) -> Job:
         """Run at this site."""
-        return self._run[0]
+        return self.node.job
 
     @property
-    def first_state(self) -> tuple[Job, Any]:
-        """Run, and the state with which its server begins."""
-        return self._run
-
-    @cached_property
     def forms(self) -> Forms:
         """Encoding of the site's messages."""
-        return Forms(*self._run, self.site.client)
+        return self.node.forms
 
     @property
     def noise(self) -> Noise | None:
@@ -160,12 +156,8 @@ class Trainer:
     def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
         """Return the run with its shares of the objective, and the state that the server accepted."""
         with publish_reasons():
-            ids, state = self.ids, self._memory.settle(accepted)
-        for name, store in job.state_stores.items():
-            store.reset()
-            if state is not None:
-                tensors = state.group(name)
-                store.write(ids, remade(store.template, [tensors[field][None] for field in store.template._fields]))
+            state = self._memory.settle(accepted)
+        self.node.load_state(job, None if state is None else state.tensors)
         return job, state
 
     def train(
@@ -239,7 +231,7 @@ class Trainer:
         """
         site, work = self.site, torch.zeros(1, 3, dtype=torch.long)
         try:
-            output = run_clients(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
+            output = self.node.train(job, down, t)
             work = output.work
             self._check_result(job, output, t)
             check_units(site.dead_units, job, down, t, self.ids, len(site.samples.vocabulary))
@@ -328,27 +320,16 @@ class Trainer:
 
     def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:
         """Store the newest model, and return the scores of every model on the site's parts."""
-        ids = self.ids
-        everyone, shared = self.received(models, common=common)
         has_samples = bool(part_sizes(self.fed, self.site.client)[0])
-        personal = None if everyone is None or not has_samples else personal_models(job, everyone, t, ids)[0]
-        row, kind = (shared, "global") if personal is None else (personal, "personal")
-        if row is not None:
+        received = self.node.read_models(job, models, t, common=common, trained=has_samples)
+        if received.row is not None:
             header = job.oracle.layout.header()
             with publish_reasons():
-                self._memory.keep_model(row.cpu(), header, t, kind)
+                self._memory.keep_model(received.row.cpu(), header, t, received.kind)
         if not has_samples or self.scoring == "off":
             return {}
-        scores: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
-        return scores | (hybrid_scores(scores, job.setting.evaluate.select_on) if self.scoring == "masked" else {})
-
-    def received(self, models: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
-        """Return the download as if every client had received it, and the global model ``[d]``.
-
-        Each is None if the messages do not contain it.
-        """
-        down, shared = self.forms.read_models([*models], global_there=common)
-        return None if down is None else for_everyone(down, self.job.n), shared
+        scores = self.node.score(job, received, t)
+        return self.node.score_hybrid(job, scores) if self.scoring == "masked" else scores
 
     @property
     def sends_groups(self) -> bool:

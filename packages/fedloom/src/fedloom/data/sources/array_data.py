@@ -26,7 +26,7 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 
 MOST_NOTED = 2**24
-"""Largest number of values in a data set that is searched for notes."""
+"""Largest number of values in a data set that is searched for notes: 64 MiB of float32."""
 MAX_EXACT_INTEGER = 2**24
 """Largest integer up to which float32 represents every integer exactly."""
 Layout = Literal["image", "sequence"]

@@ -51,7 +51,7 @@ class Csv(TableSource):
 
     @field_validator("encoding")
     @classmethod
-    def _known_encoding(cls, encoding: str | None) -> str | None:
+    def _check_encoding(cls, encoding: str | None) -> str | None:
         """Raise if Python does not know the encoding as a text encoding."""
         try:
             "".encode(encoding or "utf-8")

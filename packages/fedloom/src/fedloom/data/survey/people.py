@@ -15,7 +15,7 @@ MIN_PATTERN_SHARE = 0.8
 MIN_DISTINCT_SHARE = 0.5
 """Smallest share of different cells at which text cannot be a category: two rows per level on average."""
 MAX_PATTERN_CELLS = 2000
-"""Largest number of different cells whose pattern is checked."""
+"""Largest number of different cells whose pattern is checked. A share of 2,000 cells is known to 2.2 points (95 %)."""
 
 
 def words(text: str) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter
+from fedloom.lazy import getter, lazy_names
 
 if TYPE_CHECKING:
     from fedloom.lab.advise.advisor import Advisor as Advisor
@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from fedloom.lab.advise.race import DEFAULT_BUDGET_RUNS as DEFAULT_BUDGET_RUNS
     from fedloom.lab.advise.settings import read_portfolio as read_portfolio
 
-_ATTRIBUTE_PATHS = {
-    "Advice": "fedloom.lab.advise.answer:Advice",
-    "Advisor": "fedloom.lab.advise.advisor:Advisor",
-    "Choice": "fedloom.lab.advise.answer:Choice",
-    "Verdict": "fedloom.lab.advise.answer:Verdict",
-    "DEFAULT_BUDGET_RUNS": "fedloom.lab.advise.race:DEFAULT_BUDGET_RUNS",
-    "read_portfolio": "fedloom.lab.advise.settings:read_portfolio",
-}
+__all__ = [*lazy_names(__name__)]
 
-__all__ = [*_ATTRIBUTE_PATHS]
-
-__getattr__ = getter(__name__, _ATTRIBUTE_PATHS)
+__getattr__ = getter(__name__)

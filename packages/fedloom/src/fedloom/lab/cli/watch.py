@@ -6,7 +6,6 @@ import hashlib
 import tempfile
 import threading
 from contextlib import suppress
-from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import entry_points
@@ -129,16 +128,14 @@ class Page:
     def _work(self) -> str:
         """Return the table of who works on what, while processes share the directory. Empty otherwise."""
         from fedloom.lab.experiment.units.status import list_status
+        from fedloom.lab.report.markup import scrolling
 
         if not (self._folder / WORK_FOLDER).is_dir():
             return ""
         with suppress(OSError, ValueError, KeyError):
             rows = list_status(self._folder)
-            heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in rows[0])
-            lines = ("".join(f"<td>{escape(value)}</td>" for value in row.values()) for row in rows)
-            body = "".join(f"<tr>{line}</tr>" for line in lines)
-            table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
-            return f'<section><h2>Who works on what</h2><div class="scroll" tabindex="0">{table}</div></section>'
+            table = scrolling("Who works on what", [*rows[0]], [[*row.values()] for row in rows])
+            return f"<section><h2>Who works on what</h2>{table}</section>"
         return ""
 
     def close(self) -> None:

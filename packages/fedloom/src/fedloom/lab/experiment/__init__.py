@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter, lister
+from fedloom.lazy import getter, lazy_names, lister
 
 if TYPE_CHECKING:
     from fedloom.engine.checks.moved import restore_document as restore_document
@@ -38,41 +38,8 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment.units.travel import unit_folder as unit_folder
     from fedloom.lab.experiment.units.travel import worker_name as worker_name
 
-_MODULE_NAMES = {
-    "Event": "events",
-    "Executor": "units.executors",
-    "Experiment": "schema",
-    "Listener": "events",
-    "Luggage": "units.travel",
-    "Method": "schema",
-    "RunDirectory": "opened",
-    "Outcome": "outputs",
-    "Plan": "execute",
-    "RecordedRun": "recorded",
-    "Tune": "tuning",
-    "UnitReply": "units.travel",
-    "check_executor": "units.executors",
-    "compute_units": "units.executors",
-    "open_executor": "units.executors",
-    "unit_folder": "units.travel",
-    "worker_name": "units.travel",
-    "measure_rounds": "measure.cost",
-    "samples_per_round": "measure.cost",
-    "json_schema": "editors",
-    "listed": "listing",
-    "open_run": "opened",
-    "parse": "file",
-    "read": "file",
-}
+__all__ = [*lazy_names(__name__)]
 
-_ATTRIBUTE_PATHS = {
-    "restore_document": "fedloom.engine.checks.moved:restore_document",
-    "update_document": "fedloom.engine.checks.moved:update_document",
-    **{name: f"{__name__}.{module}:{name}" for name, module in _MODULE_NAMES.items()},
-}
-
-__all__ = [*_ATTRIBUTE_PATHS]
-
-__getattr__ = getter(__name__, _ATTRIBUTE_PATHS)
+__getattr__ = getter(__name__)
 
 __dir__ = lister(__name__)

@@ -113,7 +113,7 @@ Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[n
 class DataTable(SettingTable):
     """The table [data], whose key ``source`` is the name of a data set, or a path, which determines the reader."""
 
-    def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
+    def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:
         """Return the source of a table. A file or folder is inspected to determine its reader.
 
         Raises:

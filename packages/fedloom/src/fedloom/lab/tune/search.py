@@ -101,7 +101,7 @@ def check_values(
                 raise ConfigError(f"{where}: [tune.space], {key} = {value!r} cannot be tried: {error}") from None
 
 
-def replace_params(document: Mapping[str, Any], place: int, params: Params, **more: Any) -> dict[str, Any]:
+def replace_params(document: Mapping[str, Any], place: int, params: Params, **more: object) -> dict[str, Any]:
     """Return a document in which settings of method number ``place`` are replaced. Nothing else changes."""
     method = {**document["method"][place], **more}
     for key, value in params.items():

@@ -22,6 +22,7 @@ from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 BATCH_ROWS = 512
+"""Number of rows that are read at a time. Chosen: a table of 1,000 columns then has 512,000 cells in memory as text."""
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
 MAX_ROW_CHARACTERS = 2**26
 """Largest number of characters of a row, and of the rows that are buffered before they are cut into columns."""

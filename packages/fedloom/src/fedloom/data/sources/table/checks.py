@@ -72,10 +72,10 @@ class Spellings:
 
     def add(self, column: str, cells: Cells) -> None:
         """Add cells, numbers with a decimal point."""
-        found = self._codes.setdefault(column, [])
-        if len(found) < MIN_CHECKED_ROWS:
+        examples = self._codes.setdefault(column, [])
+        if len(examples) < MIN_CHECKED_ROWS:
             likely = (c for c in cells if isinstance(c, str) and ("e" in c or "E" in c or c.lstrip()[:1] == "0"))
-            found += [c.strip() for c in likely if CODE_PATTERN.fullmatch(c.strip())]
+            examples += [c.strip() for c in likely if CODE_PATTERN.fullmatch(c.strip())]
         if column in self._sound:
             return
         for cell in cells:
@@ -92,11 +92,11 @@ class Spellings:
 
     def notes(self) -> Iterator[str]:
         """Yield notes on such columns."""
-        for column, found in self._codes.items():
-            if len(found) >= MIN_CHECKED_ROWS:
+        for column, examples in self._codes.items():
+            if len(examples) >= MIN_CHECKED_ROWS:
                 yield (
-                    f"column {column!r}: cells such as {found[0]} are read as numbers ({float(found[0]):g}). If they "
-                    "are codes, name the column in categorical, or in drop"
+                    f"column {column!r}: cells such as {examples[0]} are read as numbers "
+                    f"({float(examples[0]):g}). If they are codes, name the column in categorical, or in drop"
                 )
         columns = [c for c, count in self._counts.items() if count >= MIN_CHECKED_ROWS and c not in self._sound]
         if columns:

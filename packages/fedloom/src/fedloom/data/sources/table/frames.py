@@ -33,12 +33,12 @@ def is_frame(obj: Any) -> bool:
     return is_hub(obj) and len(obj) > 0 and all(np.ndim(cell) == 0 for cell in obj[0].values())
 
 
-def _is_arrow(obj: Any) -> bool:
+def _is_arrow(obj: object) -> bool:
     """Return True for a pyarrow table, or a table without an index of another library that Arrow can read."""
     return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
 
 
-def _arrow(obj: Any) -> Any:
+def _arrow(obj: object) -> Any:
     """Convert a table to pyarrow without copying its cells."""
     import pyarrow as pa  # slow to import
 

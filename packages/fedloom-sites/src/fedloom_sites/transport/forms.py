@@ -8,6 +8,7 @@ message is checked against its form before any memory is allocated for the messa
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fedloom.engine.clients.chunk import ClientOutput, ClientState
-from fedloom.engine.clients.messages import UPDATE_FIELD, Letter, idle_upload
+from fedloom.engine.clients.messages import UPDATE_FIELD, Letter, Messages, idle_upload
 from fedloom.engine.job import Job
 from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
+from fedloom.processes.clients import ScoreRequest, TrainRequest
 
 HEADER_BYTES = 1 << 16
 """Largest number of bytes in a message of the codec besides its numbers."""
@@ -33,13 +35,18 @@ class Forms:
         job: run, at the server or at a site.
         server: state of the server before the first round.
         client: number of any client.
+        dense: True to write the numbers of an upload one by one, whatever the channel: a node of a Flower app may
+            change its upload after the channel.
 
     Attributes:
         idle: upload of a client that takes no step.
     """
 
-    def __init__(self, job: Job, server: Any, client: int = 0) -> None:
+    def __init__(self, job: Job, server: Any, client: int = 0, *, dense: bool = False) -> None:
         self._job, self._server, self._messages = job, server, job.messages
+        if dense:
+            mixed = job.setting.personalized_aggregation is not None
+            self._messages = Messages(job.algorithm, job.oracle.layout, job.oracle.device, None, mixed=mixed)
         ids = torch.tensor([client])
         self._down = job.down(server, 1, ids)
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
@@ -67,6 +74,12 @@ class Forms:
         """
         return self._messages.down(down, server).encode()
 
+    def write_downs(self, request: TrainRequest, downloads: Mapping[int, Any]) -> Iterator[tuple[int, bytes]]:
+        """Yield each client with its encoded download. A download that is the same for all clients is encoded once."""
+        common = self.write_down(request.down, request.server) if is_common(request.down) else None
+        for client, down in downloads.items():
+            yield client, common or self.write_down(down, request.server)
+
     def read_down(self, message: bytes) -> Any:
         """Decode the download of one client.
 
@@ -78,7 +91,8 @@ class Forms:
     def write_up(self, output: ClientOutput) -> bytes:
         """Encode the upload of one client."""
         answers = _answers(output.weigher_answer, output.sampler_report)
-        return self._messages.up(output.upload if output.sent is None else output.sent, answers).encode()
+        sent = output.sent if self._messages.sends_change and output.sent is not None else output.upload
+        return self._messages.up(sent, answers).encode()
 
     def read_up(self, message: bytes, client: int = 0, down: Any = None) -> Upload:
         """Decode the upload of one client after its download. Without a download, a compressed change stays compressed.
@@ -132,6 +146,13 @@ class Forms:
             parts.append(self.write_model(shared))
         return parts
 
+    def write_models_of(self, request: ScoreRequest, clients: Iterable[int]) -> Iterator[tuple[int, list[bytes]]]:
+        """Yield each client with the encoded models that it scores. Models for all clients are encoded once."""
+        down, model = request.down, request.model
+        common = self.write_models(down, model) if down is None or is_common(down) else []
+        for c in clients:
+            yield c, common if down is None or common else self.write_models(rows_of(down, slice(c, c + 1)), model)
+
     def read_models(self, parts: list[bytes], *, global_there: bool) -> tuple[Any, Tensor | None]:
         """Decode the download and the global model ``[d]``. Each may be None.
 
@@ -183,22 +204,17 @@ def score_names(job: Job) -> list[tuple[str, str, str]]:
     return [(m, part, name) for m in ("global", "hybrid", "personal") for part in parts for name in names]
 
 
+def is_common(down: Any) -> bool:
+    """Return whether all clients receive the same message."""
+    return all(field.dim() == 1 for field in down)
+
+
 class Upload(NamedTuple):
     """Upload of one client, rows ``[1, .]``."""
 
     up: Any
     info: Tensor | None
     sampler_report: Tensor | None
-
-
-def is_common(down: Any) -> bool:
-    """Return whether all clients receive the same message."""
-    return all(field.dim() == 1 for field in down)
-
-
-def for_client(down: Any, place: int) -> Any:
-    """Return the download of the client at one position of a cohort."""
-    return rows_of(down, slice(place, place + 1))
 
 
 def output_of(sent: Upload, work: Tensor) -> ClientOutput:

@@ -1,0 +1,113 @@
+"""Node: a run at the place of one client's samples, for a deployment's site and for a node of a Flower app alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.engine.clients.chunk import ClientOutput, ask_chunk, run_clients
+from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
+from fedloom.engine.job import Job
+from fedloom.local.rows import Fields, for_everyone, group_of, remade
+from fedloom.processes.clients import AskTask, Scores, ScoreTask, TrainTask
+from fedloom_sites.transport.forms import Forms
+
+
+class Node:
+    """A run at one client.
+
+    Args:
+        job: the run, with the client's samples.
+        server: state with which the run's server begins.
+        client: number of the client.
+        dense: as in `Forms`.
+    """
+
+    def __init__(self, job: Job, server: Fields, client: int, *, dense: bool = False) -> None:
+        self.job, self.server, self.ids, self._dense = job, server, torch.tensor([client]), dense
+
+    @cached_property
+    def forms(self) -> Forms:
+        """Encoding of the client's messages."""
+        return Forms(self.job, self.server, int(self.ids), dense=self._dense)
+
+    def load_state(self, job: Job, tensors: Mapping[str, Tensor] | None) -> None:
+        """Write a state of the client into the stores of the run.
+
+        Args:
+            job: this run, with any shares of the objective.
+            tensors: ``<store>.<field>`` ``[.]``. None for the state before the first round.
+        """
+        for name, store in job.state_stores.items():
+            store.reset()
+            if tensors is not None:
+                fields = group_of(tensors, name)
+                store.write(self.ids, remade(store.template, [fields[field][None] for field in store.template._fields]))
+
+    def answer(self, job: Job, message: bytes, t: int) -> tuple[bytes, list[int]]:
+        """Return the encoded answer to a sampler about the global model, and the work.
+
+        Raises:
+            WireError: the message contains no global model.
+        """
+        answer, counts = ask_chunk(job, self.forms.read_model(message), AskTask(t, self.ids))
+        return self.forms.write_answer(answer), counts[0, :3].tolist()
+
+    def train(self, job: Job, down: Fields, t: int) -> ClientOutput:
+        """Train for a round from the loaded state."""
+        return run_clients(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
+
+    def receive(self, messages: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
+        """Return the download as if every client had received it, and the global model ``[d]``.
+
+        Each is None if the messages do not contain it.
+
+        Raises:
+            WireError: the messages contain no models of this run.
+        """
+        down, shared = self.forms.read_models([*messages], global_there=common)
+        return None if down is None else for_everyone(down, self.job.n), shared
+
+    def read_models(
+        self, job: Job, messages: Sequence[bytes], t: int, *, common: bool, trained: bool = True
+    ) -> NodeModels:
+        """Return the models in the messages of an evaluation.
+
+        Args:
+            job: this run, after `load_state`.
+            messages: messages from the server.
+            t: round.
+            common: True if the global model is scored.
+            trained: False if the client has no training samples, and therefore no personal model.
+        """
+        down, shared = self.receive(messages, common=common)
+        row = personal_models(job, down, t, self.ids)[0] if down is not None and trained else None
+        return NodeModels(down, shared, shared if row is None else row, "global" if row is None else "personal")
+
+    def score(self, job: Job, models: NodeModels, t: int) -> Scores:
+        """Compute the scores of the models on the client's parts."""
+        return score_chunk(job, models.down, models.shared, ScoreTask(t, self.ids, self.ids, common=False))
+
+    def score_hybrid(self, job: Job, scores: Scores) -> Scores:
+        """Return the scores with the scores of the better of both models on the validation part."""
+        return scores | hybrid_scores(scores, job.setting.evaluate.select_on)
+
+
+class NodeModels(NamedTuple):
+    """NodeModels of an evaluation at a client.
+
+    Attributes:
+        down: download as if every client had received it, or None.
+        shared: global model ``[d]``, or None.
+        row: the client's newest model ``[d]``, or None.
+        kind: "personal" or "global", for ``row``.
+    """
+
+    down: Any
+    shared: Tensor | None
+    row: Tensor | None
+    kind: str

@@ -1,0 +1,38 @@
+"""Roll: the clients of a run at real sites, and the nodes of Flower at which they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+
+class Roll:
+    """Clients of a run and their nodes.
+
+    Args:
+        client_of: client of every node that has introduced itself, by Flower's number of the node.
+        sizes: ``[n, 3]`` numbers of training, validation and test samples of every client.
+
+    Attributes:
+        nodes: Flower's number of the node of every connected client, by client.
+        sizes: ``[n, 3]`` numbers of training, validation and test samples of every client.
+    """
+
+    def __init__(self, client_of: Mapping[int, int], sizes: Tensor) -> None:
+        self._client_of, self.sizes = dict(client_of), sizes
+        self.nodes: dict[int, int] = {}
+
+    def client(self, node: int) -> int | None:
+        """Return the client at a node according to its last introduction, or None if it never introduced itself."""
+        return self._client_of.get(node)
+
+    def enter(self, client: int, node: int) -> None:
+        """Record that a client answers at a node, and count it as connected."""
+        self.nodes[client], self._client_of[node] = node, client
+
+    def connect(self, here: Collection[int]) -> list[int]:
+        """Count exactly the known clients at these nodes as connected, and return the nodes that have left."""
+        before, known = {*self.nodes.values()}, self._client_of.items()
+        self.nodes = {client: node for node, client in known if node in here}
+        return sorted(before - {*self.nodes.values()})
