@@ -12,6 +12,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.partitions import Natural
 from fedloom.data.samples import find_pair
 from fedloom.data.sides import are_many, batches_given, common_classes, join_roles, refuse_unlike, side_of
+from fedloom.data.sources.rereading import Rereading
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.errors import ConfigError, DataError
 from fedloom.values import has_type
@@ -111,6 +112,8 @@ def as_federation(
     options = {**join_roles(in_order, name), **options}
     options = {"clients": np.array(owners), "name": name, "classes": classes, "channels_last": False, **options}
     data = Dataset.create(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
+    every = (parts[k] for k in range(len(sides[0])) for parts in sides)
+    data = Rereading.attach(data, [(len(part.x), part.reader) for part in every])
     cut = Natural(test=0.0 if both else test, validation=validation, test_from="clients" if both else "own")
     fed = cut(data, seed)
     everyone = list(named)

@@ -134,7 +134,7 @@ class ColumnProfile:
         numeric, share = odd < len(self.present), odd / len(self.present)
         if numeric and (tokens or (share <= MAX_ODD_SHARE and len(strange) <= MOST_ODD)):
             self.kind, self.odd = "number", strange
-            self.extremes = self._named({code for code in extremes(*self._counts()) if is_no_measurement(code)})
+            self.extremes = self._count_cells({code for code in extremes(*self._counts()) if is_no_measurement(code)})
             self.__dict__.pop("values")  # without them
         elif all(DATE_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
             self.kind = "date"
@@ -166,7 +166,7 @@ class ColumnProfile:
         """The values of a numeric column that are not missing."""
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
-    def _named(self, codes: Collection[float]) -> dict[str, int]:
+    def _count_cells(self, codes: Collection[float]) -> dict[str, int]:
         """Return numbers in the form of their cells, and their counts."""
         return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 

@@ -39,7 +39,7 @@ class InMemory(Source):
     held: Any = Field(exclude=True, repr=False, description="the data set")
 
     @model_serializer
-    def _named(self) -> dict[str, Any]:
+    def _serialize(self) -> dict[str, Any]:
         data: Dataset = self.held
         facts = {"source": "memory", "name": data.name, "checksum": data.checksum()}
         return facts if data.design is None else {**facts, "design": data.design.digest()}
@@ -56,7 +56,7 @@ class Ready(Partition):
     held: Any = Field(exclude=True, repr=False, description="the federation")
 
     @model_serializer
-    def _named(self) -> dict[str, Any]:
+    def _serialize(self) -> dict[str, Any]:
         fed: Federation = self.held
         digest = hashlib.blake2b(fed.data.checksum().encode(), digest_size=8)
         for part in DATA_PARTS:

@@ -154,6 +154,18 @@ def impossible(
             )
 
 
+def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> Iterator[str]:
+    """Yield errors in the columns of labels, by name, that contain other numbers than 0 and 1, or NaN for no cell."""
+    for column, values in labels.items():
+        rows = np.nonzero(~np.isnan(values) & ~np.isin(values, (0, 1)))[0]
+        if len(rows):
+            yield (
+                f"row {first + int(rows[0])}, column {column!r}: a label is 1 or 0, present or not, got "
+                f"{values[rows[0]]:g} ({len(rows)} such rows). Repair them, or name their marker in missing, with "
+                "unlabelled = 'drop'"
+            )
+
+
 def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, NDArray[np.float64]]) -> Iterator[str]:
     """Yield notes on columns with the start of the time at risk, which survival tasks assume to be 0.
 
