@@ -24,8 +24,8 @@ from fedloom.data.survey.facts import (
     ColumnProfile,
     answers,
     repeats,
+    time_unit,
 )
-from fedloom.data.survey.findings import time_unit
 from fedloom.data.survey.leaks import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError

@@ -25,6 +25,7 @@ from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model, ModelRecipe, running_statistics
 from fedloom.trained.model_source import ModelSource
 from fedloom.trained.saved import files, write_models
+from fedloom.values import has_type
 
 MAX_NAMED_CLIENTS = 20
 """Largest number of clients that a message names."""
@@ -290,7 +291,7 @@ class Models:
         return row, statistics
 
     def _check(self, kind: str) -> None:
-        if not isinstance(kind, str) or kind not in self.kinds():
+        if not has_type(kind, str) or kind not in self.kinds():
             name = self._source.about["algorithm"]
             raise ConfigError(f"{name} has no {kind!r} model. Its models: {', '.join(self.kinds()) or 'none'}")
 

@@ -43,7 +43,7 @@ from fedloom_sites.deploy.protocol.envelope import (
 )
 from fedloom_sites.deploy.protocol.identity import is_signed
 from fedloom_sites.deploy.protocol.lengths import lengths, out_of_range
-from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, UnableReply, plain
+from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, LateReply, Rejected, UnableReply, plain
 from fedloom_sites.deploy.settings import Server, bound_of
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
@@ -260,7 +260,8 @@ class Checks:
         if head["samples"] != declared:
             raise Rejected(
                 9,
-                f"the site reports {head['samples']} training samples, but declared {declared} at the start of the run",
+                f"the site reports {head['samples']} training samples, but declared {declared} at the start of the "
+                f"run. {GROWTH_HINT}",
             )
         work = head.get("work", [0, 0, 0])
         if len(work) != 3 or not all(type(k) is int and 0 <= k <= MAX_WORK_COUNT for k in work):

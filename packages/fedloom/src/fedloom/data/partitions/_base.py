@@ -364,6 +364,8 @@ class Partition(Value):
                 f"{self.kind}: test_from = 'clients' works only with natural and by-column. Use 'ratio'"
             )
         changes = any(change is not None for change in (draw.noise, draw.relabel, draw.views))
+        if draw.noise is not None or draw.views is not None:
+            data.refuse_random(f"{self.kind}, which changes the samples of clients,")
         if self.test_from != "own" and changes:
             raise Refused(
                 f"{self.kind}: changes a client's samples, so official test samples would not fit. "

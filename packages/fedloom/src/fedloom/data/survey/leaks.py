@@ -151,13 +151,13 @@ def _find_client_leaks(
     if len(clients) < LEAST_CLIENTS or column.names or missing.any():
         return
     first = np.array([x[owner == client][0] for client in clients])
-    if not all((x[owner == c] == v).all() for c, v in zip(clients, first, strict=True)) or not first.std() > 0:
+    if not all((x[owner == c] == v).all() for c, v in zip(clients, first, strict=True)) or not np.ptp(first) > 0:
         return
     whole = ~np.isnan(target.values)
     for code in range(len(target.names)) if target.names else [None]:
         numbers = target.values if code is None else (target.values == code).astype(float)
         means = np.array([numbers[whole & (users.values == c)].mean() for c in clients])
-        if means.std() > 0 and np.corrcoef(first, means)[0, 1] ** 2 >= EQUAL_SHARE:
+        if np.ptp(means) > 0 and np.corrcoef(first, means)[0, 1] ** 2 >= EQUAL_SHARE:
             yield (
                 f"column {name!r} is the mean of {of!r} by client, including test rows, so scores are "
                 "too good. Name it in drop"

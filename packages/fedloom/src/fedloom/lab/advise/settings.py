@@ -108,7 +108,7 @@ class Entries:
         return scored_models(setting, fed, "best-on-validation", wanted, AVERAGE_METHOD)[1:]
 
     def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
-        """Return the settings of every method: the file's setting, then a Latin hypercube over the space."""
+        """Return the settings of every method: the file's setting, then others spread over the space."""
         arms = dict[str, list[Arm]]()
         for name, method in self._methods.items():
             tried = spread_settings(self.spaces[name], file_params(method, self.spaces[name]), count, name, seed)
@@ -140,7 +140,9 @@ class Entries:
 def spread_settings(
     space: Mapping[str, Dimension], first: Mapping[str, Any] | None, count: int, label: str, seed: int
 ) -> list[Mapping[str, Any]]:
-    """Return settings spread over a space: ``first``, if it is given, then a Latin hypercube.
+    """Return settings spread over a space: ``first``, if it is given, then points of a scrambled Halton sequence.
+
+    Fewer settings are the first of more settings, so a race with a larger budget tries further settings.
 
     Args:
         space: search range of every setting.
@@ -157,8 +159,8 @@ def spread_settings(
     tried: list[Mapping[str, Any]] = [] if first is None else [dict(first)]
     keys, wanted = sorted(space), count - len(tried)
     if wanted > 0 and keys:
-        cube = qmc.LatinHypercube(d=len(keys), rng=numpy_generator(seed, purpose=("advise", label)))
-        for point in cube.random(wanted):
+        sequence = qmc.Halton(d=len(keys), rng=numpy_generator(seed, purpose=("advise", label)))
+        for point in sequence.random(wanted):
             params = {key: _value(space[key], float(u)) for key, u in zip(keys, point, strict=True)}
             tried += [] if params in tried else [params]
     return tried or [{}]

@@ -27,7 +27,7 @@ from fedloom.hints import Places, unknown
 from fedloom.lab.experiment.file import parse, read_analyses
 from fedloom.lab.experiment.schema import SETTING_TABLES, Experiment
 from fedloom.local import LocalSGD
-from fedloom.values import dump, fields_of
+from fedloom.values import dump, fields_of, has_type
 
 DATA_SET_KEYS = {"x", "train"}
 """Keys of a mapping that is a data set. Other mappings contain clients by name."""
@@ -202,7 +202,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
 
 def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str, Any]]:
     """Return the tables of the methods, each with its label."""
-    if not isinstance(methods, Mapping | Sequence) or isinstance(methods, str | bytes) or not methods:
+    if not has_type(methods, Mapping, Sequence) or has_type(methods, str, bytes) or not methods:
         raise ConfigError(
             f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
         )
