@@ -352,7 +352,7 @@ def test_a_hub_name_offline(library: Any, words: str, tmp_path: Path, monkeypatc
     file = experiment(tmp_path, "hub:owner/name")
     refused(words, "hub:owner/name", "run", str(file), "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    refused("lacks the name .*; write it as", "hub:", "data", "hub:")
+    refused("the name of a data set is missing.*; write it as", "hub:", "data", "hub:")
 
 
 # --- clients -------------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_a_hub_name_offline(library: Any, words: str, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("partition", "words"),
     [
-        ('kind = "iid"\nclients = 5000', "5000 clients of at least 1 samples, but digits has 1797 .*. Use fewer"),
+        ('kind = "iid"\nclients = 5000', "5000 clients with at least 1 samples .* 1797 .*. Use fewer"),
         ('kind = "dirichlet"\nclients = 600\nalpha = 0.01', "smallest client had at most 0 samples, .*; raise alpha"),
         (
             'kind = "shards"\nlabels_per_client = 11',
