@@ -2,31 +2,44 @@
 
     python benchmarks/workers.py                      # forked workers; at least 1.7 times one worker on a quiet machine
     torchrun --nproc-per-node 2 benchmarks/workers.py # the same with the ranks of torchrun, against one process before
+    python benchmarks/workers.py --units readme       # README's comparison: at most 0.56 of the time of one worker
+    python benchmarks/workers.py --units map          # 24 cells of the map: at most 0.55
 
 FedAvg on the MLP workload of the engine benchmark (W2). Blocks of one and of several processes take turns, so that the
 noise of the machine falls on both; a block during which other processes used more than 0.1 core is set aside when there
 are others, and the line says `disturbed` when there is no quiet one.
+
+With ``--units``, whole runs or cells share two cores. Pairs of one and two workers take turns, imports and compiled
+loops are paid before, and the files must be equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import statistics
 import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
 from engine import Block
 from plain import RATE
+from typer.testing import CliRunner
 from workloads import WORKLOADS
 
+import fedloom as fl
 from fedloom.algorithms import FedAvg
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
+from fedloom.lab.cli import app
 from fedloom.local import LocalSGD
 from fedloom.processes.distributed import join_ranks
 from fedloom.processes.machine_load import MAX_FOREIGN_CORES, machine_seconds, process_seconds, wait_for_quiet
@@ -56,6 +69,72 @@ def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -
     return Block(statistics.median(result.seconds[1:]), others), result.models.rows("global")
 
 
+def compare_readme(workers: int, folder: Path) -> None:
+    """Run README's comparison."""
+    clients = fl.partitions.label_swap(clients=10, groups=2, max_train_per_client=60)
+    methods = ["local", "fedavg", "fedavg-ft", "pfedme", "fedslr"]
+    choices = {"rounds": 30, "local": {"lr": 0.4}, "compare_model": "personal", "engine": {"workers": workers}}
+    fl.compare(
+        methods, "digits", "mlp", partition=clients, seeds=range(10), folder=folder, progress_bar=False, **choices
+    )
+
+
+def measure_cells(workers: int, folder: Path) -> None:
+    """Measure cells of the map's two small setups."""
+    methods = [part for name in CELL_METHODS for part in ("--method", name)]
+    places = ("--out", str(folder / "runs"), "--results", str(folder / "records"))
+    result = CliRunner().invoke(app, ["map", "--scale", "smoke", "--workers", str(workers), *methods, *places])
+    if result.exit_code:
+        raise SystemExit(result.output)
+
+
+CELL_METHODS = [
+    "local", "fedavg", "fedavg-ft", "fedprox", "ditto", "fedopt", "scaffold", "fednova", "apfl", "fedslr", "pfedme",
+    "cfl",
+]  # fmt: skip
+"""Methods of 24 cells in two setups."""
+UNITS: dict[str, tuple[Callable[[int, Path], None], float]] = {
+    "readme": (compare_readme, 0.56),
+    "map": (measure_cells, 0.55),
+}
+"""Work that units share, and the largest time of two workers relative to one."""
+
+
+def measure_units(name: str, pairs: int) -> int:
+    """Time pairs of one and two workers, and return 1 if two take too long."""
+    play, wanted = UNITS[name]
+    ratios, least = list[float](), list[list[float]]()
+    for pair in range(pairs + 1):
+        seconds = list[float]()
+        digests = list[dict[str, str]]()
+        for workers in (1, 2):
+            with tempfile.TemporaryDirectory(prefix="fedloom-workers-") as folder:
+                start = time.perf_counter()
+                play(workers, Path(folder) / "out")
+                seconds.append(time.perf_counter() - start)
+                digests.append(digest_models(Path(folder)))
+        if digests[0] != digests[1] or not digests[0]:
+            raise SystemExit(
+                f"two workers give other models than one: {digests[0].keys() ^ digests[1].keys() or 'bytes'}"
+            )
+        if pair:  # the first one pays for imports and compiled loops
+            ratios.append(seconds[1] / seconds[0])
+            least.append(seconds)
+            print(f"pair {pair}: {seconds[0]:.2f} s, {seconds[1]:.2f} s, ratio {ratios[-1]:.3f}", flush=True)
+    best = min(two for _, two in least) / min(one for one, _ in least)
+    ratio = statistics.median(ratios)
+    print(
+        f"{name}: median ratio {ratio:.3f} of {pairs} pairs (of the fastest {best:.3f}), wanted {wanted}; same models"
+    )
+    return int(ratio > wanted)
+
+
+def digest_models(folder: Path) -> dict[str, str]:
+    """Return the digest of every checkpoint in a folder, by path. Checkpoints contain no times."""
+    files = sorted(path for path in folder.rglob("*.safetensors") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
 def main() -> int:
     """Command line; 1 when two workers are not fast enough on a quiet machine, or their bits differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,7 +143,11 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=6, help="rounds of a block")
     parser.add_argument("--patience", type=float, default=0, help="seconds to wait for a quiet machine, per block")
+    parser.add_argument("--units", choices=[*UNITS], help="runs or cells side by side, in place of clients")
+    parser.add_argument("--pairs", type=int, default=7, help="pairs with --units, after one that is not counted")
     given = parser.parse_args()
+    if given.units:
+        return measure_units(given.units, given.pairs)
     fed = WORKLOADS[given.workload].federation()
     with join_ranks() as ranks:
         several = 1 if ranks.size > 1 else given.workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fedloom.rundir import WORK_FOLDER
 from tests.commands import call, end, fork, in_a_fork
 
 FEW = ("fedslr",)
+SMALL_BUDGET = 11.0
 SMALL: dict[str, Any] = {
     "rounds": 3,
     "data": {"source": "digits"},
@@ -35,7 +37,7 @@ SMALL: dict[str, Any] = {
 
 def advise(out: Path, document: dict[str, Any] = SMALL, **more: Any) -> Advice:
     join = more.pop("join", False)
-    options = {"budget": 7.0, "methods": FEW, **more}
+    options = {"budget": SMALL_BUDGET, "methods": FEW, **more}
     return Advisor(document, "small", out, **options).run(join=join)
 
 
@@ -49,6 +51,56 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("small") / "race"
     advise(out)
     return contents(out)
+
+
+def test_a_larger_budget_continues_to_the_answer_of_a_race_that_had_it_from_the_start(
+    small: dict[str, bytes], tmp_path: Path
+) -> None:
+    begun, fresh, budget = tmp_path / "begun", tmp_path / "fresh", 14.0
+    for name, content in small.items():
+        (begun / name).parent.mkdir(parents=True, exist_ok=True)
+        (begun / name).write_bytes(content)
+    laps = {path.name: path.stat().st_mtime_ns for path in (begun / "laps").iterdir()}
+    advise(begun, budget=budget)
+    advise(fresh, budget=budget)
+    for name in ("advice.json", "advised.toml", "clients.csv", "race.toml"):
+        assert (begun / name).read_bytes() == (fresh / name).read_bytes() != small.get(name)
+    assert {name: (begun / "laps" / name).stat().st_mtime_ns for name in laps} == laps  # not trained again
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_an_executor_gives_the_bytes_of_one_process(in_memory: bool, small: dict[str, bytes], tmp_path: Path) -> None:
+    class Spawned:
+        """An executor without memory of earlier calls, whose units travel as text and bytes."""
+
+        def submit(self, function: Any, /, *arguments: Any) -> Future[Any]:
+            assert all(isinstance(one, str | bytes) for one in arguments)
+            call = Future[Any]()
+            call.set_result(function(*arguments))
+            return call
+
+    if not in_memory:
+        Advisor(SMALL, "small", tmp_path / "race", budget=SMALL_BUDGET, methods=FEW).run(executor=Spawned())
+        assert contents(tmp_path / "race") == small
+        return
+    here, there = (
+        fl.advise(_clients(240), rounds=2, budget=20, progress_bar=False, executor=one) for one in (None, Spawned())
+    )
+    assert here.record() == there.record()
+
+
+def test_the_race_with_its_plans_keeps_to_the_budget(small: dict[str, bytes]) -> None:
+    """Also with few rounds, of which a ninth is none, and clients with more validation than training data."""
+    advice = json.loads(small["advice.json"])
+    assert advice["budget"] * 0.7 <= advice["spent"] <= advice["budget"]
+
+
+def test_settings_whose_rounds_cost_more_get_fewer_rounds(tmp_path: Path) -> None:
+    document = {**SMALL, "rounds": 9, "tune": {"space": {"fedavg": {"local.epochs": [1, 3]}}}}
+    advice = advise(tmp_path / "race", document, methods=(), budget=16.0)
+    laps = [json.loads(path.read_text()) for path in (tmp_path / "race" / "laps").glob("*/lap.json")]
+    whole = [lap["samples"] for lap in laps if lap["samples"] > 0.5 * advice.budget / 16]
+    assert max(whole) <= 1.2 * advice.budget / 16
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -86,7 +138,7 @@ def test_gains_come_from_data_that_the_race_did_not_use() -> None:
     fed, other = _clients(240), _clients(240)
     kept = cut_validation(other)[0].parts["test"].index
     other.data.x[kept] = other.data.x[kept.flip(0)]
-    first, second = (fl.advise(one, rounds=2, budget=12, progress_bar=False) for one in (fed, other))
+    first, second = (fl.advise(one, rounds=2, budget=20, progress_bar=False) for one in (fed, other))
     assert [(first.method, first.racing, first.arms)] == [(second.method, second.racing, second.arms)]
     assert [one.gain for one in first.clients] == [one.gain for one in second.clients]
     assert first.gains != second.gains
@@ -124,11 +176,11 @@ def test_a_process_joins_while_another_begins(tmp_path: Path, monkeypatch: pytes
 
     def join_then(folder: Path) -> None:
         make_folder(folder)
-        joined.append(Advisor(SMALL, "small", out, budget=7.0, methods=FEW))
+        joined.append(Advisor(SMALL, "small", out, budget=SMALL_BUDGET, methods=FEW))
 
     monkeypatch.setattr(advisor, "make_folder", join_then)
     out.mkdir()
-    Advisor(SMALL, "small", out, budget=7.0, methods=FEW)._begin()
+    Advisor(SMALL, "small", out, budget=SMALL_BUDGET, methods=FEW)._begin()
     assert joined
 
 
@@ -146,9 +198,9 @@ def test_a_directory_of_another_race_is_refused(small: dict[str, bytes], tmp_pat
     for name, content in small.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_bytes(content)
-    with pytest.raises(RunDirError, match="another experiment, budget or version"):
-        advise(out, budget=9.0)
-    with pytest.raises(RunDirError, match="another experiment, budget or version"):
+    with pytest.raises(RunDirError, match=r"a budget of 11 runs, got 10.5. Give a budget of 11 or more"):
+        advise(out, budget=10.5)
+    with pytest.raises(RunDirError, match="another experiment or version"):
         advise(out, {**SMALL, "rounds": 4})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
@@ -186,6 +238,12 @@ def test_seeds_validate_on_other_subjects_and_none_reads_those_of_the_answer(sub
     assert all(
         torch.equal(a.parts[p].index, b.parts[p].index) for a, b in zip(cuts, again, strict=True) for p in a.parts
     )
+
+
+def test_no_seed_trains_on_more_samples_if_training_parts_are_cut() -> None:
+    part = fl.partitions.iid(clients=3, validation=0.3, max_train_per_client=10)
+    sizes = [cut.sizes("train").tolist() for cut in cut_validation(part(fl.Dataset.create(_table(300)), seed=0), 5)]
+    assert sizes == [[10, 10, 10]] * 5
 
 
 def test_classes_keep_their_shares() -> None:
@@ -227,12 +285,12 @@ def test_the_answer_is_an_experiment_that_runs_and_names_its_cost(small: dict[st
 def test_the_command_prints_ten_lines_and_json(tmp_path: Path) -> None:
     file, out = tmp_path / "small.toml", tmp_path / "race"
     file.write_text(tomli_w.dumps({**SMALL, "rounds": 1}))
-    said = call("advise", file, "--out", out, "--budget", 12)
+    said = call("advise", file, "--out", out, "--budget", 20)
     assert said.count("answer: ") == 1
     assert len(said.splitlines()) <= 14
-    again = call("advise", file, "--out", out, "--budget", 12, "--json")
+    again = call("advise", file, "--out", out, "--budget", 20, "--json")
     assert json.loads(again[again.index("{") : again.rindex("}") + 1]) == json.loads((out / "advice.json").read_text())
-    assert "seeds. Give at least 12" in call("advise", file, "--out", tmp_path / "other", "--budget", 3, code=2)
+    assert "seeds. Give at least 19" in call("advise", file, "--out", tmp_path / "other", "--budget", 3, code=2)
 
 
 def test_without_validation_data_nothing_is_raced(tmp_path: Path) -> None:
@@ -251,9 +309,9 @@ def test_a_method_that_cannot_work_is_left_out_by_name(tmp_path: Path) -> None:
 
 def test_a_setting_that_diverges_ends_no_race(tmp_path: Path) -> None:
     spaces = {"all": {"local.lr": [1e30, 0.1]}}
-    advice = advise(tmp_path / "race", {**SMALL, "tune": {"space": spaces}}, methods=("fedopt",), budget=8.0)
+    advice = advise(tmp_path / "race", {**SMALL, "tune": {"space": spaces}}, methods=("fedopt",), budget=12.0)
     assert advice.params["local.lr"] == 0.1
-    lost = advise(tmp_path / "lost", {**SMALL, "tune": {"space": {"fedslr": {"local.lr": [1e30]}}}}, budget=6.0)
+    lost = advise(tmp_path / "lost", {**SMALL, "tune": {"space": {"fedslr": {"local.lr": [1e30]}}}})
     assert "fedslr" in lost.departures
     assert lost.departures["fedslr"][3]
 
@@ -290,7 +348,7 @@ def test_other_data_are_raced_too(kind: str) -> None:
         data = fl.Dataset.create((rng.integers(0, 255, (150, 1, 8, 8)).astype(np.uint8), rng.integers(0, 3, 150)))
         more = {"model": {"kind": "cnn", "channels": [4], "hidden": [8]}}
     cut = fl.partitions.iid(clients=3, validation=0.3)
-    advice = fl.advise(data, partition=cut, rounds=1, budget=12, progress_bar=False, **more)
+    advice = fl.advise(data, partition=cut, rounds=1, budget=20, progress_bar=False, **more)
     assert {"regression": "r2", "survival": "c_index", "image": "accuracy"}[kind] == advice.metric
     assert advice.verdict in list(Verdict)
     assert len(advice.lines()) <= 14

@@ -15,7 +15,15 @@ from scipy import stats
 from fedloom.errors import ConfigError
 from fedloom.lab.advise.laps import Arm, Lap, LapResult
 from fedloom.lab.advise.looks import RACE_ERROR_LEVEL, pair_differences, pool_seeds, shrink_gains, spend_level
-from fedloom.lab.advise.race import ALONE_METHOD, AVERAGE_METHOD, MOST_SEEDS, RaceOutcome, choose_counts, race
+from fedloom.lab.advise.race import (
+    ALONE_METHOD,
+    AVERAGE_METHOD,
+    MOST_SEEDS,
+    LapShares,
+    RaceOutcome,
+    choose_counts,
+    race,
+)
 
 RNG = np.random.default_rng(5)
 WORK = 900
@@ -105,7 +113,7 @@ class Field:
 
 
 def run_race(field: Field, budget: float = 16.0) -> RaceOutcome:
-    count, stay = choose_counts(len(field.quality), budget)
+    count, stay = choose_counts([LapShares()] * len(field.quality), budget)
     arms = {label: [Arm(label, k, {"k": k}) for k in range(count)] for label in field.quality}
     return race(arms, stay, budget * WORK, WORK, range(MOST_SEEDS), field, higher=True)
 

@@ -164,7 +164,7 @@ def steps(result: Result) -> int:
 
 
 def test_steps_of_own_solvers_count() -> None:
-    fed = Iid(clients=3, test=0.2, validation=0.0)(load("digits"), seed=0)
+    fed = Iid(clients=3, test=0.2, validation=0.0, max_train_per_client=90)(load("digits"), seed=0)
     per_client = sum(-(-n // 20) for n in fed.sizes("train").tolist())
     assert steps(run(fed, FedAvg(), rounds=2)) == 2 * per_client
     assert steps(run(fed, Ditto(), rounds=2)) == 2 * 2 * per_client

@@ -86,8 +86,8 @@ class Predictions:
     def table(self) -> pa.Table:
         """Return the predictions as a table, one row per sample.
 
-        Its columns are ``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]``, ``set``
-        with a threshold of sets, and ``probability of <c>``.
+        Its columns are ``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]`` (of several
+        labels ``prediction of <label>``), ``set`` with a threshold of sets, and ``probability of <c>``.
         With a label per position, there is one row per position with ``position`` from 1, without padding.
         """
         scores = self.scores
@@ -99,6 +99,10 @@ class Predictions:
             row, position = np.nonzero(self.not_padding)
             scores = scores[row, position]
             columns = {"row": rows[row], "position": position + 1, "model": owners[row].tolist()}
+        if self.facts.task == "multilabel":
+            each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
+            found = {f"prediction of {c}": y for c, y in zip(self.facts.classes, self.labels.T, strict=True)}
+            return pa.table({**columns, **found, **each})
         if not self.facts.classed:
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
             return pa.table(columns | dict(zip(names, scores.T, strict=True)))

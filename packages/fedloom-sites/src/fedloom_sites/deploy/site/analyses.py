@@ -141,7 +141,7 @@ class SiteAnalyses:
                     "the rows are not those of the first step, or few subjects differ from a set of rows that was "
                     "summed before"
                 )
-            rows = self._with_models(terms, models) if models else self._rows
+            rows = self._attach_models(terms, models) if models else self._rows
             vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
             if clipped:
                 self._trainer.log_privately(f"step {step} of the analysis {name}: {clipped} numbers were clipped")
@@ -174,7 +174,7 @@ class SiteAnalyses:
     def _steps(self, name: str) -> Path:
         return self._folder / f"{stem_of(name)}{STEPS_FILE_END}"
 
-    def _with_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
+    def _attach_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
         """Return the site's rows with the models of the end of the run, as functions of inputs."""
         trainer, ids = self._trainer, self._trainer.ids
         job, _ = trainer.attach_local_data(terms.bases[trainer.site.client], trainer.job)

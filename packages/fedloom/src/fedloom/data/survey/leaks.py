@@ -84,7 +84,7 @@ def leaks(
                 "afterwards. Unless it is known beforehand, name it in drop"
             )
         elif users is not None:
-            yield from _by_client(name, column, of, target, task, users, rows)
+            yield from _find_client_leaks(name, column, of, target, task, users, rows)
     if users is not None and task == "classification":
         figure = score(*users.scored(rows), y, task, LEAK_SHARE)
         if figure.value >= LEAK_SHARE:
@@ -126,7 +126,7 @@ def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
     return ""
 
 
-def _by_client(
+def _find_client_leaks(
     name: str, column: ReadColumn, of: str, target: ReadColumn, task: str, users: ReadColumn, rows: Ints
 ) -> Iterator[str]:
     """Yield notes on leaks of an outcome at one client, and on its mean by client as a feature."""

@@ -16,6 +16,7 @@ from fedloom.errors import ConfigError, RunDirError, entered
 from fedloom.lab.advise.answer import Advice
 from fedloom.lab.advise.race import AVERAGE_METHOD, DEFAULT_BUDGET_RUNS
 from fedloom.lab.comparison.given import GivenExperiment
+from fedloom.lab.experiment.units.executors import Executor
 from fedloom.lab.progress import remark
 from fedloom.lab.report.comparison.pairs import checked_margin
 from fedloom.rundir import place_of
@@ -33,6 +34,7 @@ def advise(
     tune: Mapping[str, Any] | None = None,
     folder: Path | str | None = None,
     join: bool = False,
+    executor: Executor | None = None,
     progress_bar: bool = True,
     name: str = "advice",
     **choices: Unpack[Choices],
@@ -52,6 +54,7 @@ def advise(
         tune: ``metric`` and ``space`` of the table ``[tune]`` of an experiment file.
         folder: directory of the race, from which the same call resumes. None: a temporary directory.
         join: True to share the race with other processes that make the same call with the same folder.
+        executor: engine that trains the runs, with ``submit(function, *arguments)``, as in `fedloom.compare`.
         progress_bar: True to write a line after every comparison, on standard error.
         name: name of the experiment that is written.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
@@ -92,7 +95,7 @@ def advise(
             definition.document, "advise", out, budget=budget, margin=checked_margin(margin), read=definition.read
         )
         tell(advisor.plan)
-        return advisor.run(tell, join=join)
+        return advisor.run(tell, join=join, executor=executor)
     except RunDirError as error:
         raise RunDirError(str(error).replace("choose another --out", "give another folder")) from None
     finally:

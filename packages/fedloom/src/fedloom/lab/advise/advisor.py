@@ -5,17 +5,20 @@ from __future__ import annotations
 import shutil
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
 
 from fedloom.data.groups import keeping
-from fedloom.engine.setting import Engine
+from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.state import State
-from fedloom.errors import CodeError, ConfigError, Refused, RunDirError, RunStopped, entered
+from fedloom.errors import CodeError, ConfigError, Refused, RunDirError, RunStopped, Stop, entered
 from fedloom.formats import significant, write_total
 from fedloom.lab.advise.answer import ANSWER_FILES, Advice, form_advice, write_answer
+from fedloom.lab.advise.elsewhere import compute_lap, pack_lap
 from fedloom.lab.advise.laps import (
     LAP_FILE,
     Arm,
@@ -27,24 +30,78 @@ from fedloom.lab.advise.laps import (
     read_lap,
     run_lap,
 )
-from fedloom.lab.advise.race import DEFAULT_BUDGET_RUNS, MOST_SEEDS, choose_counts, race
+from fedloom.lab.advise.race import (
+    AVERAGE_METHOD,
+    DEFAULT_BUDGET_RUNS,
+    EARLY_DEPTH,
+    MOST_SEEDS,
+    LapShares,
+    choose_counts,
+    find_budget,
+    last_round,
+    race,
+)
 from fedloom.lab.advise.settings import STEP_SIZE_KEY, Entries, read_portfolio
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.schema import Experiment
+from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units
 from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
 from fedloom.lab.experiment.units.shares import decide_share
+from fedloom.lab.experiment.units.travel import Luggage, pack_experiment
 from fedloom.lab.tune.search import Read
-from fedloom.lab.tune.work import plain_budget
+from fedloom.lab.tune.work import MAX_BUDGET_RATIO, MIN_BUDGET_RATIO, RoundPlan, plain_budget
 from fedloom.outputs import check_output_folder
 from fedloom.processes.distributed import check_alone
+from fedloom.processes.signals import interruptible
 from fedloom.rundir import WORK_FOLDER, file_name
 from fedloom.storage.claims import UnitClaim
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
+from fedloom.values import table
 
 RACE_FILE, LAPS_FOLDER = "race.toml", "laps"
 RACE_ENTRIES = (RACE_FILE, LAPS_FOLDER, WORK_FOLDER, *ANSWER_FILES)
 """Names of the files and folders that belong to the directory of a race."""
+
+
+IDENTITY_ARMS = 4
+"""Number of settings of every method that identify a race. A race with a larger budget tries these and more."""
+
+LapKey = tuple[str, int, int]
+"""Label and number of an arm, and seed."""
+
+
+class LapWork(NamedTuple):
+    """A lap with its setting.
+
+    Attributes:
+        lap: the lap.
+        setting: setting of the whole run.
+        rounds: rounds of the whole run.
+        end: last round of the lap.
+        unit: place of the result.
+        before: last round of the arm's previous lap with this seed. None if there is no such lap.
+    """
+
+    lap: Lap
+    setting: Setting
+    rounds: int
+    end: int
+    unit: WorkUnit
+    before: int | None
+
+    @property
+    def is_done(self) -> bool:
+        """True if the lap has a result."""
+        return (self.unit.target / LAP_FILE).exists()
+
+
+TrainLaps = Callable[[Sequence[LapWork]], list[LapResult]]
+"""Function that trains the missing laps and returns all results in order."""
+
+
+def _key(lap: Lap) -> LapKey:
+    return lap.arm.label, lap.arm.number, lap.seed
 
 
 class Advisor:
@@ -98,11 +155,15 @@ class Advisor:
         self.fed = self._federations[seed]
         self._entries.check(whole, self.fed, seed)
         self.metric, self._higher = self._entries.metric(self.fed, seed)
-        self._count, self._stay = choose_counts(len(self._entries.labels), budget)
         fedavg = base.methods[0].setting
         self._budget = plain_budget(lap_setting(fedavg, seed, fedavg.rounds), self.fed, fedavg.rounds)
-        self._rounds, self._newest = dict[str, int](), dict[tuple[str, int, int], int]()
+        self._rounds, self._newest = dict[tuple[str, int], int](), dict[LapKey, int]()
+        self._checksum, self._planned = data.checksum(), self._budget.played
         self._check_directory()
+        shares = self._plan_methods()
+        planned = self._planned / self._budget.samples
+        self._count, self._stay = choose_counts(shares, budget, planned)
+        self._budget_of = lambda finalists, seeds: find_budget(shares, finalists, seeds, budget, planned)
 
     @property
     def left_out(self) -> Mapping[str, str]:
@@ -118,63 +179,132 @@ class Advisor:
             f"about {write_total(self._runs * work)} gradients ({significant(self._runs)} runs of FedAvg)"
         )
 
-    def run(self, tell: Callable[[str], None] = lambda _line: None, *, join: bool = False) -> Advice:
+    def run(
+        self,
+        tell: Callable[[str], None] = lambda _line: None,
+        *,
+        join: bool = False,
+        executor: Executor | None = None,
+    ) -> Advice:
         """Run the missing laps, write every file, and return the advice.
 
         Args:
             tell: function that receives a sentence after every comparison.
             join: True to share the laps with other processes that join, on any machine that can access the directory.
+            executor: engine that trains the laps, with ``submit(function, *arguments)``.
 
         Raises:
+            ConfigError: the experiment cannot travel to the workers of the executor.
             RunStopped: the race was interrupted. Finished laps are kept.
             CheckpointError: the disk is full or rejects a write. Finished laps are kept.
         """
+        if executor is not None:
+            check_executor(executor)
+            if join:
+                raise ConfigError("an executor starts the work itself: leave join out")
+        do = self._train_here
+        if executor is not None:
+            luggage = pack_experiment(self._entries.base, self._checksum)
+            do = partial(self._train_elsewhere, executor, luggage)
         with lock(self.out, joins=join):
             session = JoinedWork(self.out)
             if session.is_begun:
-                self._check_directory()
+                self._check_directory(joins=True)
             session.begin(self._begin)
             arms = self._entries.arms(self._count, self.seeds[0])
             budget = self._runs * self._budget.samples
             outcome = race(
                 arms, self._stay, budget, self._budget.samples, self.seeds,
-                lambda laps: self._run_laps(session, laps), tell, higher=self._higher,
+                lambda laps: self._run_laps(laps, partial(do, session)), tell, higher=self._higher,
+                planned=lambda: self._planned,
             )  # fmt: skip
             advice = form_advice(
-                outcome, self.fed, self.metric, self._margin, int(budget), self._budget.samples, self.left_out
-            )
+                outcome, self.fed, self.metric, self._margin, int(budget), self._budget.samples, self.left_out,
+                self._budget_of,
+            )  # fmt: skip
             session.finish(lambda: self._write(advice))
         return advice
 
-    def _run_laps(self, session: JoinedWork, laps: Sequence[Lap]) -> list[LapResult]:
-        """Train laps and return their results in order."""
-        settings = [self._entries.experiment(lap.arm).methods[0].setting for lap in laps]
-        rounds = [self._plan(lap.arm) for lap in laps]
-        keys = [(lap.arm.label, lap.arm.number, lap.seed) for lap in laps]
-        ends = [max(1, round(lap.depth * whole)) for lap, whole in zip(laps, rounds, strict=True)]
-        units = [self._unit(key, end) for key, end in zip(keys, ends, strict=True)]
-        before = [self._newest.get(key) for key in keys]
+    def _run_laps(self, laps: Sequence[Lap], train: TrainLaps) -> list[LapResult]:
+        """Train laps and return their results in order.
+
+        The rounds of a method are planned with its first setting. If the rounds of another setting cost something else,
+        its first lap is repeated with another number of rounds.
+        """
+        results = train([self._work_of(lap) for lap in laps])
+        firsts = {lap.arm.label: result for lap, result in zip(laps, results, strict=True) if lap.arm.number == 0}
+        again = list[int]()
+        for k, (lap, result) in enumerate(zip(laps, results, strict=True)):
+            first = firsts.get(lap.arm.label)
+            if lap.depth != EARLY_DEPTH or not (first and first.trained and result.trained):
+                continue
+            ratio = (result.trained / result.round) / (first.trained / first.round)
+            if not MIN_BUDGET_RATIO <= ratio <= MAX_BUDGET_RATIO:
+                self._rounds[lap.arm.label, lap.arm.number] = max(1, round(self._plan(lap.arm) / ratio))
+                self._planned += result.trained
+                self._newest.pop(_key(lap))
+                again.append(k)
+        repeated = train([self._work_of(laps[k]) for k in again]) if again else []
+        for k, result in zip(again, repeated, strict=True):
+            results[k] = result
+        return results
+
+    def _work_of(self, lap: Lap) -> LapWork:
+        whole = self._plan(lap.arm)
+        setting = lap_setting(self._entries.experiment(lap.arm).methods[0].setting, lap.seed, whole)
+        end = last_round(lap.depth, whole)
+        return LapWork(lap, setting, whole, end, self._unit(lap, end), self._newest.get(_key(lap)))
+
+    def _train_here(self, session: JoinedWork, works: Sequence[LapWork]) -> list[LapResult]:
+        """Train laps in processes of this machine, beside other processes that joined."""
 
         def do(k: int, claim: UnitClaim) -> None:
-            def note(state: State) -> None:
-                claim.progress = f"round {state.round} of {ends[k]}"
+            work = works[k]
 
-            if (earlier := before[k]) is not None:
-                copy_checkpoint(self._unit(keys[k], earlier).target, claim.state)
-            setting = lap_setting(settings[k], laps[k].seed, rounds[k])
-            setting = setting.with_(engine=setting.engine.with_(workers=share.workers))
-            if not run_lap(setting, self._federations[laps[k].seed], ends[k], self.metric, claim.state, [note]):
+            def note(state: State) -> None:
+                claim.progress = f"round {state.round} of {work.end}"
+
+            if work.before is not None:
+                copy_checkpoint(self._unit(work.lap, work.before).target, claim.state)
+            setting = work.setting.with_(engine=work.setting.engine.with_(workers=share.workers))
+            if not run_lap(setting, self._federations[work.lap.seed], work.end, self.metric, claim.state, [note]):
                 raise KeyboardInterrupt
 
-        missing = [k for k, unit in enumerate(units) if not (unit.target / LAP_FILE).exists()]
+        missing = [work for work in works if not work.is_done]
         methods = list(self._entries.labels)
         experiment = self._experiment_of_share()
         share = decide_share(
-            experiment, {self.seeds[0]: self.fed}, [methods.index(laps[k].arm.label) for k in missing or [0]]
+            experiment, {self.seeds[0]: self.fed}, [methods.index(work.lap.arm.label) for work in missing] or [0]
         )
-        session.work(units, do, share)
-        self._newest.update(zip(keys, ends, strict=True))
-        return [read_lap(unit.target) for unit in units]
+        session.work([work.unit for work in works], do, share)
+        return self._results_of(works)
+
+    def _train_elsewhere(
+        self, executor: Executor, luggage: Luggage, session: JoinedWork, works: Sequence[LapWork]
+    ) -> list[LapResult]:
+        """Have an executor train laps."""
+        missing = [work for work in works if not work.is_done]
+        units = list[str]()
+        for work in missing:
+            before = None if work.before is None else self._unit(work.lap, work.before).target
+            table = self._entries.experiment(work.lap.arm).settings()["method"][0]
+            units.append(pack_lap(work.lap.seed, table, work.rounds, work.end, self.metric, self.seeds, before))
+        with interruptible() as interrupted:
+            for k, reply in compute_units(executor, luggage, units, interrupted, compute_lap):
+                claim = session.claims.take(missing[k].unit.name)
+                if claim is not None:
+                    for name, content in reply.files.items():
+                        make_folder(claim.state)
+                        write_atomic(claim.state / name, content)
+                    claim.publish(missing[k].unit.target)
+                    claim.release()
+        if not all(work.is_done for work in works):
+            raise RunStopped(Stop.INTERRUPTED, f"finished laps are kept in {self.out}; the same command resumes")
+        return self._results_of(works)
+
+    def _results_of(self, works: Sequence[LapWork]) -> list[LapResult]:
+        self._newest.update((_key(work.lap), work.end) for work in works)
+        return [read_lap(work.unit.target) for work in works]
 
     def _experiment_of_share(self) -> Experiment:
         labels = self._entries.labels
@@ -183,27 +313,33 @@ class Advisor:
         return self._read(self._entries.document(dict.fromkeys(labels, rounds), arms), self._where)
 
     def _plan(self, arm: Arm) -> int:
-        """Return the rounds of a whole run of an arm.
+        """Return the rounds of a whole run of an arm: the rounds of its method, unless its own rounds cost else."""
+        return self._rounds.get((arm.label, arm.number), self._rounds[arm.label, 0])
 
-        They are planned with the file's step size, which does not change the cost of a round.
+    def _plan_methods(self) -> list[LapShares]:
+        """Find the rounds of every method, with its first setting and the file's step size, and return their shares.
+
+        A step size does not change the cost of a round.
         """
-        params = {key: value for key, value in arm.params.items() if key != STEP_SIZE_KEY}
-        key = f"{arm.label} {sorted(params.items())}"
-        if key not in self._rounds:
+        shares = list[LapShares]()
+        for label, (arm,) in self._entries.arms(1, self.seeds[0]).items():
+            params = {key: value for key, value in arm.params.items() if key != STEP_SIZE_KEY}
             setting = self._entries.experiment(arm._replace(params=params)).methods[0].setting
-            try:
-                run = lap_setting(setting, self.seeds[0], setting.rounds)
-                self._rounds[key] = self._budget.rounds(run, self.fed)
-            except (RunStopped, CodeError, Refused):  # the laps of the arm end so too, and have the reason
-                self._rounds[key] = setting.rounds
-        return self._rounds[key]
+            plan = RoundPlan(setting.rounds, 0)
+            if label != AVERAGE_METHOD:
+                with suppress(RunStopped, CodeError, Refused):  # the laps of the arm end so too, and have the reason
+                    plan = self._budget.plan(lap_setting(setting, self.seeds[0], setting.rounds), self.fed)
+            self._rounds[label, 0] = plan.rounds
+            self._planned += plan.played
+            shares.append(LapShares.of(plan.rounds, min(1.0, plan.personal / self._budget.samples)))
+        return shares
 
-    def _unit(self, key: tuple[str, int, int], rounds: int) -> WorkUnit:
-        label, number, seed = key
-        name = f"{file_name(label)}-{number}-seed-{seed}-round-{rounds}"
+    def _unit(self, lap: Lap, rounds: int) -> WorkUnit:
+        name = f"{file_name(lap.arm.label)}-{lap.arm.number}-seed-{lap.seed}-round-{rounds}"
         return WorkUnit(name, self.out / LAPS_FOLDER / name)
 
-    def _check_directory(self) -> None:
+    def _check_directory(self, *, joins: bool = False) -> None:
+        """Raise if the directory is not the directory of this race, with this budget or a smaller one."""
         path = self.out / RACE_FILE
         if not is_unused(self.out) and not path.exists():
             raise RunDirError(f"{self.out} is not empty and contains no race (no {RACE_FILE}). Choose another --out")
@@ -211,13 +347,21 @@ class Advisor:
         if not path.exists():
             return
         try:
-            same = tomllib.loads(path.read_text(encoding="utf-8")) == self._identity()
+            recorded = tomllib.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or delete the directory") from None
-        if not same:
+        own, budget = self._identity(), table(recorded.get("race", {}), f"{path}: [race]").pop("budget", None)
+        own["race"].pop("budget")
+        if own != recorded or not isinstance(budget, int | float):
             raise RunDirError(
-                f"{self.out} contains a race of another experiment, budget or version. Choose another "
-                "--out, or delete the directory"
+                f"{self.out} contains a race of another experiment or version. Choose another --out, or delete the "
+                "directory"
+            )
+        if budget > self._runs or (joins and budget != self._runs):
+            raise RunDirError(
+                f"{self.out} contains a race with a budget of {significant(budget, 6)} runs, got "
+                f"{significant(self._runs, 6)}. Give a budget of {significant(budget, 6)}"
+                f"{'' if joins else ' or more'}, or choose another --out"
             )
 
     def _begin(self) -> None:
@@ -233,10 +377,10 @@ class Advisor:
             settings.pop(free)
         for free in Engine.free:
             settings["engine"].pop(free, None)
-        entries = {"budget": self._runs, "settings": self._count, "metric": self.metric, "seeds": list(self.seeds)}
+        entries = {"budget": self._runs, "metric": self.metric, "seeds": list(self.seeds)}
         arms = {
             label: [dict(arm.params) for arm in one]
-            for label, one in self._entries.arms(self._count, self.seeds[0]).items()
+            for label, one in self._entries.arms(IDENTITY_ARMS, self.seeds[0]).items()
         }
         return tomllib.loads(tomli_w.dumps({**settings, "race": {**entries, "tried": arms}}))
 

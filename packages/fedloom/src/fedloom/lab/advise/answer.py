@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from fedloom.lab.advise.looks import INTERVAL_LEVEL, RACE_ERROR_LEVEL, PairedDif
 from fedloom.lab.advise.race import (
     ALONE_METHOD,
     AVERAGE_METHOD,
+    MOST_SEEDS,
     RaceOutcome,
     difference_of,
     difference_table,
@@ -84,8 +85,9 @@ class Advice(NamedTuple):
         departures: for every method that left, the method that was better, the look, and the difference on the data of
             the race.
         left_out: reason why a method did not take part.
-        more: number of further gradients that would decide the race. None if no more are needed, or if no number of
-            seeds would decide.
+        more: number of further gradients that would decide the race. None if no more are needed, or if the most seeds
+            of a race would not decide.
+        needed: budget that contains these gradients, in runs of FedAvg. None without such a number.
         clients: advice for every client.
         cost: cost of one run of the method: rounds, gradients, bytes, and hours (None without devices).
         spent: number of gradients that the race used.
@@ -104,6 +106,7 @@ class Advice(NamedTuple):
     departures: Mapping[str, tuple[str, int, float, str]]
     left_out: Mapping[str, str]
     more: int | None
+    needed: float | None
     clients: tuple[ClientAdvice, ...]
     cost: Mapping[str, float | None]
     spent: int
@@ -154,13 +157,14 @@ class Advice(NamedTuple):
         """Return the answer as plain values, unrounded and unscaled, with None for unknown values."""
         return {
             "verdict": str(self.verdict), "method": self.method, "defaults": self.params, "metric": self.metric,
-            "gains": {label: _of_gain(gap) for label, gap in self.gains.items()},
+            "gains": {label: _record_gain(gap) for label, gap in self.gains.items()},
             "racing": list(self.racing),
             "departures": {
                 label: dict(zip(("rival", "look", "difference", "reason"), one, strict=True))
                 for label, one in self.departures.items()
             },
-            "left_out": dict(self.left_out), "gradients_to_decide": self.more, "margin": self.margin,
+            "left_out": dict(self.left_out), "gradients_to_decide": self.more, "budget_to_decide": self.needed,
+            "margin": self.margin,
             "clients": [one._asdict() | {"choice": str(one.choice)} for one in self.clients],
             "cost": dict(self.cost), "spent": self.spent, "budget": self.budget, "looks": self.looks,
             "level": RACE_ERROR_LEVEL, "kept_samples": self.kept,
@@ -177,8 +181,11 @@ class Advice(NamedTuple):
     @property
     def _more(self) -> str:
         if self.more is None:
-            return "more seeds would not decide it, because the clients' gains differ too much"
-        return f"about {significant(self.more, 2)} more gradients would decide"
+            return (
+                f"the gain is too small, or differs too much among the clients, for {MOST_SEEDS} seeds (more validation "
+                "samples would help, or a margin, if a small difference does not matter)"
+            )
+        return f"about {significant(self.more, 2)} more gradients would decide (a budget of {self.needed:g} runs)"
 
     def _gain(self, label: str) -> str:
         gap = self.gains[label]
@@ -197,7 +204,8 @@ class Advice(NamedTuple):
     @property
     def _choices(self) -> str:
         by_choice = {choice: [one.name for one in self.clients if one.choice is choice] for choice in Choice}
-        return "; ".join(
+        so_far = "no difference is certain, as predicted so far: " if self.verdict is Verdict.UNDECIDED else ""
+        return so_far + "; ".join(
             f"{len(names)} {choice} ({shorten_list(names, MAX_NAMED_CLIENTS)})"
             for choice, names in by_choice.items()
             if names
@@ -221,6 +229,7 @@ def form_advice(
     budget: int,
     work: int,
     left_out: Mapping[str, str],
+    budget_of: Callable[[int, int], float],
 ) -> Advice:
     """Return the answer of a race.
 
@@ -232,6 +241,7 @@ def form_advice(
         budget: largest number of gradients that the race was allowed to use.
         work: number of gradients of a whole run.
         left_out: reason why a method did not take part.
+        budget_of: function from numbers of finalists and seeds to the budget that pays for them, in runs of FedAvg.
 
     Raises:
         RunStopped: no method has a result.
@@ -242,7 +252,9 @@ def form_advice(
         raise RunStopped(Stop.FAILED, f"no method has a result: {first.reason}")
     shared = [label for label in outcome.racing if label != ALONE_METHOD]
     method = shared[0] if shared else AVERAGE_METHOD  # which has trained to the end in any case
-    verdict, more = _decide(outcome, method, margin, work, sign)
+    verdict, seeds = _decide(outcome, method, margin, sign)
+    needed = None if seeds is None else budget_of(len({*outcome.racing, ALONE_METHOD, AVERAGE_METHOD}), seeds)
+    more = None if needed is None else round(needed * work) - outcome.spent
     gains = {
         label: difference_of(outcome.results, method, label, ESTIMATING_PART, sign)
         for label in (ALONE_METHOD, AVERAGE_METHOD)
@@ -260,7 +272,7 @@ def form_advice(
         for label, one in outcome.departures.items()
     }
     return Advice(
-        verdict, method, outcome.arms, metric, gains, outcome.racing, departures, left_out, more,
+        verdict, method, outcome.arms, metric, gains, outcome.racing, departures, left_out, more, needed,
         _advise_clients(outcome, fed, method, sign), cost, outcome.spent, budget, outcome.looks, margin,
         int(fed.sizes(ESTIMATING_PART).sum()),
     )  # fmt: skip
@@ -276,10 +288,8 @@ def write_answer(out: Path, advice: Advice, experiment: str) -> None:
     write_atomic(out / CLIENTS_FILE, csv_of(["client", "choice", "predicted_gain", "kept_gain", "half"], rows).encode())
 
 
-def _decide(
-    outcome: RaceOutcome, method: str, margin: float | None, work: int, sign: float
-) -> tuple[Verdict, int | None]:
-    """Return the verdict, and the number of gradients that would decide an open race, or None if no number is known."""
+def _decide(outcome: RaceOutcome, method: str, margin: float | None, sign: float) -> tuple[Verdict, int | None]:
+    """Return the verdict, and the number of seeds that would decide an open race, or None if no number is known."""
     if ALONE_METHOD not in outcome.racing:
         return Verdict.TOGETHER, None
     gap = difference_of(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
@@ -289,8 +299,7 @@ def _decide(
         return Verdict.UNDECIDED, None
     if margin is not None and gap.mean + gap.half_width(2 * outcome.level) < margin:
         return Verdict.ALONE, None
-    seeds = gap.seeds_needed(outcome.level)
-    return Verdict.UNDECIDED, None if seeds is None else 2 * (seeds - gap.seeds) * work
+    return Verdict.UNDECIDED, gap.seeds_needed(outcome.level, MOST_SEEDS)
 
 
 def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:
@@ -333,7 +342,7 @@ def _half(values: Any) -> float:
     return float(t.isf(INTERVAL_LEVEL / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def _of_gain(gap: PairedDifference | None) -> dict[str, float | None] | None:
+def _record_gain(gap: PairedDifference | None) -> dict[str, float | None] | None:
     return None if gap is None else {"mean": finite(gap.mean), "half": finite(gap.half_width()), "clients": gap.clients}
 
 

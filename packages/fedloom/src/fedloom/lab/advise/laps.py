@@ -96,9 +96,9 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
 
     Half of the validation subjects of every client are kept for the answer, as the part ``test``. No seed of the race
     reads them. The other half decides with the first seed. Further seeds validate on the same number of other subjects
-    from the training part, and train on the deciding half instead, so that every seed adds validation data. If an order
-    is known, all seeds validate on the later half. Subjects stay whole, and classes keep their shares. The only
-    validation subject of a client goes to the race.
+    from the training part, and train on as many of the deciding half instead. So every seed adds validation data, and
+    trains on equally many subjects. If an order is known, all seeds validate on the later half. Subjects stay whole,
+    and classes keep their shares. The only validation subject of a client goes to the race.
     """
     cut = _Cut(fed)
     decide, kept = cut.halve_validation()
@@ -131,8 +131,9 @@ class _Cut:
 
         The result is None if a client would be left without a training sample.
         """
+        fold = self._take_fold(decide, turn, turns)
         try:
-            return self.make(self._take_fold(decide, turn, turns), kept, decide)
+            return self.make(fold, kept, self._take_as_many(decide, fold))
         except PartitionError:  # all of its subjects are at other clients, too
             return None
 
@@ -147,10 +148,18 @@ class _Cut:
         fold: Subjects = trained[in_fold]
         return fold
 
+    def _take_as_many(self, decide: Subjects, fold: Subjects) -> Subjects:
+        """Return as many deciding subjects of every client as its fold has, so that no seed trains on more samples."""
+        clients = self._fed.n
+        subjects, home, rank = self._ranked(decide)
+        sizes, wanted = (np.bincount(one, minlength=clients)[home] for one in (home, self._ranked(fold)[1]))
+        chosen: Subjects = subjects[(rank + 1) * wanted // sizes > rank * wanted // sizes]
+        return chosen
+
     def make(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
         """Return the federation in which the given subjects decide.
 
-        The subjects ``first`` decide with the first seed.
+        The subjects ``first`` of the validation part decide, or are trained on. Its other subjects are not used.
         """
         fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
         chosen = np.isin(self._who, decide) & rests

@@ -33,8 +33,9 @@ ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
 DEFAULT_BUDGET_RUNS = 16.0
 """Default number of gradients of a race, in runs of FedAvg: twice the gradients of a search with 8 trials for FedAvg
 alone."""
-MOST_ARMS = 16
-"""Largest number of settings of a method."""
+MOST_ARMS, MOST_STAYING = 16, 4
+"""Largest number of settings of a method, and largest number that stays after the first comparison. The rest of a
+larger budget buys seeds."""
 
 RunLaps = Callable[[Sequence[Lap]], Sequence[LapResult]]
 """Function that trains laps side by side and returns their results in the order of the laps."""
@@ -66,7 +67,7 @@ class RaceOutcome(NamedTuple):
         departures: departures of the other methods, by label.
         looks: number of looks.
         level: one-sided level at which a method may leave because of another method, at the next look or at the last.
-        spent: number of gradients that all laps have used.
+        spent: number of gradients that all laps have used, and the plans of their rounds.
     """
 
     arms: Mapping[str, Arm]
@@ -78,37 +79,80 @@ class RaceOutcome(NamedTuple):
     spent: int
 
 
-def choose_counts(methods: int, budget: float) -> tuple[int, int]:
+def last_round(depth: float, rounds: int) -> int:
+    """Return the round at which a lap ends, of a run with this number of rounds."""
+    return max(1, round(depth * rounds))
+
+
+class LapShares(NamedTuple):
+    """Gradients of a method's laps, in whole runs.
+
+    Attributes:
+        early: first rounds, up to the first comparison.
+        middle: rounds up to the second comparison.
+        personal: personal models after one lap. Every lap trains them for its result.
+    """
+
+    early: float = EARLY_DEPTH
+    middle: float = MIDDLE_DEPTH
+    personal: float = 0.0
+
+    @classmethod
+    def of(cls, rounds: int, personal: float) -> LapShares:
+        """Return the shares of a run with this number of rounds and this share of personal models."""
+        early, middle = (last_round(depth, rounds) / rounds * (1 - personal) for depth in (EARLY_DEPTH, MIDDLE_DEPTH))
+        return cls(early, middle, personal)
+
+
+def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 0.0) -> tuple[int, int]:
     """Return the number of settings with which a method starts, and the number that stays after the first comparison.
 
     The budget suffices if no method leaves before the end.
 
     Args:
-        methods: number of methods in the race.
+        methods: laps of every method in the race.
         budget: gradients of the race, in whole runs of FedAvg.
+        planned: gradients of the budget with which the rounds of the methods were planned, in the same unit.
 
     Raises:
         ConfigError: the budget is too small for one setting of every method.
 
-    >>> choose_counts(6, 16), choose_counts(6, 32), choose_counts(2, 4)
+    >>> choose_counts([LapShares()] * 6, 16), choose_counts([LapShares()] * 6, 32), choose_counts([LapShares()] * 2, 4)
     ((7, 1), (16, 4), (1, 1))
     """
-    share = budget / methods - FIRST_SEEDS * (WHOLE_DEPTH - MIDDLE_DEPTH)
-    second = (FIRST_SEEDS * MIDDLE_DEPTH - EARLY_DEPTH) / EARLY_DEPTH  # of one that stays, in those of one that begins
+    starts, stays, ends = _costs(methods, planned)
 
     def begin(stay: int) -> int:
-        return math.floor(share / EARLY_DEPTH - second * stay + 1e-9)
+        return math.floor((budget - ends - stays * stay) / starts + 1e-9)
 
     if begin(1) < 1:
-        least = methods * FIRST_SEEDS * WHOLE_DEPTH
+        least = math.ceil(10 * (starts + stays + ends) - 1e-6) / 10
         raise ConfigError(
-            f"a budget of {significant(budget)} runs of FedAvg is too small for a race of {methods} methods with "
-            f"{FIRST_SEEDS} seeds. Give at least {significant(least)}"
+            f"a budget of {significant(budget, 4)} runs of FedAvg is too small for a race of {len(methods)} methods "
+            f"with {FIRST_SEEDS} seeds. Give at least {significant(least, 4)}"
         )
     stay = 1
-    while begin(stay + 1) >= 4 * (stay + 1):
+    while stay < MOST_STAYING and begin(stay + 1) >= 4 * (stay + 1):
         stay += 1
     return min(MOST_ARMS, begin(stay)), stay
+
+
+def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget: float, planned: float) -> int:
+    """Return a budget above another budget, in whole runs, that pays for a number of seeds of the finalists."""
+    starts, stays, ends = _costs(methods, planned)
+    larger = math.floor(budget) + 1
+    while True:
+        count, stay = choose_counts(methods, larger, planned)
+        if larger - ends - stays * stay - starts * count >= finalists * (seeds - FIRST_SEEDS):
+            return larger
+        larger += 1
+
+
+def _costs(methods: Sequence[LapShares], planned: float) -> tuple[float, float, float]:
+    """Return the runs that every first setting and every staying setting of all methods costs, and all the rest."""
+    starts = sum(one.early + one.personal for one in methods)
+    stays = sum(FIRST_SEEDS * (one.middle + one.personal) - one.early for one in methods)
+    return starts, stays, planned + sum(FIRST_SEEDS * (WHOLE_DEPTH - one.middle) for one in methods)
 
 
 def race(
@@ -121,6 +165,7 @@ def race(
     tell: Callable[[str], None] = lambda _line: None,
     *,
     higher: bool,
+    planned: Callable[[], int] = lambda: 0,
 ) -> RaceOutcome:
     """Race methods and return the outcome.
 
@@ -133,8 +178,9 @@ def race(
         run: function that trains laps.
         tell: function that receives a sentence after every comparison.
         higher: True if a higher value of the metric is better.
+        planned: function that returns the number of gradients that were used beside the laps. The budget covers them.
     """
-    return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell).go(stay)
+    return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell, planned).go(stay)
 
 
 class _Race:
@@ -147,7 +193,9 @@ class _Race:
         sign: float,
         run: RunLaps,
         tell: Callable[[str], None],
+        planned: Callable[[], int],
     ) -> None:
+        self._planned = planned
         self._arms: dict[str, Sequence[Arm]] = dict(arms)
         self._budget, self._work, self._seeds, self._sign, self._run, self._tell = budget, work, seeds, sign, run, tell
         self._methods = len(arms)
@@ -167,9 +215,7 @@ class _Race:
         self._keep(1, first)
         self._look(first, WHOLE_DEPTH)
         count = FIRST_SEEDS
-        while (
-            self._is_open and count < MOST_SEEDS and self._spent + len(self._finalists()) * self._work <= self._budget
-        ):
+        while self._is_open and count < MOST_SEEDS and self._affords(len(self._finalists())):
             self._train(self._finalists(), self._seeds[count : count + 1], WHOLE_DEPTH)
             count += 1
             self._keep(1, self._seeds[:count])
@@ -182,7 +228,11 @@ class _Race:
         racing = self._racing()
         level = self._levels[min(self._looks, MAX_LOOKS - 1)] / max(1, self._methods - 1)
         arms = {label: one[0] for label, one in self._arms.items()}
-        return RaceOutcome(arms, results, racing, self._departures, self._looks, level, self._spent)
+        return RaceOutcome(arms, results, racing, self._departures, self._looks, level, self._spent + self._planned())
+
+    def _affords(self, runs: int) -> bool:
+        """Return whether the rest of the budget pays for whole runs."""
+        return self._spent + self._planned() + runs * self._work <= self._budget
 
     @property
     def _is_open(self) -> bool:

@@ -88,7 +88,7 @@ class Entries:
                 check(method.setting.with_(seed=seed), whole)
                 check(lap_setting(method.setting, seed, method.setting.rounds), fed)
                 space = space_of(method, self._tune, self._where)
-                check_values(self._of(name), 0, space, self._where, self._read)
+                check_values(self._read_entry(name), 0, space, self._where, self._read)
             except ConfigError as error:
                 if name in (ALONE_METHOD, AVERAGE_METHOD):
                     raise
@@ -108,7 +108,7 @@ class Entries:
         return scored_models(setting, fed, "best-on-validation", wanted, AVERAGE_METHOD)[1:]
 
     def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
-        """Return the settings of every method: the file's setting, then a Latin hypercube over the space."""
+        """Return the settings of every method: the file's setting, then others spread over the space."""
         arms = dict[str, list[Arm]]()
         for name, method in self._methods.items():
             tried = spread_settings(self.spaces[name], file_params(method, self.spaces[name]), count, name, seed)
@@ -117,7 +117,7 @@ class Entries:
 
     def experiment(self, arm: Arm) -> Experiment:
         """Return the experiment of an arm."""
-        return self._read(replace_params(self._of(arm.label), 0, arm.params), self._where)
+        return self._read(replace_params(self._read_entry(arm.label), 0, arm.params), self._where)
 
     def document(self, arms: Mapping[str, int], params: Mapping[str, Arm], **more: Any) -> dict[str, Any]:
         """Return the document of an experiment with several methods and their settings.
@@ -125,22 +125,24 @@ class Entries:
         ``arms`` contains the rounds by label.
         """
         tables = [
-            replace_params(self._of(label), 0, params[label].params, rounds=rounds)["method"][0]
+            replace_params(self._read_entry(label), 0, params[label].params, rounds=rounds)["method"][0]
             for label, rounds in arms.items()
         ]
         return {**{key: value for key, value in self._document.items() if key != "tune"}, **more, "method": tables}
 
-    def _of(self, name: str) -> dict[str, Any]:
+    def _read_entry(self, name: str) -> dict[str, Any]:
         return {**self._document, "method": [{"algorithm": name, "label": name}]}
 
     def _experiment(self, name: str) -> Experiment:
-        return self._read(self._of(name), self._where)
+        return self._read(self._read_entry(name), self._where)
 
 
 def spread_settings(
     space: Mapping[str, Dimension], first: Mapping[str, Any] | None, count: int, label: str, seed: int
 ) -> list[Mapping[str, Any]]:
-    """Return settings spread over a space: ``first``, if it is given, then a Latin hypercube.
+    """Return settings spread over a space: ``first``, if it is given, then points of a scrambled Halton sequence.
+
+    Fewer settings are the first of more settings, so a race with a larger budget tries further settings.
 
     Args:
         space: search range of every setting.
@@ -157,8 +159,8 @@ def spread_settings(
     tried: list[Mapping[str, Any]] = [] if first is None else [dict(first)]
     keys, wanted = sorted(space), count - len(tried)
     if wanted > 0 and keys:
-        cube = qmc.LatinHypercube(d=len(keys), rng=numpy_generator(seed, purpose=("advise", label)))
-        for point in cube.random(wanted):
+        sequence = qmc.Halton(d=len(keys), rng=numpy_generator(seed, purpose=("advise", label)))
+        for point in sequence.random(wanted):
             params = {key: _value(space[key], float(u)) for key, u in zip(keys, point, strict=True)}
             tried += [] if params in tried else [params]
     return tried or [{}]

@@ -10,6 +10,7 @@ import typer
 from fedloom.lab.cli._app import (
     AsJson,
     DataDir,
+    ExecutorName,
     FileArgument,
     Join,
     Trust,
@@ -41,6 +42,7 @@ def advise(
     workers: Annotated[str | None, typer.Option(help="processes, or 'auto'. Replaces [engine] workers")] = None,
     data_dir: DataDir = None,
     join: Join = False,
+    executor: ExecutorName = None,
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
@@ -56,6 +58,7 @@ def advise(
         count = None if workers is None else worker_count(workers)
         from fedloom.errors import ConfigError
         from fedloom.lab.advise import DEFAULT_BUDGET_RUNS, Advisor
+        from fedloom.lab.experiment import open_executor
         from fedloom.lab.report.comparison.pairs import checked_margin
         from fedloom.storage import read_toml
         from fedloom.trust import check_document
@@ -67,12 +70,13 @@ def advise(
         check_document(document, file, trust=trust)
         if count is not None:
             document["engine"] = {**table(document.get("engine", {}), f"{file}: [engine]"), "workers": count}
+        engine = None if executor is None else open_executor(executor)
         advisor = Advisor(
             document, str(file), out or Path("runs") / f"{file.stem}-advice", data_dir,
             budget=DEFAULT_BUDGET_RUNS if budget is None else budget, margin=checked_margin(margin),
         )  # fmt: skip
         say(f"race: {advisor.plan}", err=True)
-        advice = advisor.run(lambda line: say(line, err=True), join=join)
+        advice = advisor.run(lambda line: say(line, err=True), join=join, executor=engine)
     if as_json:
         say_json(advice.record())
     else:

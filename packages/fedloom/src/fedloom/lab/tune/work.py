@@ -28,14 +28,30 @@ MAX_ROUND_MULTIPLE = 20
 """Largest number of rounds in a round-by-round plan, as a multiple of the rounds of plain training."""
 
 
+class RoundPlan(NamedTuple):
+    """Plan of a run.
+
+    Attributes:
+        rounds: number of rounds.
+        played: number of samples whose gradient was computed to find this number.
+        personal: number of samples whose gradient the personal models need after a round.
+    """
+
+    rounds: int
+    played: int
+    personal: int = 0
+
+
 class Budget(NamedTuple):
     """Budget of gradients for a run with one seed.
 
     Attributes:
         plain: number of samples whose gradient plain local training computes, for every round.
+        played: number of samples whose gradient was computed to find this out.
     """
 
     plain: tuple[int, ...]
+    played: int = 0
 
     @property
     def samples(self) -> int:
@@ -47,6 +63,10 @@ class Budget(NamedTuple):
         return not MIN_BUDGET_RATIO * self.samples <= samples <= MAX_BUDGET_RATIO * self.samples
 
     def rounds(self, setting: Setting, fed: Federation, *, whole: bool = False) -> int:
+        """Return the number of rounds from `plan`."""
+        return self.plan(setting, fed, whole=whole).rounds
+
+    def plan(self, setting: Setting, fed: Federation, *, whole: bool = False) -> RoundPlan:
         """Return the number of rounds, at least one, with which the work of a run is nearest to the budget.
 
         Args:
@@ -58,21 +78,25 @@ class Budget(NamedTuple):
         Raises:
             ConfigError, RunStopped, ClientError: raised by `fedloom.lab.experiment.measure.cost.play`.
         """
-        totals, ratio, after = [0.0], -1.0, 0
+        totals, ratio, after, beside = [0.0], -1.0, 0, 0
         with closing(play(setting, fed)) as game:
             for round, last in enumerate(game, 1):
                 total = last.samples
                 totals.append(total)
                 if round == 1 or total + after >= self.samples:
                     after = last.personal_samples()
+                    beside += after
+                played = int(total) + beside
                 if total + after >= self.samples:
-                    return self._nearest(totals, after)
+                    return RoundPlan(self._nearest(totals, after), played, after)
                 before, ratio = ratio, (total - totals[-2]) / self._cost(round)
                 steady = abs(ratio - before) <= EQUAL_COST_TOLERANCE * max(ratio, before)
                 if not whole and steady:
-                    return self._extrapolated(totals, ratio, after) if ratio else len(self.plain)
+                    return RoundPlan(
+                        self._extrapolated(totals, ratio, after) if ratio else len(self.plain), played, after
+                    )
                 if round >= MAX_ROUND_MULTIPLE * len(self.plain):
-                    return round
+                    return RoundPlan(round, played, after)
         raise AssertionError("a run is played until it is planned")
 
     def _cost(self, round: int) -> float:
@@ -113,7 +137,7 @@ def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
             alike = len(costs) == 2 and costs[0] == costs[1] and isinstance(setting.sampler, Uniform)
             if alike or len(costs) == rounds:
                 break
-    return Budget((*costs, *[costs[-1]] * (rounds - len(costs))))
+    return Budget((*costs, *[costs[-1]] * (rounds - len(costs))), sum(costs))
 
 
 class Goal(NamedTuple):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedloom.local.oracles.forward import caught
+from fedloom.local.oracles.forward import caught, set_training
 from fedloom.local.oracles.samples import Samples, slopes
-from fedloom.local.oracles.terms import Representations, summed
+from fedloom.local.oracles.terms import Holder, Representations, summed
 from fedloom.models import penultimate
 from fedloom.models.parts import Bodied
 from fedloom.rows.layout import Layout, trainable
@@ -36,8 +35,7 @@ class Above:
     def __init__(self, module: Bodied, layout: Layout, task: Task, below: set[str]) -> None:
         self._module, self._layout, self._task = module, layout, task
         self.parameters = {name: p for name, p in trainable(module).items() if name not in below}
-        names = ((name, *name.rpartition(".")[::2]) for name in self.parameters)
-        self._places = {name: (module.get_submodule(layer), key) for name, layer, key in names}
+        self._holder = Holder(module, [*self.parameters])
 
     @cached_property
     def represents(self) -> bool:
@@ -47,7 +45,7 @@ class Above:
     @torch.no_grad()
     def features(self, w: Tensor, ends: list[Tensor]) -> Tensor:
         """Return representations ``[m, b, k]`` in evaluation mode. ``ends [m, b, .]`` are outputs of the bodies."""
-        self._module.eval()
+        set_training(self._module, False)
         rows = self._layout.tree(w)
         _, representations = vmap(self._call)({name: rows[name] for name in self.parameters}, *ends)
         return representations
@@ -76,7 +74,7 @@ class Above:
         rows = self._layout.tree(w)
         parameters = {name: rows[name].detach().requires_grad_() for name in self.parameters}
         leaves = [end.detach().requires_grad_() for end in ends]
-        self._module.train()
+        set_training(self._module, True)
         with torch.enable_grad():
             outputs, features = vmap(self._call)(parameters, *leaves)
             roots, above = [outputs], [slopes(self._task, outputs, data)]
@@ -101,20 +99,9 @@ class Above:
 
     def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
         """Compute outputs ``[b, c]`` of one client, and the representation ``[b, k]`` if it is above the bodies."""
-        with self._holding(parameters), caught(self._layer if self.represents else None) as features:
+        with self._holder.holding([*parameters.values()]), caught(self._layer if self.represents else None) as features:
             outputs = self._module.above(*ends)
         return outputs, features[-1].flatten(1) if self.represents else outputs
-
-    @contextmanager
-    def _holding(self, parameters: dict[str, Tensor]) -> Iterator[None]:
-        """Replace the network's parameters directly, without the search of `functional_call`, within the block."""
-        for name, (holder, key) in self._places.items():
-            holder._parameters[key] = cast("nn.Parameter", parameters[name])
-        try:
-            yield
-        finally:
-            for name, (holder, key) in self._places.items():
-                holder._parameters[key] = cast("nn.Parameter", self.parameters[name])
 
     @cached_property
     def _layer(self) -> nn.Module:

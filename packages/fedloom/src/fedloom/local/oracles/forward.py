@@ -46,6 +46,12 @@ def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[
         hook.remove()
 
 
+def set_training(module: nn.Module, training: bool) -> None:
+    """Set the mode of a network whose layers all have the same mode. The walk through the layers takes time."""
+    if module.training is not training:
+        module.train(training)
+
+
 class Spot(NamedTuple):
     """Position of a network's representation: the output of a submodule, or with ``entering`` its input."""
 

@@ -25,6 +25,7 @@ from fedloom.local.oracles.forward import (
     memory_format,
     repeat_single,
     representing,
+    set_training,
 )
 from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.probes import (
@@ -157,8 +158,7 @@ class Network(Oracle):
         Raises:
             ConfigError: the model has no such layer.
         """
-        modules = {name: m for name, m in self.module.named_modules() if name}
-        spot = self.spot if layer == "penultimate" else Spot(layer)
+        spot, modules = self.spot if layer == "penultimate" else Spot(layer), self._modules
         if spot.name != "logits" and spot.name not in modules:
             raise unknown("layer", layer, ["penultimate", "logits", *modules])
         pieces = index.split(self._together)  # measured by a forward pass, which the hook must not see
@@ -169,6 +169,11 @@ class Network(Oracle):
         if self.labels_each is not None:
             return features.flatten(0, 1).flatten(1)[self.fed.targets(index) >= 0]
         return features.flatten(1)
+
+    @cached_property
+    def _modules(self) -> dict[str, nn.Module]:
+        """The network's layers."""
+        return {name: m for name, m in self.module.named_modules() if name}
 
     @cached_property
     def spot(self) -> Spot:
@@ -237,7 +242,9 @@ class Network(Oracle):
         A module that draws random numbers in evaluation draws the same numbers in every call.
         """
         self._hold(self._views_to_run(row))
-        self.module.eval()
+        if self.normalisers:  # they have a mode of their own while their statistics are computed
+            self.module.eval()
+        set_training(self.module, False)
         with self._drawing():
             return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedloom.errors import Refused
 from fedloom.local.oracles.base import Features
-from fedloom.local.oracles.forward import Spot, caught
+from fedloom.local.oracles.forward import Spot, set_training
 from fedloom.local.oracles.network import Network
+from fedloom.local.oracles.pooling import hooked
 from fedloom.local.rows import map_rows
+from fedloom.rows.layout import trainable
 
 if TYPE_CHECKING:
     from fedloom.local.batches import Batch
@@ -29,6 +31,34 @@ class Representations(NamedTuple):
     outputs: Tensor
 
 
+class Holder:
+    """A network whose parameters are replaced for a time, without the search of `torch.func.functional_call`.
+
+    Args:
+        module: the network.
+        names: names of its parameters that are replaced. A parameter with several names is replaced everywhere.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        every = dict(module.named_parameters(remove_duplicate=False))
+        self._places = [
+            (k, module.get_submodule(layer), key, every[name])
+            for k, name in enumerate(names)
+            for layer, _, key in (other.rpartition(".") for other, p in every.items() if p is every[name])
+        ]
+
+    @contextmanager
+    def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Replace the parameters by ``values``, in the order of their names, within the block."""
+        for k, layer, key, _ in self._places:
+            layer._parameters[key] = cast("nn.Parameter", values[k])
+        try:
+            yield
+        finally:
+            for _, layer, key, own in self._places:
+                layer._parameters[key] = own
+
+
 class Representation:
     """A network that gives its representation beside its outputs, with parameters from outside.
 
@@ -39,14 +69,38 @@ class Representation:
     """
 
     def __init__(self, module: nn.Module, spot: Spot, like: Tensor) -> None:
-        self.module, self.entering = copy.deepcopy(module).to(like.device, like.dtype), spot.entering
-        self.layer = self.module.get_submodule(spot.name)
+        self.module, self._caught = copy.deepcopy(module).to(like.device, like.dtype), list[Tensor]()
+        self._holder = Holder(self.module, [*trainable(self.module)])
+        layer, below = self.module.get_submodule(spot.name), list[nn.Module]()
+        if type(self.module) is nn.Sequential and "." not in spot.name and not any(map(hooked, self.module.modules())):
+            below = [*self.module][: [*self.module._modules].index(spot.name) + (not spot.entering)]
+        self._below = below
+        if spot.entering:
+            layer.register_forward_pre_hook(lambda _module, inputs: self._caught.append(inputs[0]))
+        else:
+            layer.register_forward_hook(lambda _module, _inputs, out: self._caught.append(out))
 
-    def __call__(self, parameters: dict[str, Tensor], x: Tensor, *, train: bool) -> Representations:
-        """Features and outputs of samples ``[b, *shape]``."""
-        with caught(self.layer, entering=self.entering) as features:
-            outputs = functional_call(self.module.train(train), parameters, (x,))
-        return Representations(features[-1].flatten(1), outputs)
+    def __call__(self, values: Sequence[Tensor], x: Tensor) -> Representations:
+        """Features and outputs of samples ``[b, *shape]`` in training, with parameters in the module's order."""
+        set_training(self.module, True)
+        with self._holder.holding(values):
+            outputs = self.module(x)
+        return Representations(self._features(), outputs)
+
+    @torch.no_grad()
+    def features(self, values: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Representations ``[b, k]`` in evaluation mode. A sequence of layers ends at the representation."""
+        set_training(self.module, False)
+        with self._holder.holding(values):
+            for layer in self._below or (self.module,):
+                x = layer(x)
+        return self._features() if self._caught else x.flatten(1)
+
+    def _features(self) -> Tensor:
+        """Return the last representation of the last pass."""
+        latest = self._caught[-1].flatten(1)
+        self._caught.clear()
+        return latest
 
 
 def summed(
@@ -119,26 +173,32 @@ class TermNetwork(Network):
             ConfigError: the model's samples cannot be processed one by one.
         """
         self._check_terms()
-        data, layout = self.samples(batch, step=True), self.layout
-        model = self.representation
+        data, model = self.samples(batch, step=True), self.representation
+        rows, targets = self._split(w.detach()), self._split(out)
+        held = [[self._split(anchor) for anchor in term.anchors] for term in terms]
+        ends, leaves, slots = list[Tensor](), list[Tensor](), list[Tensor]()
         for i, count in enumerate(data.counts):
             if not count:
                 continue
             x, y = self.arranged(data.x[i, :count]), data.y[i, :count]
             for name, mask in self.masks_of(batch, i, count).items():
                 model.module.get_submodule(name).mask = mask
-            leaves = {name: value.detach().requires_grad_() for name, value in layout.tree(w[i]).items()}
-            with torch.no_grad():
-                anchors = [[model(layout.tree(a[i]), x, train=False).features for a in t.anchors] for t in terms]
+            anchors = [[model.features(anchor[i], x) for anchor in of_term] for of_term in held]
+            own = [value.requires_grad_() for value in rows[i]]
             with torch.enable_grad():
-                total = summed(functions, terms, i, model(leaves, x, train=True), y, anchors)
-            if total.requires_grad:
-                grads = torch.autograd.grad(
-                    total / batch.total[i, 0].to(total), list(leaves.values()), allow_unused=True
-                )
-                for target, g in zip(layout.tree(out[i]).values(), grads, strict=True):
-                    if g is not None:
-                        target.add_(g, alpha=alpha)
+                total = summed(functions, terms, i, model(own, x), y, anchors)
+                if total.requires_grad:
+                    ends.append(total / batch.total[i, 0].to(total))
+                    leaves += own
+                    slots += targets[i]
+        if ends:
+            grads: tuple[Tensor | None, ...] = torch.autograd.grad(ends, leaves, allow_unused=True)
+            added = [(slot, g) for slot, g in zip(slots, grads, strict=True) if g is not None]
+            torch._foreach_add_(*map(list, zip(*added, strict=True)), alpha=alpha)
+
+    def _split(self, rows: Tensor) -> list[list[Tensor]]:
+        """Return the parameters of every client in ``rows [m, d]``, in the module's order."""
+        return [*map(list, zip(*(value.unbind() for value in self.layout.tree(rows).values()), strict=True))]
 
     @cached_property
     def representation(self) -> Representation:

@@ -21,9 +21,8 @@ from fedloom.processes.pool import Workers
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
-BLOCK_COUNT = 4
-"""Blocks of rounds. Each block contains all methods one after another, so that a slow phase of the machine affects all
-of them."""
+PAIR_COUNT = 5
+"""Number of pairs of blocks of rounds per method: a block of FedAvg and a block of the method."""
 
 
 class GradientCost(NamedTuple):
@@ -104,35 +103,34 @@ def measure_per_gradient(
         rounds: number of measured rounds in a block, after one round that is not measured.
 
     Returns:
-        A row for each method, from its fastest block relative to FedAvg's fastest block: any disturbance makes a block
-        slower.
+        A row for each method, from the pair of blocks with the median ratio. The blocks of a pair follow each other, so
+        a slow phase of the machine affects both.
     """
-    blocks: dict[str, list[_Block]] = {label: [] for label, _ in settings}
-    base, reasons = list[_Block](), dict[str, str]()
-    for _ in range(BLOCK_COUNT):
-        for label, setting in [("", fedavg), *settings]:
+    pairs: dict[str, list[tuple[_Block, _Block]]] = {label: [] for label, _ in settings}
+    reasons = dict[str, str]()
+    for _ in range(PAIR_COUNT):
+        for label, setting in settings:
             if label in reasons:
                 continue
+            base = _measure_block(fedavg, fed, rounds)
             try:
                 block = _measure_block(setting, fed, rounds)
             except FedloomError as error:
-                if not label:
-                    raise
                 reasons[label] = str(error)
                 continue
-            if block is None:
+            if base is None or block is None:
                 reasons[label] = "no gradient in these rounds"
             else:
-                (blocks[label] if label else base).append(block)
-    whole = min(one.seconds for one in base)
+                pairs[label].append((block, base))
     costs = list[GradientCost]()
     for label, _ in settings:
         if label in reasons:
             costs.append(GradientCost(label, reason=reasons[label]))
             continue
-        best = min(blocks[label], key=lambda one: one.seconds)
-        parts = (best.clients / whole, best.server / whole)
-        costs.append(GradientCost(label, best.seconds, *parts, best.forward, best.oracle))
+        ordered = sorted(pairs[label], key=lambda pair: pair[0].seconds / pair[1].seconds)
+        block, base = ordered[len(ordered) // 2]
+        parts = (block.clients / base.seconds, block.server / base.seconds)
+        costs.append(GradientCost(label, block.seconds, *parts, block.forward, block.oracle))
     return costs
 
 

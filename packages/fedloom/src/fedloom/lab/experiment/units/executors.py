@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -41,7 +42,9 @@ def _processes(count: str) -> Any:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    return ProcessPoolExecutor(_number(count, "processes"), mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(_number(count, "processes"), mp_context=get_context("spawn"))
+    atexit.register(pool.shutdown)  # before the interpreter takes its modules down, which the pool uses
+    return pool
 
 
 def _loky(count: str) -> Any:
@@ -182,7 +185,7 @@ def _submit(executor: Executor, compute: Callable[..., bytes], luggage: Luggage,
 
 def _is_lost(unit: str, error: Exception) -> FedloomError:
     what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return FedloomError(f"the executor lost {unit}: {what}. Finished runs are saved, and the same command resumes")
+    return FedloomError(f"the executor lost {unit:.120}: {what}. Finished runs are saved, and the same command resumes")
 
 
 def _library(module: str, package: str) -> Any:

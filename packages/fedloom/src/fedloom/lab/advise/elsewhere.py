@@ -1,0 +1,83 @@
+"""Laps trained by an executor: a lap travels as text, with its checkpoint, and its result returns."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fedloom.data.federation import Federation
+from fedloom.lab.advise.laps import LAP_FILE, cut_validation, lap_setting, run_lap
+from fedloom.lab.experiment.file import parse
+from fedloom.lab.experiment.units.travel import (
+    UnitReply,
+    read_document,
+    read_federation,
+    receive_data,
+    unit_folder,
+    worker_name,
+)
+from fedloom.storage.files import write_atomic
+
+
+def pack_lap(
+    seed: int, method: Mapping[str, Any], rounds: int, end: int, metric: str, seeds: Sequence[int], before: Path | None
+) -> str:
+    """Return a lap as text.
+
+    Args:
+        seed: seed of the run.
+        method: table of the method in an experiment file.
+        rounds: rounds of the whole run.
+        end: last round of the lap.
+        metric: metric that decides.
+        seeds: all seeds of the race.
+        before: folder of the previous lap, whose checkpoint the lap continues. None: the lap starts at round 1.
+    """
+    states = {} if before is None else {p.name: p for p in sorted(before.glob("checkpoint-*")) if p.is_file()}
+    checkpoint = {name: b64encode(path.read_bytes()).decode() for name, path in states.items()}
+    values = {"label": method["label"], "seed": seed, "method": dict(method), "rounds": rounds, "end": end}
+    return json.dumps({**values, "metric": metric, "seeds": [*seeds], "checkpoint": checkpoint})
+
+
+def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
+    """Train one lap of a race in any process and return the reply as bytes.
+
+    The same arguments give the same result.
+
+    Args:
+        experiment: text from `fedloom.lab.experiment.units.travel.pack_experiment`.
+        unit: text from `pack_lap`.
+        data: bytes from `pack_experiment`. They are needed once per worker.
+
+    Returns:
+        A `UnitReply` as bytes, with the result and the checkpoint of the lap.
+
+    Raises:
+        DataError: the worker has different data.
+        ConfigError: the worker cannot import the code.
+    """
+    if not receive_data(experiment, data):
+        return UnitReply({}, wants_data=True, worker=worker_name()).packed()
+    lap = json.loads(unit)
+    with unit_folder() as folder:
+        method = parse({**read_document(experiment), "method": [lap["method"]]}, "executor").methods[0]
+        setting = lap_setting(method.setting, lap["seed"], lap["rounds"])
+        setting = setting.with_(engine=setting.engine.with_(workers=1))
+        for name, content in lap["checkpoint"].items():
+            write_atomic(folder / name, b64decode(content))
+        fed = _cut(experiment, tuple(lap["seeds"]))[lap["seeds"].index(lap["seed"])]
+        ended = run_lap(setting, fed, lap["end"], lap["metric"], folder, [])
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} if ended else {}
+        if any(path.is_dir() for path in folder.iterdir()):  # a state with folders does not travel
+            files = {LAP_FILE: files[LAP_FILE]} if ended else {}
+        return UnitReply(files, interrupted=not ended, worker=worker_name()).packed()
+
+
+@lru_cache(maxsize=2)
+def _cut(experiment: str, seeds: tuple[int, ...]) -> list[Federation]:
+    """Return the federations of a race."""
+    return cut_validation(read_federation(experiment, seeds[0]), len(seeds))
