@@ -138,7 +138,7 @@ def test_methods_within_a_stated_margin_are_equivalent_and_without_one_none_is(w
             found = {r["method"]: r["verdict"] for r in whole.significance(margin=margin).to_pylist()}
             assert found[row["method"]] == verdict
     for wrong in (0, -0.1, math.nan, math.inf, True, "0.1"):
-        with pytest.raises(ConfigError, match="margin must be a number above 0"):
+        with pytest.raises(ConfigError, match="margin must be a number greater than 0"):
             whole.significance(margin=wrong)
 
 
