@@ -342,7 +342,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"methods": ["fedavgg"]}, "did you mean 'fedavg'"),
         ({"baseline": "ditto"}, "baseline: unknown method to compare with 'ditto'"),
         ({"compare_model": "best"}, "compare_model: unknown choice 'best'"),
-        ({"seeds": [0, 0]}, "every seed once"),
+        ({"seeds": [0, 0]}, "every seed may occur once"),
         ({"seeds": 5}, "seeds must be several whole numbers"),
         ({"seeds": []}, r"seeds must be several whole numbers, as range\(5\), got \[\]"),
         ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets. Give {'train':"),

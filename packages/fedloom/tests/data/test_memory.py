@@ -137,7 +137,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(Pairs(lambda i: (X[i] if i else X[i] / 2, 0))),
             DataError,
-            "sample 1 holds uint8, those",
+            "sample 1 is uint8, those",
         ),
         (lambda: Dataset.create(((X, Y), (X, Y))), ConfigError, r"Give {'train': \(x, y\), 'test'"),
         (lambda: Dataset.create((X, Y, X, Y)), ConfigError, r"Give {'train': \(x, y\), 'test'"),

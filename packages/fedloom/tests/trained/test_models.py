@@ -316,7 +316,7 @@ def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Data
     assert float((models.adapt(stranger, lr=1e-6).row - x).norm()) < 1e-3
     with pytest.raises(ConfigError, match="epochs or steps, but not both"):
         models.adapt(stranger, epochs=1, steps=1)
-    with pytest.raises(ConfigError, match="rounds must be at least 1"):
+    with pytest.raises(ConfigError, match="rounds must be a whole number from 1"):
         models.adapt(stranger, rounds=0)
     with pytest.raises(ConfigError, match="holdout must be"):
         models.adapt(stranger, holdout=1.0)

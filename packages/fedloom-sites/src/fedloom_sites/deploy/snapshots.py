@@ -111,19 +111,19 @@ def check_snapshot(site: Site) -> str:
     if site.snapshot is None:
         return ""
     record = _record(site.memory_folder)
-    declared = next((one for one in record["snapshots"] if one["day"] == site.snapshot), None)
+    earlier = next((one for one in record["snapshots"] if one["day"] == site.snapshot), None)
     path = Path(site.data["path" if "path" in site.data else "source"])
-    if declared is None or hashlib.sha256(content_of(path, "the snapshot")).hexdigest() != declared["digest"]:
-        what = "was never declared" if declared is None else "has changed since it was declared"
+    if earlier is None or hashlib.sha256(content_of(path, "the snapshot")).hexdigest() != earlier["digest"]:
+        what = "was never declared" if earlier is None else "has changed since it was declared"
         raise ConfigError(f"the snapshot of {site.snapshot} {what}. Declare another one: fedloom deploy snapshot")
     return site.snapshot
 
 
-def _check_apart(site: Site, day: str, subjects: list[str], known: list[dict[str, Any]]) -> None:
+def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[str, Any]]) -> None:
     """Raise if a snapshot differs from an earlier one in too few subjects, but in some."""
     agreed = agreed_analyses(read_agreed(site), site.samples, site.clients, None, 0).values()
     least, here = max([DEFAULT_LEAST, *(one.rules.min_subjects for one in agreed)]), {*subjects}
-    for one in known:
+    for one in earlier:
         before = {*one["subjects"]}
         apart = max(len(here - before), len(before - here))
         if 0 < apart < least:
