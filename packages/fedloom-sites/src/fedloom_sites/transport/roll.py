@@ -33,6 +33,6 @@ class Roll:
 
     def connect(self, here: Collection[int]) -> list[int]:
         """Count exactly the known clients at these nodes as connected, and return the nodes that have left."""
-        before, known = {*self.nodes.values()}, self._client_of.items()
-        self.nodes = {client: node for node, client in known if node in here}
+        before = {*self.nodes.values()}
+        self.nodes = {client: node for node, client in self._client_of.items() if node in here}
         return sorted(before - {*self.nodes.values()})

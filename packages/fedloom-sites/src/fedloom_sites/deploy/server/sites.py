@@ -199,8 +199,8 @@ class Sites(StreamedClients):
         asks = dict[int, Request]()
         for c in clients or terms.cohort:
             models = letters[c].arrays if c in letters else ()
-            own = terms if request is None else terms.with_(models=self._model_digests(request, c))
-            arrays, accepted = [own.encode(), *models], {"accepted": terms.bases[c]}
+            site_terms = terms if request is None else terms.with_(models=self._model_digests(request, c))
+            arrays, accepted = [site_terms.encode(), *models], {"accepted": terms.bases[c]}
             most = 8 * (form.length + COUNTER_COUNT)
             asks[c] = Request("analysis", c, arrays, accepted, read=read, most=most)
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)

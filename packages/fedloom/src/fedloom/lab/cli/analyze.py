@@ -102,8 +102,8 @@ def choose_analysis(
     analysis: Analysis = (
         analysis_of(name, options) if chosen is None else make(chosen.with_, options, name, type(chosen).model_fields)
     )
-    given = (
+    table = (
         {} if analysis.rules is None else {key: dump(analysis.rules)[key] for key in analysis.rules.model_fields_set}
     )
-    agreed = make(Rules, {**given, **apply_overrides({}, "fedloom analyze", rules)}, "--rule", Rules.model_fields)
+    agreed = make(Rules, {**table, **apply_overrides({}, "fedloom analyze", rules)}, "--rule", Rules.model_fields)
     return analysis, agreed

@@ -147,13 +147,13 @@ def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _Block | N
 
     alone = setting.with_(engine=setting.engine.with_(workers=1))
     with closing(play(alone, fed, time.process_time, through)) as game:
-        played: list[Round] = [*islice(game, rounds + 1)]
-    totals = played[-1].state.totals - played[0].state.totals
+        measured_rounds: list[Round] = [*islice(game, rounds + 1)]
+    totals = measured_rounds[-1].state.totals - measured_rounds[0].state.totals
     counts = dict(zip(CLIENT_COUNTS, totals.tolist(), strict=False))
     gradients = counts["samples_backward"]
     if not gradients:
         return None
-    whole = sum(one.cost.seconds or 0.0 for one in played[1:])
+    whole = sum(one.cost.seconds or 0.0 for one in measured_rounds[1:])
     clients = sum(one.seconds for one in timed[1:])
     forward = counts["samples_forward"] / gradients
-    return _Block(clients / gradients, (whole - clients) / gradients, forward, played[0].job.oracle.name)
+    return _Block(clients / gradients, (whole - clients) / gradients, forward, measured_rounds[0].job.oracle.name)
