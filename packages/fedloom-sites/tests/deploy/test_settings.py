@@ -102,7 +102,7 @@ def test_another_experiment_file_is_refused_with_both_digests(tmp_path):
             ({"server": text}, f"server: must be host:port, as fl.example.org:8443, got {text!r}")
             for text in ("https://host:1/x", "https://host:1", "host", "host:", ":1", "host:0", "host:65536", "host:²")
         ),
-        ({"data": {"path": "x.csv"}}, "needs source"),
+        ({"data": {"path": "x.csv"}}, "must contain source"),
         ({"tread": 2}, "did you mean 'threads'"),
         ({"fingerprint": "abc"}, "fingerprint"),
     ],

@@ -122,9 +122,9 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
         "died", {"levels": ("TRUE", "true", "1", "FALSE", "0")},
         "the label 'died' has levels that are written differently but seem the same: '0' (8) = 'FALSE'",
     ),
-    "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "alike: 'Yes' (14) = 'yes' (13). Write them in one way, or"),
-    "letters": ("died", {"levels": ("y", "n", "no")}, "alike: 'n' (13) = 'no' (13)"),
-    "an encoding of a letter": ("died", {"levels": ("für", "fu\u0308r"), "task": "binary"}, "alike: "),
+    "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "seem the same: 'Yes' (14) = 'yes' (13). Write them in one way, or"),
+    "letters": ("died", {"levels": ("y", "n", "no")}, "seem the same: 'n' (13) = 'no' (13)"),
+    "an encoding of a letter": ("died", {"levels": ("für", "fu\u0308r"), "task": "binary"}, "seem the same: "),
     "absurd label": ("died", {"levels": ("1.5", "1e308", "2"), "task": "regression"}, "row 3, column 'died': expected"),
     "absurd": ("age", {"levels": ("1.5", "-1e308", "2")}, "row 3, column 'age': expected a number of at most 3.4e+38"),
 }  # fmt: skip
