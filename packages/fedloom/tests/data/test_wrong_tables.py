@@ -54,7 +54,7 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "label lacking": (ROWS, lambda t: t.replace("died", "dead"), ("no column 'died'", "did you mean 'dead'")),
     "no header": (ROWS, lambda t: t.partition("\n")[2], ("no columns 'age', 'creatinine', 'died'", "is it a row")),
     "other separator in half": (ROWS, lambda t: t.replace(",", ";", 400), ("row",)),
-    "column twice": (ROWS, lambda t: t.replace("systolic", "glucose", 1), ("two columns", "'glucose'; rename one")),
+    "column twice": (ROWS, lambda t: t.replace("systolic", "glucose", 1), ("two columns", "'glucose'")),
     "other unit": (every(1, glucose=5.5), same, ("column 'glucose': 100% of the rows are outside 30 to", "factors")),
     "other marker": (every(5, systolic=-99.0), same, ("column 'systolic': 2", "name its marker in missing")),
     "text": (every(10, age="old"), same, ("column 'age'", "got 'old' (15 such)", "or name it in missing")),
