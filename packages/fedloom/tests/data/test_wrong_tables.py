@@ -122,7 +122,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
         "died", {"levels": ("TRUE", "true", "1", "FALSE", "0")},
         "the label 'died' has levels that are written differently but seem the same: '0' (8) = 'FALSE'",
     ),
-    "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "seem the same: 'Yes' (14) = 'yes' (13). Write them in one way, or"),
+    "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "seem the same: 'Yes' (14) = 'yes' (13). Write"),
     "letters": ("died", {"levels": ("y", "n", "no")}, "seem the same: 'n' (13) = 'no' (13)"),
     "an encoding of a letter": ("died", {"levels": ("für", "fu\u0308r"), "task": "binary"}, "seem the same: "),
     "absurd label": ("died", {"levels": ("1.5", "1e308", "2"), "task": "regression"}, "row 3, column 'died': expected"),
