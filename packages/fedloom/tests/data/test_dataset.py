@@ -133,7 +133,7 @@ def test_a_federation_refuses_what_does_not_fit() -> None:
         federation(data, [3, 0])
     with pytest.raises(PartitionError, match="no clients"):
         federation(data, [])
-    with pytest.raises(DataError, match="within 0..11"):
+    with pytest.raises(DataError, match="from 0 to 11"):
         federation(data, [13])
     fed = federation(data, [12])
     with pytest.raises(ConfigError, match="unknown part 'tran'; did you mean 'train'"):
