@@ -182,8 +182,8 @@ class Advice(NamedTuple):
     def _more(self) -> str:
         if self.more is None:
             return (
-                f"the gain is too small, or differs too much among the clients, for {MOST_SEEDS} seeds (more validation "
-                "samples would help, or a margin, if a small difference does not matter)"
+                f"the gain is too small, or differs too much among the clients, for {MOST_SEEDS} seeds (more "
+                "validation samples would help, or a margin, if a small difference does not matter)"
             )
         return f"about {significant(self.more, 2)} more gradients would decide (a budget of {self.needed:g} runs)"
 
