@@ -39,10 +39,15 @@ from fedloom.analyses import Analysis, AnalysisTerms, Rules, analysis_of, answer
 from fedloom.analyses.run import clients_of
 from fedloom.errors import Stop
 from fedloom.rundir import analysis_file
-from fedloom_clinic.fits.glm import GlmSite, fit_glm
+from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
 from fedloom_sites.deploy.settings import Secure
 from tests.deploy.scene import FIRST, scene
 from tests.deploy.sessions import arrays_of, kind_of
+
+try:
+    from firthmodels import FirthLogisticRegression
+except ModuleNotFoundError:
+    FirthLogisticRegression = None
 
 SIZES = (400, 250, 150, 120, 80)
 RULES = {"min_subjects": 5}
@@ -195,6 +200,16 @@ def main() -> None:
     scaled = (design - design.mean(0)) / design.std(0)
     ridge_logit = LogisticRegression(C=1 / (n * 0.1), tol=1e-12, solver="newton-cholesky").fit(scaled, frame.died)
 
+    def of_strength(strength: float) -> np.ndarray:
+        fit = LogisticRegression(C=1 / (n * strength), tol=1e-12, solver="newton-cholesky").fit(scaled, frame.died)
+        return np.asarray(fit.coef_[0])
+
+    place = frame.site.to_numpy()
+    firth_cox = fit_cox(
+        [SurvivalSite(design[place == s], *frame[["days", "event"]].to_numpy(float)[place == s].T) for s in "abcde"],
+        stratify=True, penalty="firth",
+    )  # fmt: skip
+
     def curve(t: pd.DataFrame) -> float:
         ends = np.unique(t.time)
         place = np.searchsorted(ends, frame.days)
@@ -231,22 +246,16 @@ def main() -> None:
         measure("glm", "statsmodels, poisson", "count", count, {}, coefficients(poisson.params[1:], poisson.bse[1:])),
         measure("glm", "scikit-learn, ridge", "binary", binary, ridge,
                 lambda t: largest((t.coefficient.to_numpy()[1:] * design.std(0), ridge_logit.coef_[0]))),
+        measure("glm", "scikit-learn, ridge by cv", "binary", binary, {"penalty": "ridge", "strength": "cv"},
+                lambda t: largest((t.coefficient.to_numpy()[1:] * design.std(0), of_strength(float(t.ridge[0]))))),
+        measure("cox", "own pooled fit, strata, Firth", "survival", survival, {"stratify": True, "penalty": "firth"},
+                coefficients(firth_cox.beta, firth_cox.se)),
     ]  # fmt: skip
+    if FirthLogisticRegression is not None:
+        firth = FirthLogisticRegression(xtol=1e-12, gtol=1e-10, max_iter=1000).fit(scaled, frame.died.to_numpy())
+        away = lambda t: largest((t.coefficient.to_numpy()[1:] * design.std(0), firth.coef_.ravel()))  # noqa: E731
+        rows.append(measure("glm", "firthmodels", "binary", binary, {"penalty": "firth"}, away))
     print(pd.DataFrame(rows).to_string(index=False, float_format=lambda x: f"{x:.2g}"))
-    _firth(frame, design)
-
-
-def _firth(frame: pd.DataFrame, design: np.ndarray) -> None:
-    """Compare with firthmodels, where it is installed."""
-    try:
-        from firthmodels import FirthLogisticRegression
-    except ModuleNotFoundError:
-        return
-    place = frame.site.to_numpy()
-    sites = [GlmSite(design[place == s], frame.died.to_numpy()[place == s].astype(float)) for s in "abcde"]
-    fit = fit_glm(sites, "logistic", penalty="firth")
-    other = FirthLogisticRegression(xtol=1e-12, gtol=1e-10, max_iter=1000).fit(design, frame.died.to_numpy())
-    print(f"firth: {np.abs(fit.beta[1:] - other.coef_.ravel()).max():.2g} from firthmodels")
 
 
 if __name__ == "__main__":

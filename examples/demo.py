@@ -1,17 +1,16 @@
-"""Which method serves which clients: five methods in three federations of handwritten digits, ten seeds each.
+"""Find the best of five methods in three federations of handwritten digits, with ten seeds each.
 
     python examples/demo.py [FOLDER]
 
-It prints who leads in each federation and how sure that is, and writes the picture demo.svg and a report of each.
-Federations and settings are frozen: every method has its defaults and the best of five step sizes, by validation on
-seeds 100 to 103.
+The demo prints the leading method of each federation with its verdicts, and writes a report of each federation and the
+picture demo.svg (also for phones and dark pages). Federations and settings are fixed: every method has its defaults
+and the best of five learning rates, chosen on validation data with seeds 100 to 103.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,15 @@ from fedloom.formats import fixed, interval, pair
 from fedloom.lab.report.charts import kit, look
 
 PARTS: dict[str, Any] = {
-    "amounts that differ": fl.partitions.quantity_skew(clients=10, alpha=1.0, min_size=30),
-    "three labels each": fl.partitions.shards(clients=10, labels_per_client=3, min_size=30, max_train_per_client=60),
-    "two groups that mean other things": fl.partitions.label_swap(
+    "unequal amounts of data": fl.partitions.quantity_skew(clients=10, alpha=1.0, min_size=30),
+    "three classes per client": fl.partitions.shards(
+        clients=10, labels_per_client=3, min_size=30, max_train_per_client=60
+    ),
+    "two groups with swapped labels": fl.partitions.label_swap(
         clients=10, groups=2, min_size=30, max_train_per_client=60
     ),
 }
-"""Federations by what is special about their clients; none of them has fewer than 20 training samples."""
+"""Federations by the difference between their clients. Every client has at least 20 training samples."""
 RATES = {
     "local": (0.8, 0.1, 0.8),
     "fedavg": (0.8, 0.8, 1.6),
@@ -35,14 +36,14 @@ RATES = {
     "pfedme": (0.4, 0.4, 0.8),
     "fedslr": (0.2, 0.2, 0.8),
 }
-"""Step sizes of every method, in the order of the federations."""
+"""Learning rates of every method, in the order of the federations."""
 SEEDS = range(10)
-WIDTH, LETTERS = 200, 44
-"""Pixels of a panel, and letters of a line of the title: a phone shows the picture in full size."""
+PANEL_WIDTHS = {"": 96, "-phone": 190}
+"""Pixels of a panel beside the others, and of a panel above the others on a phone, by the end of the file's name."""
 
 
 def compared(place: int, what: str, folder: Path) -> Any:
-    """The comparison of all methods in one federation."""
+    """Compare all methods in one federation."""
     methods: dict[str, Any] = {}
     for name, rates in RATES.items():
         methods[name] = {"algorithm": name, "local": {"lr": rates[place], "batch_size": 20}}
@@ -55,7 +56,7 @@ def compared(place: int, what: str, folder: Path) -> Any:
 
 
 def rows_of(what: str, comparison: Any) -> list[dict[str, Any]]:
-    """A row per method of a federation: its mean accuracy in percent, its interval, and how it stands to the best."""
+    """Return a row per method of a federation: its mean accuracy in percent, its interval, and its verdict."""
     table = comparison.table().to_pylist()
     best = max(table, key=lambda row: row["accuracy"])["method"]
     tests = {row["method"]: row for row in comparison.significance(baseline=best).to_pylist()}
@@ -71,24 +72,24 @@ def rows_of(what: str, comparison: Any) -> list[dict[str, Any]]:
 
 
 def gap(difference: float, half: float) -> str:
-    """A difference in points with its interval."""
+    """Render a difference in points with its interval."""
     return pair(*interval(difference, half, (1, 1), signed=True))
 
 
 def sentence(rows: list[dict[str, Any]]) -> str:
-    """Who leads in a federation, by how much, and how sure that is."""
+    """Render the leading method of a federation, with the verdicts on the others."""
     best, *others = rows
     beside = [row["method"] for row in others if row["stands"] != "worse"]
     worse = [row for row in others if row["stands"] == "worse"]
     said = f"{best['method']} {fixed(best['value'], 1)} %"
     said += f", inconclusive against {', '.join(beside)}" if beside else ", better than all others"
     if worse:
-        said += "; worse: " + ", ".join(f"{row['method']} ({row['behind']})" for row in worse)
+        said += ", worse: " + ", ".join(f"{row['method']} ({row['behind']})" for row in worse)
     return said
 
 
 def overall(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
-    """In how many federations the winners have the best mean, and whether one shared model beats training alone there.
+    """Return sentences on the number of wins, and on one shared model against local training.
 
     Args:
         rows: of all federations.
@@ -99,17 +100,22 @@ def overall(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
         if row["stands"] == "best mean":
             wins[row["method"]] = wins.get(row["method"], 0) + 1
     name, count = max(wins.items(), key=lambda item: item[1])
-    each = f"Each of the {len(sharing)} federations has another method on top"
+    each = f"A different method has the best mean in each of the {len(sharing)} federations"
     said = [f"{name} has the best mean in {count} of {len(sharing)} federations" if count > 1 else each]
     for verdict in ("better", "worse"):
         if places := [what for what, found in sharing.items() if found == verdict]:
             where = " and ".join(places)
-            said.append(f"One model for all (fedavg) is {verdict} than training alone with {where}")
+            said.append(f"One model for all clients (fedavg) is {verdict} than local training with {where}")
     return said
 
 
-def picture(rows: list[dict[str, Any]], title: list[str]) -> dict[str, Any]:
-    """A panel per federation, a line per method: the mean over ten seeds and its 95 % interval."""
+def picture(rows: list[dict[str, Any]], end: str = "") -> dict[str, Any]:
+    """Return a chart with a panel per federation and a line per method: the mean over ten seeds and its 95 % interval.
+
+    Args:
+        rows: rows of all federations.
+        end: end of the file's name, a key of `PANEL_WIDTHS`.
+    """
     stands = ["best mean", "inconclusive", "worse"]
     tint = {
         "field": "stands",
@@ -126,14 +132,12 @@ def picture(rows: list[dict[str, Any]], title: list[str]) -> dict[str, Any]:
         behind = {"x": {**x, "field": "high"}, "y": y, "text": {"field": "behind"}}
         layers = [*kit.intervals({"y": y}, x, tint=tint, size=80), kit.mark("text", behind, align="left", dx=8)]
         shown = {"transform": [{"filter": {"field": "federation", "equal": what}}], "title": what}
-        panels.append({**kit.layer_chart(*layers), **shown, "width": WIDTH, "height": 110})
-    lines = [part for line in title for part in textwrap.wrap(f"{line}.", LETTERS)]
-    whole = {"text": lines, "anchor": "start", "fontSize": 13, "offset": 12}
-    return {"vconcat": panels, "title": whole, "datasets": {"rows": rows}}
+        panels.append({**kit.layer_chart(*layers), **shown, "width": PANEL_WIDTHS[end], "height": 110})
+    return {"vconcat" if end else "hconcat": panels, "datasets": {"rows": rows}}
 
 
 def main(folder: Path) -> None:
-    """Compare, print, draw."""
+    """Compare the methods, print the results and draw the picture."""
     rows, sharing = list[dict[str, Any]](), dict[str, str]()
     for place, what in enumerate(PARTS):
         comparison = compared(place, what, folder)
@@ -144,8 +148,9 @@ def main(folder: Path) -> None:
         beside = {row["method"]: row["verdict"] for row in comparison.significance(baseline="local").to_pylist()}
         sharing[what] = beside["fedavg"]
     title = overall(rows, sharing)
-    for name, dark in (("demo.svg", False), ("demo-dark.svg", True)):
-        (folder / name).write_text(look.svg(picture(rows, title), dark=dark))
+    for end in PANEL_WIDTHS:
+        for look_end, dark in (("", False), ("-dark", True)):
+            (folder / f"demo{end}{look_end}.svg").write_text(look.svg(picture(rows, end), dark=dark))
     print(*(f"{line}." for line in title), f"  picture: {folder / 'demo.svg'}", sep="\n")
 
 

@@ -31,8 +31,17 @@ from fedloom.data.tables import TableColumn
 from fedloom.errors import ConfigError, Stop
 from fedloom.rundir import analysis_file
 from fedloom_clinic.columns import flag_columns
+from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
+from fedloom_clinic.fits.glm import GlmSite, fit_glm
+from fedloom_clinic.fits.penalty import RIDGE_STRENGTHS
 from fedloom_clinic.table_one import TableOne
-from fedloom_sites.deploy.analyses import AgreedAnalysis, agreed_analyses, check_analyses, schema_of_samples
+from fedloom_sites.deploy.analyses import (
+    AgreedAnalysis,
+    agreed_analyses,
+    check_analyses,
+    judge_row_sets,
+    schema_of_samples,
+)
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.protocol.public import PublicReason
@@ -182,6 +191,37 @@ def test_glm_is_the_pooled_fit(tmp_path: Path, task: str, masked: bool) -> None:
 
 
 @masks
+@pytest.mark.parametrize(("kind", "task"), [("glm", "binary"), ("glm", "count"), ("cox", "survival")])
+@pytest.mark.parametrize("choice", [{"penalty": "firth"}, {"penalty": "ridge", "strength": "cv"}], ids=["firth", "cv"])
+def test_a_penalty_at_sites_is_that_of_the_pooled_rows(
+    tmp_path: Path, kind: str, task: str, choice: dict[str, Any], masked: bool
+) -> None:
+    """Firth's, and a ridge whose strength is found by held-out likelihood in the sums of folds."""
+    table = patients()
+    table["ward"] = np.where(table.index // SITES % 2, "ICU", "GEN")
+    strata = {"stratify": True, "min_events": 2} if kind == "cox" else {}
+    analysis = {"kind": kind, **choice, **strata, "rules": {"min_subjects": 2, "min_clients": 3}}
+    here = deployed(tmp_path, task, analysis, masked=masked, table=table)
+    found, fed = served(here).set_index("column"), federation(here)
+    rows = [client_rows(fed, k) for k in range(SITES)]
+    sites = [(one.x.numpy(), one.y.numpy()) for one in rows]  # the level PED has no row, and is no column
+    more: dict[str, Any] = {**choice}
+    if "strength" in choice:
+        assert found.ridge.iloc[0] in RIDGE_STRENGTHS
+        more["strength"] = float(found.ridge.iloc[0])
+    if kind == "cox":
+        fit: Any = fit_cox([SurvivalSite(x, *y.T) for x, y in sites], stratify=True, **more)
+        order = ["age", "glucose", "ward ICU"]
+    else:
+        family = {"binary": "logistic", "count": "poisson"}[task]
+        fit = fit_glm([GlmSite(x, y[:, 0]) for x, y in sites], family, **more)
+        order = ["intercept", "age", "glucose", "ward ICU"]
+    np.testing.assert_allclose(found.coefficient[order], fit.beta, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(found.standard_error[order], fit.se, rtol=0, atol=1e-8)
+    assert (np.abs(found.coefficient[order] - fit.beta) <= found.bound[order] + 1e-12).all()
+
+
+@masks
 def test_curves_are_those_of_the_pooled_binned_times(tmp_path: Path, masked: bool) -> None:
     rules = {"min_subjects": 2}
     choice = {"kind": "kaplan-meier", "width": 40.0, "until": 160.0, "rules": rules}
@@ -259,16 +299,26 @@ def test_cox_is_the_pooled_fit(tmp_path: Path, options: dict[str, Any], masked: 
 
 
 @masks
-def test_conformal_thresholds_are_those_of_the_trained_model(tmp_path: Path, masked: bool) -> None:
-    """The histograms of scores at sites are those of the simulated run of the same experiment."""
-    choice = {"kind": "conformal", "bins": 50}
-    here = deployed(tmp_path, "binary", choice, masked=masked, model={"kind": "softmax"})
+@pytest.mark.parametrize(
+    "choice", [{"kind": "conformal", "bins": 50, "alpha": 0.5}, {"kind": "calibration"}, {"kind": "pooled-importance"}],
+    ids=lambda choice: str(choice["kind"]),
+)  # fmt: skip
+def test_analyses_of_models_are_those_of_the_trained_model(
+    tmp_path: Path, choice: dict[str, Any], masked: bool
+) -> None:
+    """Sums over scores at sites are those of the simulated run of the same experiment."""
+    rules = {"min_subjects": 2, "min_clients": 3}
+    here = deployed(tmp_path, "binary", {**choice, "rules": rules}, masked=masked, model={"kind": "softmax"})
     assert here.serve() is Stop.DONE, here.audit()
     found = results(here).to_pandas()
     fed = here.experiment.partition(here.experiment.source.load(), 0)
     result = fl.simulate(here.experiment.methods[0].setting, fed)
-    want = fl.analyze("conformal", result, bins=50).table.to_pandas()
-    pd.testing.assert_frame_equal(found, want, rtol=1e-6)
+    missing = 0 if here.server.survivors is None else fed.n - here.server.survivors
+    agreed = agreed_of(here)
+    want = fl.analyze(agreed.analysis, result, rules=agreed.rules.with_(missing=missing)).table.to_pandas()
+    if choice["kind"] == "conformal":
+        assert want.threshold[0] < 1
+    pd.testing.assert_frame_equal(found, want, rtol=1e-5, atol=1e-7)
 
 
 # ------------------------------------------------------------------------------------------------- crafted questions
@@ -362,6 +412,39 @@ def test_a_snapshot_is_answered_if_enough_subjects_differ(tmp_path: Path, change
     later = Client(later.site.with_(state=first.site.state, signing_key=first.site.signing_key))
     counts = asked(later, MEANS).counters
     assert counts == (ANSWERED_COUNTS if answers else NEUTRAL_COUNTS)
+
+
+@pytest.mark.parametrize(("gaps", "answers"), [(0, True), (1, False), (4, False), (5, True)])
+def test_two_analyses_of_rows_that_differ_in_few_subjects_are_not_both_answered(
+    tmp_path: Path, gaps: int, answers: bool
+) -> None:
+    """Table 1 has the glucose of every patient, and a regression leaves out patients whose age is missing."""
+    table = patients()
+    table.loc[table.index[table.site == 0][:gaps], "age"] = np.nan
+    first = Client(deployed(tmp_path / "first", "regression", {"kind": "table-1"}, masked=False, table=table).sites[0])
+    figures = (first.answers.figures,) * SITES
+    assert asked(first, Question("counts"), figures=figures).counters == ANSWERED_COUNTS
+    later = glm_site(tmp_path / "later", table, min_subjects=5)
+    later = Client(later.site.with_(state=first.site.state, signing_key=first.site.signing_key))
+    for _ in range(2):  # a verdict stands, also if the step is asked again
+        assert asked(later, MEANS).counters == (ANSWERED_COUNTS if answers else NEUTRAL_COUNTS)
+
+
+def test_a_column_more_hides_no_subject_less(tmp_path: Path) -> None:
+    """Rows of other columns cannot be matched, so their numbers of subjects must be equal or differ as much."""
+    rows = torch.arange(40.0).double()[:, None]
+    memory: dict[str, Any] = {}
+
+    def judge(columns: str, name: str, first: int) -> bool:
+        one = ClientRows(rows[first:], rows[first:], *torch.arange(80).view(2, 40)[:, first:])
+        return judge_row_sets(memory, name, [one], columns, b"salt", 5)
+
+    assert judge("age", "a", 0)
+    assert not judge("age, sex", "b", 1)
+    assert judge("age, sex", "c", 5)
+    assert judge("age, sex", "d", 0)
+    assert not judge("age", "e", 1)
+    assert not judge("age, sex", "b", 1)
 
 
 def test_a_range_that_isolates_a_row_is_no_answer(tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(Broken, match=sentence):
             opened.reveal("session", {"cox": 1}, models, bases, threshold, question)
-    with pytest.raises(Broken, match="in another round, of sites of which 1 differ"):
+    with pytest.raises(Broken, match="in another round, and 1 of the sites differ"):
         opened.reveal(
             "session", {"cox": 2}, models, {c: t for c, t in everyone.items() if c != "4"}, threshold, "question 2"
         )
@@ -444,7 +444,7 @@ def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
         if changes:
             with pytest.raises(Refused, match="have no noise"):
                 check_analyses(client.trainer.job, here.experiment, site.samples, SITES, None, 0)
-        with pytest.raises(PublicReason, match="answers no analysis 'cox'"):
+        with pytest.raises(PublicReason, match="does not answer the analysis 'cox'"):
             ask(client, 0, (0.0, 0.0, 0.0))
         assert client.answers._analyses.bits == 0
 
@@ -467,13 +467,13 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
     if masked:
         assert stop is Stop.DONE
         assert not (here.server.results / "cox.parquet").exists()
-        assert "a site's vector is wrong" in str(here.audit("no result"))
+        assert "a site sent a wrong vector" in str(here.audit("no result"))
         state, line = status(here)
         assert state["state"] == "none"
         assert line == f"analysis cox: none, {state['reason']}"
     else:
         assert stop is Stop.TOO_FEW
-        assert "a site's vector is wrong" in str(here.audit("rejected"))
+        assert "a site sent a wrong vector" in str(here.audit("rejected"))
 
 
 class Watched(Rogue):

@@ -422,7 +422,7 @@ def test_what_is_no_part_is_refused() -> None:
         check_attack(ALIE(), without=["knowlege"])
     with pytest.raises(ConfigError, match=r"no column 'hospital'.*give data="):
         check_partition(fl.partitions.by_column(column="hospital"))
-    with pytest.raises(ConfigError, match=r"takes no cohort of up to 30 rows.*smaller f"):
+    with pytest.raises(ConfigError, match="accepts no cohort of up to 30 rows.*smaller f"):
         check_aggregator(fl.aggregators.Krum(f=20))
 
 
@@ -525,7 +525,7 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
         Leaks()(table())
     with pytest.raises(CodeError, match="test has 1 clients, but dealt has 4"):
         TooFewClients()(table())
-    with pytest.raises(PartitionError, match="gives the test parts itself, so folds = 3 cannot"):
+    with pytest.raises(PartitionError, match="defines the test parts itself, so folds = 3 has no effect"):
         LaterAtSites(folds=3)(table())
     assert any("test = 0.5 has no effect" in note for note in LaterAtSites(test=0.5)(table()).notes)
 
@@ -561,7 +561,7 @@ KINDS_OF_DATA = {
 
 BY_CLASS = ("clusters", "label-swap", "dirichlet", "femnist-fedprox", "mixed", "shards")
 REFUSALS: dict[str, dict[str, str]] = {
-    "tokens": {"feature-noise": "needs samples that are numbers", "rotated": "needs images"},
+    "tokens": {"feature-noise": "needs numeric samples, but", "rotated": "needs images"},
     "numbers": {"rotated": "needs images", **dict.fromkeys(BY_CLASS, "splits by class")},
 }
 

@@ -180,7 +180,7 @@ def test_an_analysis_that_cannot_work_has_one_rule_and_one_fix(case: str, tmp_pa
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[{}\s]", "", text)
+    return re.sub(r"[{}\s]", "", text).lower()
 
 
 def test_the_table_covers_every_refusal_of_an_analysis_of_rows() -> None:

@@ -170,7 +170,7 @@ def test_a_column_that_rounds_to_a_spread_is_still_the_same_in_every_row() -> No
     x = table(rng, 240)
     x[:, 3] = 0.1
     for kind in KINDS:
-        with pytest.raises(DataError, match="ward is the same in every row. Leave it out"):
+        with pytest.raises(DataError, match="ward has the same value in every row. Leave it out"):
             fit(x, outcome(rng, x, kind), kind)
 
 

@@ -37,33 +37,42 @@ COLUMNS = ("mean, %", "over the better of local and FedAvg", "verdict", "place")
 """Of `standing_table`."""
 FAMILIES = {
     "consensus": "One model for all",
-    "clustered": "A model for every cluster",
-    "composite": "With a regulariser",
-    "personalised": "A model for every client",
+    "clustered": "One model per cluster",
+    "composite": "With a regularizer",
+    "personalised": "One model per client",
     "fair": "Fair",
-    "preset": "By composition",
+    "preset": "Combinations of parts",
     "reference": "For reference",
 }
 DEFAULTS_SAY = (
-    "Every method with nothing but its name in the file, and the law that the slow tests hold it to "
-    "(`packages/fedloom/tests/algorithms/test_works_as_it_comes.py`): the run does not diverge; the better of its "
-    "models ends at most 5 points below the worse of FedAvg and Local (8 for fair methods); it takes at most 6 times "
-    "FedAvg's gradients; its models differ from both by more than two runs of FedAvg do; and it does what it is for: "
-    "a better worst tenth or less variance of the training losses for fair methods (FairFed: a smaller gap of the "
-    "accuracies by its weights), personal models above the global one for personalised methods, zeros for composite "
-    "methods with the regulariser that their card names. A method that cannot keep a part says so on its card and in "
-    "a note before the first round.Factors that theory leaves open were chosen on validation parts of other "
-    "federations than these (`studies/benchmarks/factors.py`, `studies/data/factors.json`).Where a paper's constant "
-    "belongs to its own problem, the default is derived before the first round from the *reach* of a round, the step "
-    "size times the mean number of local steps; every card gives its rule. paperflamepaperPython take the papers' own "
-    "constants, which `fedloom describe` lists. Where a paper's public code runs something else than the paper "
-    "prints, `released` takes the place of `paper`. 2x"
+    "This page runs every method with its default settings. The slow tests check these conditions "
+    "(`packages/fedloom/tests/algorithms/test_works_as_it_comes.py`):",
+    "",
+    "- The run does not diverge.",
+    "- The better of the method's models scores at most 5 points below the worse of FedAvg and local training (8 "
+    "points for fair methods).",
+    "- The method takes at most 6 times FedAvg's gradients.",
+    "- Its models differ from FedAvg and local training by more than two runs of FedAvg differ.",
+    "- Fair methods improve the worst tenth or the variance of the training losses (FairFed: the weighted gap of the "
+    "accuracies). Personal models of personalized methods beat their global model. Composite methods with a "
+    "regularizer that creates zeros get zeros.",
+    "",
+    "If a method cannot meet a condition, its page and a note before the first round state this fact.",
+    "",
+    "Some factors are open in theory. Their defaults were chosen on validation data of other federations "
+    "(`studies/benchmarks/factors.py`, `studies/data/factors.json`). Some constants of a paper depend on the paper's "
+    "problem. fedloom then computes the default before the first round from the *reach* of a round: the learning rate "
+    "times the mean number of local steps. The page of each method states the rule.",
+    "",
+    'With `defaults = "paper"`, fedloom uses the papers\' own constants, which `fedloom describe` lists. With '
+    '`defaults = "released"`, it uses the papers\' public code if the code differs from the paper.',
 )
 HELD_OUT_SAYS = (
-    "The same law on federations that shaped no rule, judged on validation parts: other data, a convolutional network, "
-    "partial participation, other step sizes, five clients and a hundred. A row that breaks the law says so, and why. "
-    "The rules of AFL, Ditto, Equitable-FL and FedADMM were changed, by theory, after a look at these; FedSLR's was "
-    "changed after it had diverged on MNIST with a network of convolutions."
+    "These federations influenced no rule, and their results are judged on validation data. They use other data, a "
+    "convolutional network, partial participation, other learning rates, five clients and a hundred clients. A row "
+    "states each broken condition and its reason. The rules of AFL, Ditto, Equitable-FL and FedADMM were changed, "
+    "based on theory, after a look at these results. FedSLR's rule was changed after it had diverged on MNIST with "
+    "a convolutional network."
 )
 HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations", "Defaults")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
@@ -88,7 +97,12 @@ def navigation() -> list[Any]:
 
 def index() -> str:
     """All methods, with one line each."""
-    lines = ["# Methods", "", "Every page is made from the method's own file. `fedloom list` prints the same.", ""]
+    lines = [
+        "# Methods",
+        "",
+        "A program writes each page from the source file of the method. `fedloom list` prints the same list.",
+        "",
+    ]
     for family, entries in _families().items():
         lines += [f"## {FAMILIES.get(family, family)}", "", "| method | name in files | |", "|---|---|---|"]
         lines += [f"| [{_title(name)}]({name}.md) | `{name}` | {_cell(line)} |" for name, line in entries]
@@ -98,8 +112,8 @@ def index() -> str:
 
 def defaults() -> str:
     """What every method does as it comes, from the recorded runs."""
-    lines = ["# Methods as they come", "", *DEFAULTS_SAY, "", *_judged(DEFAULTS)]
-    lines += ["## Held out", "", HELD_OUT_SAYS, "", *_judged(HELD_OUT)]
+    lines = ["# Methods with default settings", "", *DEFAULTS_SAY, "", "## Development", "", *_judged(DEFAULTS)]
+    lines += ["## Held-out federations", "", HELD_OUT_SAYS, "", *_judged(HELD_OUT)]
     return "\n".join(lines)
 
 
@@ -108,12 +122,15 @@ def _judged(file: Path) -> Iterator[str]:
     found = json.loads(file.read_text())
     local = ", ".join(f"{key} = {value}" for key, value in found["local"].items())
     commits = " and ".join(dict.fromkeys(row["commit"] for row in found["rows"]))
-    yield from (f"{found['rounds']} rounds, {local}. Made by `{found['command']}` at {commits}.", "")
+    yield from (
+        f"{found['rounds']} rounds, {local}. `{found['command']}` produced the results at commit {commits}.",
+        "",
+    )
     for case, title in found["cases"].items():
         rows = [row for row in found["rows"] if row["case"] == case]
         if not rows:
             continue
-        measured = f"{found['part'].capitalize()} {rows[0]['metric']}, the mean over clients (%)."
+        measured = f"Mean {found['part']} {rows[0]['metric']} over clients (%)."
         yield from (f"### {title[:1].upper() + title[1:]}", "", measured, "")
         yield "| method | global | personal | worst tenth | gradients | the law |"
         yield "|---|---|---|---|---|---|"
@@ -158,7 +175,7 @@ def page(name: str) -> str:
     lines += _on_the_map(name)
     if not isinstance(entry, Preset):
         lines += ["## The code", "", "```python", _code(entry), "```", ""]
-    lines += ["What it goes with: [the table of combinations](../combinations.md).", ""]
+    lines += ["Compatible options: [table of combinations](../combinations.md).", ""]
     return "\n".join(lines)
 
 
@@ -172,13 +189,13 @@ def _on_the_map(name: str) -> Iterator[str]:
     """Where a method stands in every setup of the map that was run."""
     judged = {j.setup.name: j for j in _judged_setups()}
     rows = [row for row in standing_table(judged.values(), [name]) if row["state"] != NOT_RUN]
-    yield from ("## On the map", "")
+    yield from ("## Benchmark results", "")
     if not rows:
         yield from ("Not run.", "")
         return
     yield (
-        "Test accuracy, or AUROC at the hospitals, of the model that a client would use, the mean over clients and "
-        "seeds; equal trials for every method. [The map](../map.md) says how it is measured."
+        "The table shows the mean test accuracy (hospitals: AUROC) over clients and seeds, after equal tuning of all "
+        "methods. The [benchmark map](../map.md) explains the measurement."
     )
     yield from ("", f"| clients | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}")
     for row in rows:

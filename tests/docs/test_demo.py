@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,16 +42,16 @@ def test_any_method_may_win(demo: ModuleType, winner: str) -> None:
     ]
     beside, worse = (row("a", "other", stands) for stands in ("inconclusive", "worse"))
     assert demo.sentence([rows[0], beside]) == f"{winner} 90.0 %, inconclusive against other"
-    assert demo.sentence([rows[0], worse]) == (f"{winner} 90.0 %, better than all others; worse: other (-2.0 ± 1.0)")
+    assert demo.sentence([rows[0], worse]) == (f"{winner} 90.0 %, better than all others, worse: other (-2.0 ± 1.0)")
 
 
 def test_winners_that_differ(demo: ModuleType) -> None:
     rows = [row(what, winner, "best mean") for what, winner in zip("abc", ("local", "fedavg", "ditto"), strict=True)]
     first, *others = demo.overall(rows, {"a": "worse", "b": "better", "c": "inconclusive"})
-    assert first == "Each of the 3 federations has another method on top"
+    assert first == "A different method has the best mean in each of the 3 federations"
     assert [line.split("(fedavg) is ")[1] for line in others] == [
-        "better than training alone with b",
-        "worse than training alone with a",
+        "better than local training with b",
+        "worse than local training with a",
     ]
 
 
@@ -65,11 +66,11 @@ def test_a_short_demo(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.Monk
         return comparisons[what]
 
     monkeypatch.setattr(demo, "compared", keep)
-    monkeypatch.setattr(demo, "picture", lambda rows, title: drawn.extend(rows) or picture(rows, title))
+    monkeypatch.setattr(demo, "picture", lambda rows, end: drawn.extend(rows) or picture(rows, end))
     demo.main(tmp_path)
     printed = capfd.readouterr()
     for what, comparison in comparisons.items():
-        best, other = (row for row in drawn[: len(drawn) // 2] if row["federation"] == what)
+        best, other = (row for row in drawn[: len(drawn) // 4] if row["federation"] == what)
         means = {
             m: np.array([float(comparison[m, s].final().nanmean()) for s in range(5)]) for m in ("local", "fedavg")
         }
@@ -85,6 +86,11 @@ def test_a_short_demo(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.Monk
         assert (other["stands"] == "worse") == (abs(gaps.mean()) > half)
     assert printed.err == ""
     assert [what for what in demo.PARTS if f"{what}: " in printed.out] == [*demo.PARTS]
+    ends = ("", "-dark", "-phone", "-phone-dark")
+    for end, (low, high) in zip(ends, [(640, 760)] * 2 + [(280, 374)] * 2, strict=True):
+        width = re.search(r'<svg[^>]* width="(\d+)"', (tmp_path / f"demo{end}.svg").read_text())
+        assert width is not None
+        assert low <= int(width[1]) <= high
     for name in ("demo.svg", "demo-dark.svg", *(f"federation-{k}/report.html" for k in (1, 2, 3))):
         assert (tmp_path / name).stat().st_size > 5000
 

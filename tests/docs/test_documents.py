@@ -75,7 +75,7 @@ def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> 
     measured = {(method, setup) for method, setup in measured if method in COUNTED_METHODS}
     methods, setups = ({pair[k] for pair in measured} for k in (0, 1))
     page = (ROOT / "docs" / "map.md").read_text()
-    (none,) = re.findall(rf"\*\*In (\d+) of {len(setups)} setups no method is better than the better of", page)
+    (none,) = re.findall(rf"\*\*In (\d+) of {len(setups)} federations, no method is better than the baseline", page)
     assert f"In {none} of {len(setups)} kinds of federation, none of {len(methods)} methods is better" in text
 
 
@@ -147,11 +147,14 @@ def test_the_page_of_choices_has_what_the_map_and_the_papers_found(monkeypatch: 
 
 def test_the_first_page_counts_the_seeds_and_methods_of_the_demo() -> None:
     text, demo = (ROOT / "README.md").read_text(), runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="demo")
-    number = {3: "three", 5: "Five", 10: "ten"}
+    number = {3: "three", 5: "five", 10: "ten"}
     assert f"{number[len(demo['RATES'])]} methods in {number[len(demo['PARTS'])]} federations of digits" in text
+    assert len(text.splitlines()) <= 110
     assert f"{number[len(demo['SEEDS'])]} seeds, intervals of 95 %" in text
-    shown = (ROOT / "docs" / "demo.svg").read_text()
-    assert [what for what in demo["PARTS"] if what not in shown] == []
+    for end in ("", "-dark", "-phone", "-phone-dark"):
+        shown = (ROOT / "docs" / f"demo{end}.svg").read_text()
+        assert [what for what in demo["PARTS"] if what not in shown] == []
+        assert f"docs/demo{end}.svg" in text
 
 
 def test_blocks_that_do_not_run_say_so_and_are_few() -> None:

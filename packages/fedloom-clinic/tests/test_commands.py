@@ -54,7 +54,7 @@ def test_the_commands_take_a_penalty_and_test_rows(tmp_path: Path) -> None:
         assert f"{beta:.4g}"[:5] in line
     c = concordance_index(TIME[~train], -(X[~train] @ fit.beta), EVENT[~train])
     assert f"concordance on 58 test rows with {int(EVENT[~train].sum())} events: {c:.3f}"[:-1] in said
-    assert "ridge of strength 0.1; standard errors" in said
+    assert "ridge of strength 0.1. Standard errors" in said
     assert "Firth's penalty" in call("glm", tmp_path / "g.toml", "--penalty", "firth")
     assert "largest held-out likelihood" in call("glm", tmp_path / "g.toml", "--penalty", "ridge")
     assert "other rows" in call("cox", tmp_path / "t.toml", "--test", "fold=tets", code=2)

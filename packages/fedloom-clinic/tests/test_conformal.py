@@ -12,7 +12,8 @@ import fedloom as fl
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom_clinic.conformal import EVERY_CLASS, Conformal, prediction_sets
+from fedloom.trained.predictions import Predictions
+from fedloom_clinic.conformal import EVERY_CLASS, Conformal
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,10 @@ def test_sets_have_the_classes_that_the_coverage_counts(trained: Result) -> None
     sizes, covered, rows = 0, 0, 0
     for client in range(5):
         score, label = scores(trained, client)
-        sets = prediction_sets(torch.from_numpy(1 - score), table.threshold[0]).numpy()
+        facts = trained.models.recipe.facts
+        predictions = Predictions(facts, 1 - score, ["global"] * len(score)).decided(None, table.threshold[0])
+        sets = np.array([[c in row for c in facts.classes] for row in predictions.sets])
+        assert predictions.table()["set"].to_pylist() == [" | ".join(row) for row in predictions.sets]
         sizes, rows = sizes + sets.sum(), rows + len(sets)
         covered += sets[np.arange(len(label)), label].sum()
     assert covered / rows == pytest.approx(table.coverage[0], abs=0.05)
@@ -81,12 +85,34 @@ def test_too_few_rows_give_sets_of_every_class(trained: Result) -> None:
     assert table.set_size[0] == 10
 
 
+@pytest.mark.parametrize("least", [2, 5])
+def test_bins_that_too_few_clients_reach_are_merged(trained: Result, least: int) -> None:
+    """Every bin has calibration rows of enough clients, and the threshold is the end of the bin of the exact one."""
+    fine = fl.analyze("conformal", trained, bins=64, alpha=0.4).table
+    rules = {"min_subjects": least, "min_clients": 3}
+    found = fl.analyze("conformal", trained, bins=64, alpha=0.4, rules=rules)
+    assert [one.question.name for one in found.log] == ["reached", "scores", "coverage"]
+    counts = found.log[1].total
+    assert (counts >= 3 * least).all()
+    assert counts.sum() == fine["rows"][0].as_py()
+    assert len(counts) < 64
+    exact, merged = fine["threshold"][0].as_py(), found.table["threshold"][0].as_py()
+    ends = Conformal(bins=64)._ends(found.log[0].total.view(1, -1), fl.analyses.AnalysisTerms(
+        None, torch.zeros(5), fl.analyses.Rules(**rules)))[0]  # fmt: skip
+    assert merged == min(end for end in ends if end / 64 >= exact) / 64
+    with pytest.raises(Refused, match="clients have 500 subjects that calibrate, and 3 must"):
+        fl.analyze("conformal", trained, rules={**rules, "min_subjects": 500})
+
+
 def test_it_obeys_the_laws(trained: Result) -> None:
     fl.testing.check_analysis(Conformal(), trained)
     fl.testing.check_analysis(Conformal(by_client=True), trained, without=["union"])
 
 
 def test_what_it_cannot_be_of_is_a_sentence(trained: Result) -> None:
+    wrong = Predictions(trained.models.recipe.facts, np.zeros((1, 10)), ["global"])
+    with pytest.raises(ConfigError, match="threshold of sets is above 0, got 0"):
+        wrong.decided(None, 0.0)
     with pytest.raises(ConfigError, match="reads the models of a run"):
         fl.analyze("conformal", fl.load("digits"))
     fed = fl.partitions.iid(clients=3)(fl.load("digits"), seed=0)

@@ -91,7 +91,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "target: 'died', binary",
         "column 'died': 1 rows have no target and are left out",
         "site: 'hospital', 4 sites of 9 to 77 rows",
-        "sites of fewer than 20 rows: '7' (9)",
+        "sites with fewer than 20 rows: '7' (9)",
         "column 'id': names rows; left out",
         "column 'name': names of people, which identify patients; left out",
         "column 'copy': the same as 'age'; left out",
@@ -121,7 +121,7 @@ def test_a_regression_is_learned_in_units_of_its_spread(tmp_path: Path) -> None:
     rows = [[f"{a:.2f}", f"{b:.2f}", ("flat", "house")[k], f"{p + 50000 * k:.0f}"]
             for a, b, k, p in zip(AGE, BMI, kind, price, strict=True)]  # fmt: skip
     path = write(tmp_path / "prices.csv", [["area", "rooms", "kind", "price"], *rows])
-    assert "site: no column names one" in init(path)
+    assert "site: no column names a site" in init(path)
     document = drafted(path)
     assert document["data"]["task"] == "regression"
     assert document["data"]["unit"] == pytest.approx((price + 50000 * kind).std(), rel=0.01)
@@ -158,7 +158,7 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
     said = init(
         write(tmp_path / "bare.csv", [[f"{a:.2f}", f"{b:.2f}", y] for a, b, y in zip(AGE, BMI, ILL, strict=True)])
     )
-    assert f"header: '{AGE[0]:.2f}', '{BMI[0]:.2f}', '{ILL[0]}': is it a row?" in said
+    assert f"header: '{AGE[0]:.2f}', '{BMI[0]:.2f}', '{ILL[0]}': is this a row of data?" in said
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_what_a_statistician_would_see_is_said(tmp_path: Path) -> None:
         "fewer than 10 rows of '1' at 'Dorn', 'Esche': too few to score a model there",
         "column 'systolic': -9 in ",
         "far from the rest",
-        "column 'glucose': medians differ 17",
+        "column 'glucose': medians differ by a factor of 17",
         "column 'creatinine': medians differ 8",
         "column 'troponin_hs': has values only at 'Amsel', so it identifies that site; left out",
         "column 'hours_to_death': alone predicts the target almost perfectly (AUROC 1.000 alone)",
@@ -397,7 +397,7 @@ def init_again(path: Path, *options: str, code: int = 0) -> str:
 @pytest.mark.parametrize(
     ("event", "time", "first", "options", "sentence"),
     [
-        ("status", "week", 1, ("--event", "status"), "must be 1 for an event, 0 for none"),
+        ("status", "week", 1, ("--event", "status"), "must be 1 for an event and 0 for no event"),
         ("status", "span", 0, ("--event", "status"), "no column looks like the time of --event status"),
         ("status", "week", 0, ("--event", "state"), "no column 'state'"),
     ],

@@ -45,7 +45,7 @@ def test_an_identifier_that_repeats_is_noted_until_it_is_the_subject(case: str) 
     text = isinstance(cells, list)
     leaky = fl.Dataset.create(frame, "died", categorical=[name] if text else [])
     (note,) = [note for note in leaky.notes if "different values in 240 rows" in note]
-    assert "name it in subject" in note
+    assert "good. Name it in subject" in note
     sound = fl.Dataset.create(frame, "died", subject=name)
     assert sound.notes == ()
     assert [column.name for column in sound.prepare.columns] == ["age", "crp"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,12 +14,18 @@ from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge
 from statsmodels.api import GLM
 from statsmodels.api import families as glm_families
 
-from fedloom.errors import ConfigError, DataError
+import fedloom as fl
+from fedloom.analyses import AnalysisTerms, analysis_of
+from fedloom.analyses.run import clients_of
+from fedloom.errors import ConfigError, DataError, Refused
+from fedloom_clinic.columns import design_of
 from fedloom_clinic.fits.cox import TIES_METHODS, SurvivalSite, fit_cox
 from fedloom_clinic.fits.cox_vectors import agreement_on, binned
 from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmSite, fit_glm
 from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, fold_masks
 from fedloom_clinic.fits.secure_cox import fit_secure_cox
+from fedloom_clinic.glm import Glm
+from fedloom_clinic.penalties import folds_of
 
 
 def patients(rows: int, seed: int) -> SurvivalSite:
@@ -193,3 +201,74 @@ def test_what_is_no_penalty_is_a_sentence() -> None:
     alone = [GlmSite(X[:150], EVENT[:150]), GlmSite(X[150:], EVENT[150:] * 0)]
     with pytest.raises(DataError, match="site b: the target is 0 in every row"):
         fit_glm(alone, "logistic", by_site=["a", "b"], penalty="ridge")
+
+
+def tables() -> dict[str, fl.Dataset]:
+    """The rows as data sets of two clients, for a Cox and for a logistic regression."""
+    place = np.repeat(["a", "b"], [150, 80])
+    frame = pd.DataFrame(X.astype(np.float32), columns=["x0", "x1", "x2"]).assign(site=place, T=TIME, E=EVENT)
+    return {
+        "cox": fl.Dataset.create(frame, "T", event="E", client_column="site"),
+        "glm": fl.Dataset.create(frame.drop(columns="T"), "E", client_column="site", task="binary"),
+    }
+
+
+ROWS = [site._replace(x=site.x.astype(np.float32).astype(float)) for site in SITES]
+COX_FORMS: list[dict[str, Any]] = [{}, {"stratify": True}, {"width": 5.0, "min_events": 1}]
+
+
+@pytest.mark.parametrize("ties", TIES_METHODS)
+@pytest.mark.parametrize("form", COX_FORMS, ids=["exact", "strata", "bins"])
+def test_firths_fit_by_sums_is_that_of_the_rows(form: dict[str, Any], ties: str) -> None:
+    found = fl.analyze("cox", tables()["cox"], penalty="firth", ties=ties, **form).table.to_pandas()
+    stratify = "stratify" in form
+    rows = [binned(site, agreement_on(ROWS, 5.0, 1, ties))[0] for site in ROWS] if "width" in form else ROWS
+    fit = fit_cox(rows, ties, stratify=stratify, penalty="firth")
+    np.testing.assert_allclose(found.coefficient, fit.beta, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(found.standard_error, fit.se, rtol=0, atol=1e-9)
+    assert found.likelihood[0] == pytest.approx(fit.likelihood, abs=1e-8)
+
+
+def test_a_strength_by_the_sums_of_folds_has_the_largest_held_out_likelihood() -> None:
+    """Of scikit-learn's fits without each fold, with folds as clients divide their subjects."""
+    analysis = Glm(penalty="ridge", strength="cv")
+    result = fl.analyze(analysis, tables()["glm"])
+    schema, rows, _ = clients_of(tables()["glm"], analysis)
+    terms = AnalysisTerms(schema, torch.tensor([len(one) for one in rows.values()]))
+    designs = [(design_of(one, terms), one) for one in rows.values()]
+    fold = np.concatenate([folds_of(design, one, design.y[:, 0] > 0) for design, one in designs])
+    x, y = (np.concatenate([np.asarray(getattr(design, k)) for design, _ in designs]) for k in "xy")
+    scaled, y = (x - x.mean(0)) / x.std(0), y[:, 0]
+    for k in range(CV_FOLDS):
+        assert abs(y[fold == k].sum() - y.sum() / CV_FOLDS) <= 2
+
+    def held_out(strength: float) -> float:
+        total = 0.0
+        for k in range(CV_FOLDS):
+            train = fold != k
+            model = LogisticRegression(C=1 / (train.sum() * strength), tol=1e-12, solver="newton-cholesky")
+            eta = model.fit(scaled[train], y[train]).decision_function(scaled[~train])
+            total += float((y[~train] * eta - np.logaddexp(0, eta)).sum())
+        return total
+
+    assert result.table["ridge"][0].as_py() == max(RIDGE_STRENGTHS, key=held_out)
+    assert len(result.log) < 24
+
+
+@pytest.mark.parametrize("kind", ["cox", "glm"])
+def test_penalties_obey_the_laws_and_what_is_none_is_a_sentence(kind: str) -> None:
+    """Strata of a union are one, so its likelihood is no sum of theirs."""
+    data, more = tables()[kind], {"stratify": True} if kind == "cox" else {}
+    without = ["union"] if kind == "cox" else []
+    fl.testing.check_analysis(analysis_of(kind, {"penalty": "firth", **more}), data, without=without)
+    ridge = {"penalty": "ridge", "strength": "cv"}
+    with pytest.raises(Refused, match="give a strength as a number, or agree on a smaller least count"):
+        fl.analyze(kind, data, rules={"min_subjects": 9, "min_clients": 2}, **ridge, **more)
+    for options, sentence in (
+        ({"penalty": "ridge"}, "go together"), ({"penalty": "firth", "strength": 0.1}, "go together"),
+        ({"penalty": "ridge", "strength": 0.0}, "above 0"), ({"penalty": "ridge", "strength": float("nan")}, "finite"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=sentence):
+            fl.analyze(kind, data, **options)
+    with pytest.raises(ConfigError, match="give stratify = true, or a strength as a number"):
+        fl.analyze("cox", tables()["cox"], **ridge)

@@ -114,7 +114,7 @@ def test_an_outcome_is_not_taken_for_the_site(tmp_path: Path) -> None:
     path.write_text("\n".join(["kind,age,hospital_expire_flag,has_chart", *rows]) + "\n")
     draft = Draft(Survey(path), None, None)
     assert draft.questions
-    assert "site: no column names one" in "\n".join(draft.report)
+    assert "site: no column names a site" in "\n".join(draft.report)
 
 
 def synthetic(path: Path, columns: str, rows: int = 240) -> Draft:

@@ -134,7 +134,7 @@ def test_what_cannot_be_fitted_is_a_sentence() -> None:
     x, y = patients(60, 3, tied=False)
     early = (y[:, :1] < np.median(y[:, 0])) * 1.0
     for bad, sentence in (
-        ((x, y * [1, 0]), "no row has an event"),
+        ((x, y * [1, 0]), "no row contains an event, so nothing"),
         ((np.hstack([x, np.full((60, 1), 0.1)]), y), "x3 is the same in every row"),
         ((np.hstack([x, x[:, :1]]), y), "depend on each other"),
         ((early, np.hstack([y[:, :1], early])), "no finite fit"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.linear_model import Ridge
@@ -99,3 +100,21 @@ def test_what_it_cannot_be_of_is_a_sentence() -> None:
         )
     with pytest.raises(DataError, match="outside their bounds"):
         fl.analyze("ridge", rows("regression"), max_input=100.0)
+
+
+@pytest.mark.parametrize(("unit", "offset", "options"), [
+    (1.0, 0.0, {}), (1e-9, 0.0, {}), (1e6, 1e9, {"max_input": 1e10}), (1.0, 0.0, {"max_input": 1e12}),
+])  # fmt: skip
+def test_no_unit_or_offset_makes_an_input_vanish(unit: float, offset: float, options: dict[str, float]) -> None:
+    """A constant input has no coefficient, and every other one has that of scikit-learn, in units of deviations."""
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(200, 3)) * unit + offset).astype(np.float32).astype(float)
+    x[:, 2] = offset + unit
+    y = (rng.normal(size=200) + (x[:, 0] - x[:, 0].mean()) / x[:, 0].std()).astype(np.float32).astype(float)
+    frame = pd.DataFrame(x, columns=["a", "b", "c"]).assign(y=y, site=np.arange(200) % 3)
+    data = fl.Dataset.create(frame, "y", client_column="site", task="regression")
+    table = fl.analyze("ridge", data, strength=0.1, **options).table.to_pandas()
+    spread = np.where(x.std(0) > 0, x.std(0), 1.0) * [1, 1, 0] + [0, 0, 1]
+    want = Ridge(alpha=20.0).fit((x - x.mean(0)) / spread * [1, 1, 0], y).coef_
+    got = table[table.input != "intercept"].coefficient.to_numpy()
+    np.testing.assert_allclose(got * spread, want, rtol=0, atol=1e-9)

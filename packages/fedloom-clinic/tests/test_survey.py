@@ -361,7 +361,7 @@ OTHER_LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, A
     "missing at one site": (
         lambda f: f.assign(site=SITES, crp=f["crp"].where(~((SITES == "c") & (f["ill"] == 0)))),
         {"target": "ill", "client_column": "site", "impute": True},
-        "column 'crp' is missing at 'c' exactly where 'ill' is '0'",
+        "column 'crp' is missing at 'c' exactly if 'ill' is '0'",
     ),
     "families": (
         lambda f: f.assign(family=COUNT % 90), {"target": "ill"}, "column 'family': 90 different values in 240 rows",
@@ -504,7 +504,7 @@ def test_a_level_of_test_rows_alone_is_noted() -> None:
     frame.loc[frame["late"] == 1, "ward"] = "new"
     options: dict[str, Any] = {"target": "ill", "categorical": ["ward"]}
     late = fl.partitions.iid(clients=2)(fl.Dataset.create(frame, test_column="late", **options), seed=0)
-    assert any("column 'ward': 'new' of test rows is in no training row" in note for note in late.notes)
+    assert any("column 'ward': 'new' occurs in test rows but in no training row" in note for note in late.notes)
     mixed = fl.partitions.iid(clients=2)(fl.Dataset.create(frame.drop(columns="late"), **options), seed=0)
     assert not any("in no training row" in note for note in mixed.notes)
 

@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as reference
+from torch.nn import functional
 
 from fedloom.errors import ConfigError
 from fedloom.metrics import metric
-from fedloom.tasks import Binary, Classification, Count, Objective, Regression, Task, task_of
+from fedloom.tasks import Binary, Classification, Count, MultiLabel, Objective, Regression, Task, task_of
 from fedloom.tasks.sums import metrics_of, sums_of
 from fedloom.values import dump
 
-TASKS: list[Task] = [Classification(classes=4), Binary(), Regression(outputs=3)]
+TASKS: list[Task] = [Classification(classes=4), Binary(), Regression(outputs=3), MultiLabel(labels=("a", "b", "c"))]
 
 
 def problem(task: Task, samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,6 +27,8 @@ def problem(task: Task, samples: int, seed: int) -> tuple[torch.Tensor, torch.Te
     output = torch.randn(samples, task.outputs, generator=gen, dtype=torch.float64).mul(4).round().div(4)  # with ties
     if isinstance(task, Regression):
         return output, torch.randn(samples, task.outputs, generator=gen, dtype=torch.float64)
+    if isinstance(task, MultiLabel):
+        return output, torch.randint(0, 2, (samples, task.outputs), generator=gen).double()
     return output, torch.randint(0, max(task.outputs, 2), (samples,), generator=gen)
 
 
@@ -39,7 +42,7 @@ def per_client(task: Task, output: list[list[float]], y: list, owner: list[int],
 def test_dloss_is_the_gradient_of_each_samples_loss(task: Task, stack: tuple[int, ...]) -> None:
     output, y = problem(task, 30, 0)
     output = output.view(*stack, -1, task.outputs).requires_grad_()
-    y = y.view(output.shape if isinstance(task, Regression) else output.shape[:-1])
+    y = y.view(output.shape if isinstance(task, Regression | MultiLabel) else output.shape[:-1])
     loss = task.loss(output, y)
     assert loss.shape == output.shape[:-1]
     (grad,) = torch.autograd.grad(loss.sum(), output)
@@ -185,8 +188,12 @@ MORE = (*FURTHER, "auroc_ovr", "auprc_ovr", "calibration_error", "perplexity")
 
 
 def chosen(base: Task, **objective: object) -> Task:
-    classes = {Classification: tuple("abcd"), Binary: ("no", "yes"), Regression: ()}[type(base)]
-    kind = {Classification: "classification", Binary: "binary", Regression: "regression"}[type(base)]
+    classes = {
+        Classification: tuple("abcd"), Binary: ("no", "yes"), Regression: (), MultiLabel: tuple("abc"),
+    }[type(base)]  # fmt: skip
+    kind = {
+        Classification: "classification", Binary: "binary", Regression: "regression", MultiLabel: "multilabel",
+    }[type(base)]  # fmt: skip
     return task_of(SimpleNamespace(task=kind, classes=classes, y=torch.zeros(1, base.outputs)), Objective(**objective))
 
 
@@ -220,6 +227,32 @@ def test_metrics_of_classes_agree_with_scikit_learn(seed: int) -> None:
     score, label = output[:, 0].sigmoid().numpy(), y.numpy()
     assert found["brier"] == pytest.approx(reference.brier_score_loss(label, score))
     assert found["recall[yes]"] == pytest.approx(reference.recall_score(label, score > 0.5))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_metrics_of_labels_agree_with_scikit_learn(seed: int) -> None:
+    task = TASKS[3]
+    z, y = problem(task, 60, seed)
+    y[:2] = torch.tensor([[0.0], [1.0]])
+    found = chosen(task, metrics=task.further).metrics(z, y, torch.zeros(60, dtype=torch.long), 1)
+    figures = {name: value.item() for name, value in found.items()}
+    score, guess, label = z.sigmoid().numpy(), (z > 0).long().numpy(), y.long().numpy()
+    for average in ("micro", "macro"):
+        assert figures[f"{average}_f1"] == pytest.approx(reference.f1_score(label, guess, average=average))
+    assert figures["macro_auroc"] == pytest.approx(reference.roc_auc_score(label, score))
+    assert figures["macro_auprc"] == pytest.approx(reference.average_precision_score(label, score))
+    assert figures["exact_match"] == pytest.approx(reference.accuracy_score(label, guess))
+    assert figures["loss"] == pytest.approx(functional.binary_cross_entropy_with_logits(z, y).item())
+    each = {
+        "label_auroc": reference.roc_auc_score(label, score, average=None),
+        "label_auprc": reference.average_precision_score(label, score, average=None),
+        "label_f1": reference.f1_score(label, guess, average=None),
+        "recall": reference.recall_score(label, guess, average=None),
+        "precision": reference.precision_score(label, guess, average=None, zero_division=math.nan),
+    }
+    for name, values in each.items():
+        assert [figures[f"{name}[{c}]"] for c in "abc"] == pytest.approx(list(values), nan_ok=True), name
 
 
 def test_a_client_without_a_class_says_nothing_of_it() -> None:
@@ -260,7 +293,10 @@ def test_an_own_task_scores_each_client_as_if_alone(seed: int, clients: int) -> 
         assert together["top_gap"][owner[3]].isnan()
 
 
-RANKED = {"auroc", "auprc", "auroc_ovr", "auprc_ovr", "calibration_slope", "calibration_intercept"}
+RANKED = {
+    *("auroc", "auprc", "auroc_ovr", "auprc_ovr", "calibration_slope", "calibration_intercept", "exact_match"),
+    *("macro_auroc", "macro_auprc", *(f"label_{area}[{c}]" for area in ("auroc", "auprc") for c in "abc")),
+}
 
 
 @pytest.mark.parametrize("task", [*TASKS, Count()], ids=lambda t: type(t).__name__)
@@ -346,5 +382,5 @@ def test_macro_f1_of_two_classes_is_that_of_scikit_learn_and_a_function_of_its_n
     def macro_f1(outputs: torch.Tensor, targets: torch.Tensor) -> float:
         return 0.0
 
-    with pytest.raises(ConfigError, match="'macro_f1' has the name of a metric of fedloom.* such as my_macro_f1"):
+    with pytest.raises(ConfigError, match="'macro_f1' has the name of a metric of fedloom.* for example my_macro_f1"):
         Objective(metrics=(macro_f1,))

@@ -73,9 +73,14 @@ def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
     In a column of two values, enough subjects must have each value. So a level of a code that few subjects have is not
     a separate column. An analysis publishes these flags last.
     """
-    design, least = design_of(client, terms, flagged=False), terms.rules.min_subjects
-    subjects, flags = client.subjects[design.rows].numpy(), torch.zeros(design.x.shape[1], dtype=torch.float64)
-    for k, values in enumerate(design.x.T):
+    design = design_of(client, terms, flagged=False)
+    return torch.from_numpy(varying_columns(design.x, client.subjects[design.rows].numpy(), terms.rules.min_subjects))
+
+
+def varying_columns(x: Floats, subjects: NDArray[np.int64], least: int) -> Floats:
+    """Return flags ``[p]`` of the columns ``x [N, p]``, see `flag_columns`."""
+    flags = np.zeros(x.shape[1])
+    for k, values in enumerate(x.T):
         several, counts = np.unique(values, return_counts=True)
         if len(several):
             common = values == several[counts.argmax()]

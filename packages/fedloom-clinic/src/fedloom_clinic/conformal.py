@@ -3,10 +3,15 @@
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei,
 L. Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-A set contains every class whose probability is at least 1 - threshold. With n calibration rows, the threshold is the
-end of the bin that contains the score of rank ceil((n + 1) (1 - alpha)). If a new row follows the distribution of the
-calibration rows, its set contains its class with a probability from 1 - alpha to 1 - alpha + 1 / (n + 1) + the mass of
-a bin. A shared threshold gives this for the pooled rows of all clients, not at each client.
+Bins that too few clients reach are merged. A first question counts the clients that reach the whole range, its halves,
+and so on. Neighbours are merged until they cover a range that enough clients reach, from the largest scores down, and
+all parties derive the same bins from this sum.
+
+A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. With n
+calibration rows, the threshold is the end of the bin that contains the score of rank ceil((n + 1) (1 - alpha)). If a
+new row follows the distribution of the calibration rows, its set contains its class with a probability from 1 - alpha
+to 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared threshold gives this for the pooled rows of all clients, not at
+each client.
 
 Calibration rows are drawn from the test part, which was not used to choose the round, the model or settings. The other
 test rows measure the coverage.
@@ -16,6 +21,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import pyarrow as pa
@@ -23,10 +30,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
+from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Rules, Schema
+from fedloom.analyses.models import outputs_of
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
+from fedloom_clinic.cells import merges
 
 if TYPE_CHECKING:
     from fedloom.engine import Setting
@@ -36,9 +45,20 @@ EVERY_CLASS = 2.0
 
 
 class Calibrated(NamedTuple):
-    """Known results: thresholds ``[S]``, calibration rows ``[S]``, and the totals of the second question."""
+    """Known results.
 
+    Attributes:
+        terms: public facts of the analysis.
+        owners: number S of thresholds.
+        reached: ``[S, B]`` clients that reach each range of bins.
+        thresholds: ``[S]`` thresholds.
+        rows: ``[S]`` calibration rows.
+        covered: totals of the last question.
+    """
+
+    terms: AnalysisTerms
     owners: int
+    reached: Tensor | None = None
     thresholds: Tensor | None = None
     rows: Tensor | None = None
     covered: Tensor | None = None
@@ -49,7 +69,7 @@ class Conformal(Analysis):
 
     kind: ClassVar[str] = "conformal"
     tasks: ClassVar = ("binary", "classification")
-    questions: ClassVar = {"scores": {}, "coverage": {"thresholds": 1}}
+    questions: ClassVar = {"reached": {}, "scores": {"reached": 2}, "coverage": {"thresholds": 1}}
     uses_models: ClassVar[bool] = True
 
     alpha: float = Field(0.1, gt=0, lt=1, description="fraction of rows whose set may miss their class")
@@ -72,18 +92,34 @@ class Conformal(Analysis):
                 fix="set {evaluate.select_on = 'validation'}",
             )
 
+    def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
+        return client.select(client.part == DATA_PARTS.index("test"))
+
     def start(self, terms: AnalysisTerms) -> Calibrated:
-        return Calibrated(len(terms.sizes) if self.by_client else 1)
+        owners = len(terms.sizes) if self.by_client else 1
+        every = torch.zeros(owners, len(self._nodes), dtype=torch.float64)
+        return Calibrated(terms, owners, None if merges(terms.rules) else every)
+
+    def check_question(self, question: Question, terms: AnalysisTerms) -> None:
+        owners = self.start(terms).owners
+        for name, shape in (("reached", (owners, len(self._nodes))), ("thresholds", (owners,))):
+            if name in question.values and question.values[name].shape != shape:
+                raise Refused(f"{name} of a question has the shape {shape}, got {tuple(question.values[name].shape)}")
 
     def question(self, state: Calibrated) -> Question | None:
+        if state.reached is None:
+            return Question("reached")
         if state.thresholds is None:
-            return Question("scores")
+            return Question("scores", {"reached": state.reached})
         return Question("coverage", {"thresholds": state.thresholds}) if state.covered is None else None
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         owners, most = self.start(terms).owners, float(terms.most_rows)
+        if question.name == "reached":
+            return Bounds.counts(owners * len(self._nodes), 1.0)
         if question.name == "scores":
-            return Bounds.counts(owners * self.bins, most)
+            ends = self._ends(question.values["reached"], terms)
+            return Bounds.counts(sum(len(of) - 1 for of in ends), most)
         rows = torch.full((owners,), most, dtype=torch.float64)
         high = torch.cat([rows, rows, most * len(terms.schema.classes) * torch.ones(owners)])
         return Bounds.between(torch.zeros(3 * owners), high, 1.0)
@@ -93,27 +129,37 @@ class Conformal(Analysis):
         place = client.place if self.by_client else 0
         test = client.select(client.part == DATA_PARTS.index("test"))
         drawn = self._draws(test) < self.calibration_fraction
-        some = test.select(drawn if question.name == "scores" else ~drawn)
-        p = self._probabilities(some, classes)
+        some = test.select(~drawn if question.name == "coverage" else drawn)
+        p = probabilities_of(some, classes, self.model_kind)
         label = some.y[:, 0].long()
         score = 1 - p[torch.arange(len(some)), label]
+        fine = (score * self.bins).long().clamp(max=self.bins - 1)
+        if question.name == "reached":
+            flags = torch.zeros(owners, len(self._nodes), dtype=torch.float64)
+            flags[place] = flag_ranges(fine, some.subjects, self._nodes, terms.rules.min_subjects)
+            return flags.flatten()
         if question.name == "scores":
-            counts = torch.zeros(owners, self.bins, dtype=torch.float64)
-            counts[place] = torch.bincount((score * self.bins).long().clamp(max=self.bins - 1), minlength=self.bins)
-            return counts.flatten()
+            ends = self._ends(question.values["reached"], terms)
+            histograms = [torch.zeros(len(of) - 1, dtype=torch.float64) for of in ends]
+            of = torch.bucketize(fine, torch.tensor(ends[place][1:-1]), right=True)
+            histograms[place] = torch.bincount(of, minlength=len(histograms[place])).double()
+            return torch.cat(histograms)
         counts = torch.zeros(3, owners, dtype=torch.float64)
         limit = question.values["thresholds"][place]
         counts[:, place] = torch.tensor([len(some), int((score <= limit).sum()), int((1 - p <= limit).sum())]).double()
         return counts.flatten()
 
     def step(self, state: Calibrated, total: Tensor, info: Info) -> Calibrated:
+        if state.reached is None:
+            return state._replace(reached=total.view(state.owners, -1))
         if state.thresholds is not None:
             return state._replace(covered=total.view(3, -1))
-        counts = total.view(state.owners, -1)
-        if not counts.any():
+        if not total.any():
             raise DataError("no client has test rows for calibration. Give the partition a test part")
-        rows = counts.sum(1)
-        limits = [self._threshold(row) for row in counts]
+        ends = self._ends(state.reached, state.terms)
+        counts = total.split([len(of) - 1 for of in ends])
+        limits = [self._threshold(row, of) for row, of in zip(counts, ends, strict=True)]
+        rows = torch.stack([row.sum() for row in counts])
         return state._replace(thresholds=torch.tensor(limits, dtype=torch.float64), rows=rows)
 
     def result(self, state: Calibrated) -> pa.Table:
@@ -128,7 +174,22 @@ class Conformal(Analysis):
         names = ("threshold", "rows", "wanted", "test_rows", "coverage", "set_size")
         return table_of(lines, client=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
 
-    def _threshold(self, counts: Tensor) -> float:
+    @cached_property
+    def _nodes(self) -> list[tuple[int, int]]:
+        return ranges_of_bins(self.bins)
+
+    def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[list[int]]:
+        """Return the ends of the merged bins of every owner, from 0 to the number of bins.
+
+        Raises:
+            Refused: too few clients have calibration rows.
+        """
+        if not merges(terms.rules):
+            return [[*range(self.bins + 1)]] * len(reached)
+        rules = terms.rules.with_(min_clients=1, missing=0) if self.by_client else terms.rules
+        return [ends_of_bins(row, self._nodes, rules, what="that calibrate") for row in reached]
+
+    def _threshold(self, counts: Tensor, ends: Sequence[int]) -> float:
         """Return the end of the bin that contains the score of the wanted rank.
 
         With too few rows it is above all scores.
@@ -136,17 +197,7 @@ class Conformal(Analysis):
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
         if rank > counts.sum():
             return EVERY_CLASS
-        return (int(torch.searchsorted(counts.cumsum(0), float(rank))) + 1) / self.bins
-
-    def _probabilities(self, client: ClientRows, classes: int) -> Tensor:
-        if not len(client):
-            return torch.zeros(0, classes, dtype=torch.float64)
-        if self.model_kind not in client.models:
-            raise Refused(f"the run has no {self.model_kind} model. Use model_kind = {next(iter(client.models))!r}")
-        outputs = client.models[self.model_kind](client.inputs).double().cpu()
-        if classes == 2 and outputs.shape[1] == 1:
-            return torch.cat([torch.sigmoid(-outputs), torch.sigmoid(outputs)], 1)
-        return outputs.softmax(1)
+        return ends[int(torch.searchsorted(counts.cumsum(0), float(rank))) + 1] / self.bins
 
     def _draws(self, client: ClientRows) -> Tensor:
         """Return numbers in [0, 1) ``[N]`` that depend on the draw and a row's cells alone, at every place."""
@@ -156,11 +207,62 @@ class Conformal(Analysis):
         return torch.tensor([int.from_bytes(digest, "little") / 2**48 for digest in digests], dtype=torch.float64)
 
 
-def prediction_sets(probabilities: Tensor, threshold: float) -> Tensor:
-    """Return the classes in the set of every row, bool ``[b, c]``.
+def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tensor:
+    """Return a model's probabilities ``[N, classes]`` for the rows of a client.
+
+    Raises:
+        Refused: the run has no model of this kind.
+    """
+    if not len(client):
+        return torch.zeros(0, classes, dtype=torch.float64)
+    outputs = outputs_of(client, model_kind, client.inputs)
+    if classes == 2 and outputs.shape[1] == 1:
+        return torch.cat([torch.sigmoid(-outputs), torch.sigmoid(outputs)], 1)
+    return outputs.softmax(1)
+
+
+def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
+    """Return ranges of bins, from all bins to single bins: each range is followed by its halves, if it has halves."""
+    ranges = [(0, bins)]
+    for low, high in ranges:  # grows while it is read
+        if high - low > 1:
+            ranges += [(low, (low + high) // 2), ((low + high) // 2, high)]
+    return ranges
+
+
+def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:
+    """Return 1 for every range ``[B]`` of bins in which a client has enough subjects, else 0.
 
     Args:
-        probabilities: ``[b, c]`` of the model, as predicted by `fedloom.trained`.
-        threshold: threshold in the result's table.
+        bin_of: bin of every row ``[N]``.
+        subjects: subject of every row ``[N]``.
+        ranges: ranges of bins.
+        least: smallest number of subjects.
     """
-    return 1 - probabilities <= threshold
+    counts = [len(subjects[(bin_of >= low) & (bin_of < high)].unique()) for low, high in ranges]
+    return torch.tensor([float(count >= least) for count in counts], dtype=torch.float64)
+
+
+def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
+    """Return the ends of merged bins, from 0 to the number of bins. Each has a range that enough clients reach.
+
+    Args:
+        reached: ``[B]`` number of clients that reach each range.
+        ranges: ranges of bins, see `ranges_of_bins`.
+        rules: agreed rules.
+        what: description of the rows, for messages.
+
+    Raises:
+        Refused: too few clients reach the range of all bins.
+    """
+    count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
+    if count[ranges[0]] < needed:
+        raise Refused(
+            f"{count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, and {needed} must; agree on a "
+            "smaller least count, or give the partition a larger test part"
+        )
+    starts, top = list[int](), ranges[0][1]
+    for low, high in sorted(ranges, reverse=True):  # from the largest scores, where thresholds are
+        if high <= top and count[low, high] >= needed:
+            starts, top = [low, *starts], low
+    return [0, *starts[1:], ranges[0][1]]

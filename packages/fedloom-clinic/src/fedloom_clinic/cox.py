@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
+from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, Total
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom_clinic.cells import merges
 from fedloom_clinic.columns import (
@@ -30,7 +30,7 @@ from fedloom_clinic.columns import (
     tensor,
     triangle,
 )
-from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
+from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, firth_slope, likelihood, newton, risk_sums
 from fedloom_clinic.fits.cox_vectors import (
     VECTOR_COUNTS,
     BinningLoss,
@@ -41,8 +41,18 @@ from fedloom_clinic.fits.cox_vectors import (
     bins_with_events,
     merged_ends,
 )
-from fedloom_clinic.fits.penalty import Likelihood, Ridge, impossible, ridged
+from fedloom_clinic.fits.penalty import CV_FOLDS, FoldSums, Likelihood, Mask, Ridge, impossible, jeffreys, ridged
 from fedloom_clinic.fits.secure_cox import SecureCoxFit, fit_of_sums
+from fedloom_clinic.penalties import (
+    FIT_COUNT,
+    Penalized,
+    divided_clients,
+    flag_folds,
+    fold_sums,
+    folds_of,
+    read_fold_sums,
+    require_shapes,
+)
 
 if TYPE_CHECKING:
     from fedloom.engine import Setting
@@ -55,7 +65,7 @@ MAX_EXPONENT = 700.0
 """Exponent from which a bound exceeds the numbers of float64."""
 
 
-class Cox(ScriptedAnalysis):
+class Cox(Penalized):
     """Cox regression over the rows of all clients, by sums.
 
     With a width, times are counted in agreed bins. With ``stratify`` every client has a separate baseline hazard.
@@ -67,12 +77,15 @@ class Cox(ScriptedAnalysis):
     needs_table: ClassVar[bool] = True
     questions: ClassVar = {
         "step": {"beta": 1, "ends": 1},
+        "tilted": {"beta": 1, "ends": 1, "metric": 2},
+        "paths": {"betas": 2, "ends": 1},
         "means": {},
         "spreads": {"centre": 1},
         "risk": {"beta": 1, "centre": 1, "spread": 1, "times": 1},
+        "tilted-risk": {"beta": 1, "centre": 1, "spread": 1, "times": 1, "metric": 2},
     }
 
-    retried: ClassVar = ("step", "risk")
+    retried: ClassVar = ("step", "tilted", "paths", "risk", "tilted-risk")
     suppresses: ClassVar[bool] = True
 
     width: float | None = Field(None, gt=0, description="width of time bins, in the unit of the times")
@@ -87,19 +100,13 @@ class Cox(ScriptedAnalysis):
     )
     ties: Literal["efron", "breslow"] = Field("efron", description="treatment of tied events in one bin or at one time")
 
-    penalty: Literal["none", "ridge"] = Field(
-        "none", description="ridge: shrink coefficients, which also works for separated rows"
-    )
-    strength: float | None = Field(
-        None,
-        gt=0,
-        description="strength of the ridge, per row and for columns of unit deviation, like lifelines' penalizer",
-    )
-
     @model_validator(mode="after")
     def _bins_or_strata(self) -> Cox:
-        if (self.penalty == "ridge") != (self.strength is not None):
-            raise ValueError("penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1")
+        if self.strength == "cv" and not self.stratify:
+            raise ValueError(
+                "clients that share a baseline hazard would send every time bin for each fit of a cross-validation; "
+                "give stratify = true, or a strength as a number"
+            )
         if self.stratify and (self.width is not None or self.until is not None):
             raise ValueError("stratify needs no time bins. Leave width and until out")
         if self.width is None and self.until is not None:
@@ -129,13 +136,15 @@ class Cox(ScriptedAnalysis):
 
     @property
     def order(self) -> tuple[str, ...]:
-        return ("means", "spreads", "risk") if self.shows_rows else ("step",)
+        if self.shows_rows:
+            return ("means", "spreads", "tilted-risk" if self.penalty == "firth" else "risk")
+        return ("step", "paths") if self.strength == "cv" else (self.last_question,)
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         columns = len(ranges_of(terms, flagged=not self.shows_rows)[0])
-        if question.name in self.retried and len(question.values["beta"]) != columns:
-            raise Refused(f"a step of this fit needs {columns} coefficients, got {len(question.values['beta'])}")
-        if question.name == "step" and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
+        shapes = {"beta": (columns,), "betas": (FIT_COUNT, columns), "metric": (columns, columns)}
+        require_shapes(question, shapes)
+        if "ends" in question.values and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
             raise Refused("the time bins of a question must be the bins that the sites have agreed on and merged")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
@@ -150,7 +159,11 @@ class Cox(ScriptedAnalysis):
         if self.shows_rows:
             return torch.from_numpy(np.unique(site.time[site.event == 1]))
         bins = torch.from_numpy(bins_with_events(site, self._agreement(terms)).astype(float))
-        return torch.cat([bins, flag_columns(client, terms)]) if merges(terms.rules) else bins
+        if not merges(terms.rules):
+            return bins
+        least = max(self.min_events, terms.rules.min_subjects)
+        folds = [flag_folds(client, terms, self._events, least)] if self.strength == "cv" else []
+        return torch.cat([bins, *folds, flag_columns(client, terms)])
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
         names = columns_of(terms, flagged=not self.shows_rows)
@@ -159,17 +172,25 @@ class Cox(ScriptedAnalysis):
         agreed = self._merged(terms)
         start_silent: list[int] = []
 
-        def total(beta: Floats) -> Ring | None:
-            vector, info = ask(
-                Question("step", {"beta": torch.from_numpy(beta), "ends": torch.from_numpy(agreed.ends)})
-            )
+        ends = torch.from_numpy(agreed.ends)
+
+        def total(beta: Floats, metric: Floats | None) -> Ring | None:
+            more = {} if metric is None else {"metric": torch.from_numpy(metric)}
+            name = "step" if metric is None else "tilted"
+            vector, info = ask(Question(name, {"beta": torch.from_numpy(beta), "ends": ends, **more}))
             start_silent[:] = start_silent or [info.neutral]
             if info.neutral > start_silent[0]:
                 return None  # a client declines here, as where one of its rows outweighs all others
             multiples = np.rint(vector.numpy()[:-VECTOR_COUNTS] / agreed.step)
             return np.concatenate([multiples, vector.numpy()[-VECTOR_COUNTS:]]).astype(np.int64).view(np.uint64)
 
-        table = cox_table(fit_of_sums(total, agreed, names, len(terms.sizes)), names, agreed)
+        def paths(betas: Floats) -> FoldSums | None:
+            vector, info = ask(Question("paths", {"betas": torch.from_numpy(betas), "ends": ends}))
+            return None if info.neutral > start_silent[0] else read_fold_sums(vector.numpy(), len(names))
+
+        crossed = paths if self.strength == "cv" else None
+        fit = fit_of_sums(total, agreed, names, len(terms.sizes), crossed)
+        table = cox_table(fit, names, agreed)
         return table.append_column("merged", pa.array([left_out_columns(terms)] * len(table))), None
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
@@ -180,20 +201,37 @@ class Cox(ScriptedAnalysis):
             return Bounds.join([Bounds.counts(1, most), _symmetric(p, most)])
         if question.name == "spreads":
             return Bounds.join([_symmetric(p, 4 * most), Bounds.counts(1, most)])
-        if question.name == "risk":
+        if question.name in ("risk", "tilted-risk"):
             bins = len(values["times"])
             reach = (1 + values["centre"].abs()) / values["spread"]
             weight = most * float(torch.exp((values["beta"].abs() @ reach).clamp(max=MAX_EXPONENT)))
             largest = max(1.0, float(reach.max()))
             sums = _symmetric(bins * 2 * moments, weight * largest**2)
-            return Bounds.join([sums, Bounds.counts(bins, most), _symmetric(bins * p, most * largest)])
+            risk = [sums, Bounds.counts(bins, most), _symmetric(bins * p, most * largest)]
+            if "metric" in values:
+                longest = float(reach @ values["metric"].abs() @ reach)
+                risk.append(_symmetric(bins * 2 * (1 + p), weight * longest * largest))
+            return Bounds.join(risk)
         agreed = self._merged(terms)
         counts = Bounds.counts(VECTOR_COUNTS, most)
+        if question.name == "paths":
+            fits = list[Bounds]()
+            for beta in values["betas"]:
+                lowest = -most * (2 * float(beta.abs().sum()) + float(np.log(most + 1)))
+                of_values = Bounds.between(torch.full((2,), lowest), torch.full((2,), agreed.step))
+                fits += [of_values, _symmetric(moments - 1, 2 * most)]
+            return Bounds.join([Bounds.counts(CV_FOLDS + 1, most), *fits])
+        tilt = list[Bounds]()
+        if "metric" in values:  # rows in [-1, 1] have lengths up to the sum of the metric's sizes
+            longest = 8 * most * max(float(values["metric"].abs().sum()), agreed.step)
+            tilt = [_symmetric(p if self.stratify else len(agreed.ends) * 2 * (1 + p), longest, agreed.step)]
         if self.stratify:
             lowest = most * (2 * float(values["beta"].abs().sum()) + float(np.log(most + 1)))
             value = Bounds.between(torch.tensor([-lowest]), torch.zeros(1) + agreed.step, agreed.step)
-            return Bounds.join([value, _symmetric(agreed.length - VECTOR_COUNTS - 1, 2 * most, agreed.step), counts])
-        return Bounds.join([_symmetric(agreed.length - VECTOR_COUNTS, most, agreed.step), counts])
+            plain = agreed._replace(firth=False).length - VECTOR_COUNTS
+            return Bounds.join([value, _symmetric(plain - 1, 2 * most, agreed.step), *tilt, counts])
+        plain = agreed._replace(firth=False).length - VECTOR_COUNTS
+        return Bounds.join([_symmetric(plain, most, agreed.step), *tilt, counts])
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         site, design = self._site(client, terms), design_of(client, terms, flagged=not self.shows_rows)
@@ -204,22 +242,41 @@ class Cox(ScriptedAnalysis):
             return tensor(float(len(scaled)), scaled.sum(0))
         if question.name == "spreads":
             return tensor(((scaled - values["centre"]) ** 2).sum(0), site.event.sum())
-        if question.name == "risk":
+        if question.name in ("risk", "tilted-risk"):
             standard = site._replace(x=(scaled - values["centre"]) / values["spread"])
             with np.errstate(over="ignore", invalid="ignore"):
-                sums = risk_sums(standard, values["beta"], values["times"])
+                sums = risk_sums(standard, values["beta"], values["times"], metric=values.get("metric"))
                 answer = tensor(*(part for of in (sums.risk, sums.tied) for part in (of[0], of[1], triangle(of[2]))),
-                                sums.deaths, sums.total)  # fmt: skip
+                                sums.deaths, sums.total,
+                                *(part for of in (sums.risk, sums.tied) for part in of[3:]))  # fmt: skip
             return answer if bool(answer.isfinite().all()) else None
         agreed = self._merged(terms)
         vectors = SiteVectors(site, agreed, design.left_out)
-        if merges(terms.rules) and len(site.time) > 1 and not vectors.largest_share(values["beta"]) <= MAX_ROW_SHARE:
-            return None
+        fold, betas = np.full(len(site.time), -1), values["betas"] if "betas" in values else values["beta"][None]
+        if "betas" in values and divided_clients(terms)[client.place]:
+            fold = folds_of(design, client, self._events(design.y))
+        if merges(terms.rules) and len(site.time) > 1:
+            sets = [fold != k for k in range(-1, CV_FOLDS)] if "betas" in values else [fold == fold]
+            sets[0] = fold == fold
+            metric = values.get("metric")
+            shares = (vectors.largest_share(beta, rows, metric) for beta in betas for rows in sets)
+            if not all(share <= MAX_ROW_SHARE for share in shares):
+                return None
+        if "betas" in values:
+            fold = fold if vectors.rows else fold[:0]
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                paths = tensor(*fold_sums(vectors.likelihood_of, betas, fold))
+            return paths if bool(paths.isfinite().all()) else None
         try:
-            vector = vectors.at(values["beta"]).view(np.int64)
+            vector = vectors.at(values["beta"], values.get("metric")).view(np.int64)
         except DataError:  # a sum that has no room: Newton's step is too long
             return None
         return tensor(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))
+
+    @staticmethod
+    def _events(y: Floats) -> Mask:
+        events: Mask = y[:, 1] == 1
+        return events
 
     def _site(self, client: ClientRows, terms: AnalysisTerms) -> SurvivalSite:
         design = design_of(client, terms, flagged=not self.shows_rows)
@@ -230,8 +287,9 @@ class Cox(ScriptedAnalysis):
         last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
         ends = np.zeros(0) if self.width is None else bin_ends(self.width, last)
         return CoxAgreement(
-            ends, low, high, self.min_events, ties=self.ties, stratify=self.stratify, ridge=self.strength
-        )
+            ends, low, high, self.min_events, ties=self.ties, stratify=self.stratify,
+            ridge=1.0 if self.strength == "cv" else self.strength, firth=self.penalty == "firth",
+        )  # fmt: skip
 
     def _merged(self, terms: AnalysisTerms) -> CoxAgreement:
         agreed = self._agreement(terms)
@@ -261,35 +319,50 @@ class Cox(ScriptedAnalysis):
         times = np.unique(np.concatenate([some.numpy() for some in terms.published]))
         public = {"centre": centre, "spread": spread, "times": times}
 
-        def at(beta: Floats) -> Likelihood:
-            values = {name: torch.from_numpy(value) for name, value in {"beta": beta, **public}.items()}
-            vector, info = ask(Question("risk", values))
+        def sums_at(beta: Floats, metric: Floats | None = None) -> RiskSums | None:
+            more = {} if metric is None else {"metric": metric}
+            values = {name: torch.from_numpy(value) for name, value in {"beta": beta, **public, **more}.items()}
+            vector, info = ask(Question("risk" if metric is None else "tilted-risk", values))
             if info.neutral > first.neutral:
-                return impossible(len(beta))
-            return likelihood(_open_sums(vector.numpy(), len(beta)), beta, self.ties)
+                return None
+            return _open_sums(vector.numpy(), len(beta), tilted=metric is not None)
 
-        if self.strength is None:
-            beta, here = newton(at, names)
-        else:
-            beta, here = newton(ridged(at, rows * self.strength * np.ones(len(names))), names, penalty="ridge")
+        none = np.zeros((len(names), len(names))) if self.penalty == "firth" else None
+
+        def at(beta: Floats) -> Likelihood:
+            sums = sums_at(beta, none)
+            if sums is None:
+                return impossible(len(beta))
+            return likelihood(sums._replace(risk=sums.risk[:3], tied=sums.tied[:3]), beta, self.ties)
+
+        def slope(beta: Floats, inverse: Floats) -> Floats | None:
+            sums = sums_at(beta, inverse)
+            return None if sums is None else firth_slope(sums, self.ties, inverse)
+
+        penalized = jeffreys(at, slope) if self.penalty == "firth" else at
+        if isinstance(self.strength, float):
+            penalized = ridged(at, rows * self.strength * np.ones(len(names)))
+        beta, here = newton(penalized, names, penalty=self.penalty)
         unit = spread * (high - low) / 2
         se = np.sqrt(np.linalg.inv(here.information).diagonal())
-        value = at(beta).value if self.strength is not None else here.value
-        ridge = None if self.strength is None else Ridge(self.strength)
+        value = here.value if self.penalty == "none" else at(beta).value
+        ridge = Ridge(self.strength) if isinstance(self.strength, float) else None
         fit = CoxFit(beta / unit, se / unit, value, int(events), int(rows), ridge)
         everyone = int(terms.sizes.sum())
         return SecureCoxFit(fit, np.zeros(len(beta)), BinningLoss(int(rows), int(events), 0, 0, everyone - int(rows)))
 
 
-def _open_sums(vector: Floats, p: int) -> RiskSums:
-    """Return the sums that an answer to "risk" contains."""
-    half = p * (p + 1) // 2
-    bins = len(vector) // (2 * (1 + p + half) + 1 + p)
-    ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins])
+def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
+    """Return the sums that an answer to "risk", or to "tilted-risk", contains."""
+    half, tilts = p * (p + 1) // 2, 2 * (1 + p) if tilted else 0
+    bins = len(vector) // (2 * (1 + p + half) + 1 + p + tilts)
+    ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])
     parts = np.split(vector, ends)
-    moments = [
+    moments: list[tuple[Floats, ...]] = [
         (zero, one.reshape(bins, p), square(two.reshape(bins, half), p)) for zero, one, two in (parts[:3], parts[3:6])
     ]
+    if tilted:
+        moments = [(*three, parts[k], parts[k + 1].reshape(bins, p)) for three, k in zip(moments, (8, 10), strict=True)]
     return RiskSums(moments[0], moments[1], parts[6], parts[7].reshape(bins, p))
 
 
@@ -309,6 +382,6 @@ def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> p
     facts: dict[str, float | str] = {"likelihood": fit.fit.likelihood, "rows": fit.fit.rows, "events": fit.fit.events}
     facts |= {f"{name}_lost": count for name, count in zip(("late", "rare"), fit.losses[2:4], strict=True)}
     facts |= {"left_out": fit.losses.left_out, "bins": len(terms.ends), "least": terms.least, "ties": terms.ties}
-    facts |= {} if terms.ridge is None else {"ridge": terms.ridge}
+    facts |= {} if fit.fit.ridge is None else {"ridge": fit.fit.ridge.strength}
     columns = {name: pa.array([fact] * len(names)) for name, fact in facts.items()}
     return pa.table({"column": pa.array(names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}, **columns})

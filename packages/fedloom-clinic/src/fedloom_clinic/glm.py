@@ -7,15 +7,15 @@ References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed.,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
-from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total, Transcript
+from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, Total, Transcript
 from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import count_subjects, merges
 from fedloom_clinic.columns import (
@@ -32,8 +32,30 @@ from fedloom_clinic.columns import (
     triangle,
 )
 from fedloom_clinic.fits.cox import newton
-from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmFit, GlmSite, glm_sums
-from fedloom_clinic.fits.penalty import Floats, Likelihood, Ridge, impossible, ridged
+from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmFit, GlmSite, firth_slope, glm_sums
+from fedloom_clinic.fits.penalty import (
+    CV_FOLDS,
+    Floats,
+    FoldSums,
+    Likelihood,
+    Mask,
+    Ridge,
+    find_ridge_by_sums,
+    impossible,
+    jeffreys,
+    ridged,
+    tilt_error,
+)
+from fedloom_clinic.penalties import (
+    FIT_COUNT,
+    Penalized,
+    divided_clients,
+    flag_folds,
+    fold_sums,
+    folds_of,
+    read_fold_sums,
+    require_shapes,
+)
 
 if TYPE_CHECKING:
     from fedloom.engine import Setting
@@ -47,7 +69,7 @@ MAX_EXPONENT = 700.0
 """Largest linear predictor at which a bound is computed. Exp of a larger predictor exceeds the numbers of float64."""
 
 
-class Glm(ScriptedAnalysis):
+class Glm(Penalized):
     """Regression over the rows of all clients, by sums.
 
     It is logistic for a binary task, Poisson for counts, otherwise linear.
@@ -60,30 +82,21 @@ class Glm(ScriptedAnalysis):
         "means": {},
         "spreads": {"centre": 1},
         "step": {"beta": 1, "centre": 1, "spread": 1},
+        "tilted": {"beta": 1, "metric": 2, "centre": 1, "spread": 1},
+        "paths": {"betas": 2, "centre": 1, "spread": 1},
     }
 
-    retried: ClassVar = ("step",)
+    retried: ClassVar = ("step", "tilted", "paths")
 
     by_client: bool = Field(False, description="use one intercept per client. Clients then show sums of their own rows")
-
-    penalty: Literal["none", "ridge"] = Field(
-        "none", description="ridge: shrink coefficients, also if rows are separated"
-    )
-    strength: float | None = Field(
-        None,
-        gt=0,
-        description="strength of the ridge, per row and for columns of unit deviation. Intercepts are not shrunk",
-    )
-
-    @model_validator(mode="after")
-    def _together(self) -> Glm:
-        if (self.penalty == "ridge") != (self.strength is not None):
-            raise ValueError("penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1")
-        return self
 
     @property
     def shows_rows(self) -> bool:
         return self.by_client
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        return ("means", "spreads", self.last_question)
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         super().check(schema, setting)
@@ -102,10 +115,9 @@ class Glm(ScriptedAnalysis):
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         numbers = len(ranges_of(terms)[0]) + 1
-        wanted = {"beta": self._intercepts(terms) + numbers - 1, "centre": numbers, "spread": numbers}
-        for name, value in question.values.items():
-            if len(value) != wanted[name]:
-                raise Refused(f"{name} of a question must have {wanted[name]} numbers, got {len(value)}")
+        size = self._intercepts(terms) + numbers - 1
+        wanted = {"beta": (size,), "centre": (numbers,), "spread": (numbers,)}
+        require_shapes(question, {**wanted, "metric": (size, size), "betas": (FIT_COUNT, size)})
         if "spread" in question.values and not bool((question.values["spread"] > 0).all()):
             raise Refused("the spreads of a question must be greater than 0")
 
@@ -114,7 +126,8 @@ class Glm(ScriptedAnalysis):
             return torch.zeros(0, dtype=torch.float64)
         design = design_of(client, terms, flagged=False)
         outcomes = count_subjects(torch.from_numpy(design.y[:, 0] > 0).long(), client.subjects[design.rows], 2)
-        return torch.cat([(outcomes >= terms.rules.min_subjects).double(), flag_columns(client, terms)])
+        folds = [flag_folds(client, terms, self._events, terms.rules.min_subjects)] if self.strength == "cv" else []
+        return torch.cat([(outcomes >= terms.rules.min_subjects).double(), *folds, flag_columns(client, terms)])
 
     def start(self, terms: AnalysisTerms) -> Transcript:
         if terms.schema.task == "binary" and merges(terms.rules):
@@ -137,7 +150,7 @@ class Glm(ScriptedAnalysis):
         figures |= {"bound": bound}
         table = pa.table({"column": pa.array(fit.names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}})
         facts = {"family": FAMILY_OF_TASK[terms.schema.task], "rows": fit.rows}
-        facts |= {} if self.strength is None else {"ridge": self.strength}
+        facts |= {} if fit.ridge is None else {"ridge": fit.ridge.strength}
         facts["merged"] = left_out_columns(terms)
         facts["left_out"] = int(terms.sizes.sum()) - fit.rows
         for name, fact in facts.items():
@@ -151,7 +164,22 @@ class Glm(ScriptedAnalysis):
             return Bounds.join([Bounds.counts(1, most), _symmetric(torch.full((numbers,), most))])
         if question.name == "spreads":
             return _symmetric(torch.full((numbers,), 4 * most))
-        beta, first = values["beta"], self._intercepts(terms)
+        if question.name == "paths":
+            parts = [self._step_bounds(beta, values["centre"], values["spread"], terms) for beta in values["betas"]]
+            fits = [Bounds(*(side[[0, 0, *range(2, len(side))]] for side in one)) for one in parts]
+            squares = Bounds(*(side[1:2] for side in parts[0]))
+            return Bounds.join([squares, Bounds.counts(CV_FOLDS + 1, most), *fits])
+        step = self._step_bounds(values["beta"], values["centre"], values["spread"], terms)
+        if question.name == "step":
+            return step
+        first = self._intercepts(terms)
+        reach = torch.cat([torch.ones(first), ((1 + values["centre"].abs()) / values["spread"])[:-1]])
+        variance = float(step.high[-1]) / float(reach[-1]) ** 2  # the third moment is at most the variance
+        return Bounds.join([step, _symmetric(variance * reach * float(reach @ values["metric"].abs() @ reach))])
+
+    def _step_bounds(self, beta: Tensor, centre: Tensor, spread: Tensor, terms: AnalysisTerms) -> Bounds:
+        most, first = float(terms.most_rows), self._intercepts(terms)
+        values = {"centre": centre, "spread": spread}
         reach = torch.cat([torch.ones(first), ((1 + values["centre"].abs()) / values["spread"])[:-1]])
         eta = min(float(beta.abs() @ reach), MAX_EXPONENT)
         family = FAMILY_OF_TASK[terms.schema.task]
@@ -184,29 +212,50 @@ class Glm(ScriptedAnalysis):
         y = standard[:, -1] if linear else design.y[:, 0]
         ones = np.zeros((len(y), self._intercepts(terms)))
         ones[:, client.place if self.by_client else 0] = 1
+        site, family = GlmSite(np.hstack([ones, standard[:, :-1]]), y), FAMILY_OF_TASK[terms.schema.task]
         with np.errstate(over="ignore", invalid="ignore"):
-            if merges(terms.rules) and self._is_dominated(
-                np.hstack([ones, standard[:, :-1]]), y, values["beta"], terms
+            if question.name == "paths":
+                divided = divided_clients(terms)[client.place]
+                fold = folds_of(design, client, self._events(design.y)) if divided else np.full(len(y), -1)
+                parts = [y @ y, *fold_sums(lambda beta, rows: glm_sums(GlmSite(site.x[rows], y[rows]), beta, family),
+                                           values["betas"], fold)]  # fmt: skip
+                betas, sets = values["betas"], [fold != k for k in range(CV_FOLDS)] if divided else []
+            else:
+                here = glm_sums(site, values["beta"], family)
+                parts = [here.value, y @ y, here.gradient, triangle(here.information)]
+                betas, sets = values["beta"][None], []
+            if question.name == "tilted":
+                parts.append(firth_slope(site, values["beta"], family, values["metric"]))
+            whole = np.ones(len(y), bool)
+            if merges(terms.rules) and any(
+                self._is_dominated(GlmSite(site.x[rows], y[rows]), beta, family, values.get("metric"))
+                for beta in betas
+                for rows in (whole, *sets)
             ):
                 return None
-            here = glm_sums(
-                GlmSite(np.hstack([ones, standard[:, :-1]]), y), values["beta"], FAMILY_OF_TASK[terms.schema.task]
-            )
-            answer = tensor(here.value, y @ y, here.gradient, triangle(here.information))
+            answer = tensor(*parts)
         return answer if bool(answer.isfinite().all()) else None
 
     @staticmethod
-    def _is_dominated(x: Floats, y: Floats, beta: Floats, terms: AnalysisTerms) -> bool:
-        """Return True if one row has most of the information, or of the residuals.
+    def _events(y: Floats) -> Mask:
+        return y[:, 0] > 0
+
+    @staticmethod
+    def _is_dominated(site: GlmSite, beta: Floats, family: str, metric: Floats | None) -> bool:
+        """Return True if one row has most of the information, of the residuals, or of the lengths by a metric.
 
         In a linear regression no coefficients single out a row.
         """
-        family = FAMILY_OF_TASK[terms.schema.task]
         _, mean, variance, _ = GLM_FAMILIES[family]
-        eta = x @ beta
+        eta = site.x @ beta
         if family == "linear":
             return False
-        return outweighs(variance(eta), *((np.abs(y - mean(eta)),) if family == "logistic" else ()))
+        shares = [variance(eta)]
+        if family == "logistic":
+            shares.append(np.abs(site.y - mean(eta)))
+        if metric is not None and metric.any():
+            shares.append(variance(eta) * np.abs(((site.x @ metric) * site.x).sum(1)))
+        return outweighs(*shares)
 
     def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[GlmFit, Floats]:
         """Return the fit, and the largest effect of rounding on each of its coefficients."""
@@ -228,28 +277,55 @@ class Glm(ScriptedAnalysis):
             raise DataError(f"the target is {mid[-1] + half[-1] * centre[-1]:g} in every row, so nothing can be fitted")
         public = {"centre": torch.from_numpy(centre), "spread": torch.from_numpy(spread)}
         labels = [f"intercept {k}" for k in range(first)] if self.by_client else ["intercept"]
-        size, of_targets = first + len(names), 0.0
+        size, of_targets, family_weights = first + len(names), 0.0, np.append(np.zeros(first), np.ones(len(names)))
+
+        def asked(name: str, **numbers: Floats) -> Floats | None:
+            values = {key: torch.from_numpy(value) for key, value in numbers.items()}
+            vector, now = ask(Question(name, {**values, **public}))
+            return None if now.neutral > info.neutral else vector.numpy()
+
+        def step(beta: Floats, metric: Floats) -> Floats | None:
+            nonlocal of_targets
+            more = {"metric": metric} if self.penalty == "firth" else {}
+            numbers = asked(self.last_question, beta=beta, **more)
+            of_targets = of_targets if numbers is None else float(numbers[1])
+            return numbers
 
         def at(beta: Floats) -> Likelihood:
-            nonlocal of_targets
-            vector, now = ask(Question("step", {"beta": torch.from_numpy(beta), **public}))
-            if now.neutral > info.neutral:
+            numbers = step(beta, np.zeros((size, size)))
+            if numbers is None:
                 return impossible(size)
-            numbers = vector.numpy()
-            of_targets = float(numbers[1])
-            return Likelihood(float(numbers[0]), numbers[2 : 2 + size], square(numbers[2 + size :], size))
+            half = 2 + size + size * (size + 1) // 2
+            return Likelihood(float(numbers[0]), numbers[2 : 2 + size], square(numbers[2 + size : half], size))
 
-        weights = np.concatenate([np.zeros(first), np.full(len(names), count * (self.strength or 0.0))])
-        if self.strength is None:
-            beta, here = newton(at, [*labels, *names], intercepts=first)
+        def slope(beta: Floats, inverse: Floats) -> Floats | None:
+            numbers = step(beta, inverse)
+            return None if numbers is None else numbers[-size:]
+
+        def paths(betas: Floats) -> FoldSums | None:
+            nonlocal of_targets
+            numbers = asked("paths", betas=betas)
+            if numbers is None:
+                return None
+            of_targets = float(numbers[0])
+            return read_fold_sums(numbers[1:], size)
+
+        exact: Likelihood | None = None
+        ridge = Ridge(self.strength) if isinstance(self.strength, float) else None
+        weights = count * (0.0 if ridge is None else ridge.strength) * family_weights
+        if self.strength == "cv":
+            ridge, beta, here, exact = find_ridge_by_sums(paths, family_weights)
+            weights = count * ridge.strength * family_weights
         else:
-            beta, here = newton(ridged(at, weights), [*labels, *names], intercepts=first, penalty="ridge")
+            start = at if ridge is None else ridged(at, weights)
+            start = jeffreys(at, slope) if self.penalty == "firth" else start
+            beta, here = newton(start, [*labels, *names], intercepts=first, penalty=self.penalty)
         inverse = np.linalg.inv(here.information)
         unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
         scale = 1.0
         if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
-            exact = at(beta) if self.strength is not None else here
-            spent = size if self.strength is None else float(np.trace(inverse @ exact.information))
+            exact = exact or at(beta)
+            spent = size if ridge is None else float(np.trace(inverse @ exact.information))
             if count <= spent:
                 raise DataError(f"{count} rows for {size} coefficients leave no residual. Leave columns out")
             scale = (of_targets - 2 * exact.value) / (count - spent)
@@ -261,13 +337,15 @@ class Glm(ScriptedAnalysis):
         covariance = back @ inverse @ back.T * scale * unit**2
         beta = back @ beta * unit
         beta[:first] += middle
-        ridge = None if self.strength is None else Ridge(self.strength)
-        step, sites = ANSWER_STEP, len(terms.sizes)
+        sites = len(terms.sizes)
         relative = (
-            sites * step / (2 * count * float(spread.min()) ** 2)
+            sites * ANSWER_STEP / (2 * count * float(spread.min()) ** 2)
         )  # error of a spread, which the ridge scales with
         reach = np.concatenate([np.ones(first), ((1 + np.abs(centre)) / spread)[:-1]])
-        moved = self._error_of_rounding(here, weights * scaled_beta * 2 * relative, sites * step / 2, reach, family)
+        error = sites * ANSWER_STEP / 2
+        moved = self._error_of_rounding(here, weights * scaled_beta * 2 * relative, error, reach, family)
+        if self.penalty == "firth":
+            moved = tilt_error(here, np.full(size, error), size * error, reach)
         bound = np.abs(back).sum(1) * moved * unit
         return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge), bound
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-SMALLEST_SPREAD = 1e-9
-"""Deviation of an input, relative to the largest agreed input, below which the input is the same in every row."""
+MIN_RELATIVE_SPREAD = 1e-13
+"""Deviation of an input, relative to its mean, below which the input is the same in every row."""
 
 MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
 """Steps of sums under masks: of means and squares relative to the largest input, and of products of inputs of unit
@@ -59,6 +59,8 @@ class RidgeRegression(ScriptedAnalysis):
     kind: ClassVar[str] = "ridge"
     tasks: ClassVar = ("regression", "binary", "classification")
     questions: ClassVar = {"means": {}, "spreads": {"centre": 1}, "gram": {"centre": 1, "spread": 1}}
+
+    wider: ClassVar[str] = "Give a larger max_input, or agree on a wider target_range"
 
     strength: float = Field(
         0.01, ge=0, description="penalty per row, for inputs of unit deviation: scikit-learn's Ridge(alpha) over rows"
@@ -117,7 +119,7 @@ class RidgeRegression(ScriptedAnalysis):
             raise DataError("no training row is complete. Impute missing cells, or give training rows")
         centre = total[1:] / rows
         spread = (ask(Question("spreads", {"centre": centre}))[0] / rows).sqrt()
-        still = spread[:p] <= SMALLEST_SPREAD * self.max_input
+        still = spread[:p] <= MIN_RELATIVE_SPREAD * centre[:p].abs()  # of a varying input, float64 leaves more
         spread = torch.where(torch.cat([still, spread[p:] <= 0]), torch.ones_like(spread), spread)
         gram, _ = ask(Question("gram", {"centre": centre, "spread": spread}))
         upper, half = torch.triu_indices(p, p), p * (p + 1) // 2

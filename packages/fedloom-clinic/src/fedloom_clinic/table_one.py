@@ -8,7 +8,7 @@ Agreed ranges put numbers on [-1, 1]. Deviations come from a second question, ab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -144,6 +144,15 @@ class TableOne(ScriptedAnalysis):
         sides = [torch.cat([torch.cat(side).double()] * len(groups.names)) for side in (low, high, step)]
         rows = Bounds.counts(len(groups.names), most)
         return Bounds.join([rows, Bounds(*sides)])
+
+    def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
+        _, columns = self._cells(terms)
+        return [
+            client.select(
+                ~client.x[:, column.place].isnan() if column.edges is None else _scaled(client, terms, column)[1]
+            )
+            for column in columns
+        ]
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         groups, columns = self._cells(terms)

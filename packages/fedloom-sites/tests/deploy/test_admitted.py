@@ -58,7 +58,7 @@ def test_a_key_is_revoked_by_the_name_of_its_site(ready, flower):
     assert flower.lets_in(flower.nodes["site-0"])
     with pytest.raises(ProcessError, match="rejects the key of site-1, because it was revoked"):
         revoke(ready, "site-1")
-    with pytest.raises(ConfigError, match="there is no site birke; sites: site-0, site-1, site-2"):
+    with pytest.raises(ConfigError, match="no site is called birke; sites: site-0, site-1, site-2"):
         revoke(ready, "birke")
 
 

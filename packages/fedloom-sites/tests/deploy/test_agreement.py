@@ -271,13 +271,17 @@ def test_new_rows_are_judged_by_the_target_of_the_agreement(agreed: Path, tmp_pa
 
 
 FAULTS = [
-    ("Dorn", lambda rows: rows[:12], "12 rows, the agreement requires at least 20"),
+    ("Dorn", lambda rows: rows[:12], "12 rows, but the agreement requires at least 20"),
     (
         "Amsel",
         lambda rows: [{**row, "glucose": 5.5} for row in rows],
         "column 'glucose': 100% of the rows are outside 30 to 700 mg/dL, the agreed range",
     ),
-    ("Amsel", lambda rows: [{**row, "died": "maybe"} for row in rows], "the label 'died' is 'maybe', allowed are 0, 1"),
+    (
+        "Amsel",
+        lambda rows: [{**row, "died": "maybe"} for row in rows],
+        "the label 'died' is 'maybe', but only 0, 1 are allowed",
+    ),
     (
         "Amsel",
         lambda rows: [{**row, "age": "old"} for row in rows],
@@ -305,7 +309,7 @@ def test_a_table_that_does_not_fit_is_told_so_in_one_sentence(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"target": "age"}, "is the target, it cannot be a feature"),
+        ({"target": "age"}, "is the target, so it cannot be a feature"),
         ({"classes": ["0"]}, "classes"),
         ({"column": [{"name": "age"}, {"name": "age"}]}, "two columns are called 'age'"),
         ({"column": [{"name": "ward", "type": "level"}]}, "levels belong to type = 'level'"),

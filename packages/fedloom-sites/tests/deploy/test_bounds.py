@@ -139,7 +139,7 @@ def test_a_number_that_a_site_does_not_choose_is_refused(case: str, value: float
     assert here.serve(here.grid(forging(here, forge, [1]))) is Stop.DONE
     [rejected] = here.audit("rejected", step=11)
     assert rejected["client"] == BAD
-    assert f"{field} is {value:.4g}, it can be" in rejected["reason"]
+    assert f"{field} is {value:.4g}, but must be" in rejected["reason"]
 
 
 B = 0.5

@@ -93,10 +93,10 @@ def test_other_labels_both_sides_named(site):
 
 def test_a_label_out_of_range_is_the_datas_own_sentence(site, tmp_path, monkeypatch):
     def broken(*_):
-        raise DataError("digits: labels must be within 0..9, got 0..12")
+        raise DataError("digits: labels must be from 0 to 9, got 0 to 12")
 
     monkeypatch.setattr(check, "site_federation", broken)
-    assert refused(site) == ["digits: labels must be within 0..9, got 0..12"]
+    assert refused(site) == ["digits: labels must be from 0 to 9, got 0 to 12"]
 
 
 def test_disk_too_full(site, monkeypatch):
@@ -112,7 +112,7 @@ def test_state_that_cannot_be_written(site, monkeypatch):
 
     monkeypatch.setattr(check, "NamedTemporaryFile", denied)
     (sentence,) = refused(site)
-    assert "nothing can be written" in sentence
+    assert "cannot write" in sentence
 
 
 def test_key_that_others_read(site):
@@ -234,7 +234,7 @@ def test_server_of_another_authority(site):
     with serving(site) as (_, address):
         site.ca.write_bytes(keys.authority("other", 10).pem())
         (sentence,) = refused(changed(site, server=address), offline=False)
-    assert "is not the server of ca.crt" in sentence
+    assert "does not have the certificate of the server in ca.crt" in sentence
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def clinic(tmp_path_factory):
         (("age,sex,bp", "bp,sex,age"), None),
         ((",f,", ",w,"), "column 'sex': unknown level 'w', allowed are f, m (20 such)"),
         ((",bp,", ",bp,bmi,"), "cells"),
-        (("yes", "sick"), "the label 'disease' is 'sick', allowed are no, yes"),
+        (("yes", "sick"), "the label 'disease' is 'sick', but only no, yes are allowed"),
     ],
 )
 def test_a_table_with_other_columns_levels_or_labels_both_sides_named(clinic, tmp_path, change, sentence):
@@ -365,7 +365,7 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
     assert f"the other sites of every sum need {math.ceil(train / 4)} training samples together" in sentence
     [sentence] = notes("any", 1, {"max_share": 1.0})[0]
     assert "max_share = 1 lets one site be 100% of a sum" in sentence
-    assert "agree on 0.8 or less" in sentence
+    assert "to set 0.8 or less" in sentence
     assert notes("uniform", 1, client_weights="uniform")[0] == []
     given = [9.0, 0.5, 0.5, 0.5, 0.5]
     assert (

@@ -181,7 +181,7 @@ def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
             for c in ALL:
                 session.vector(c, rogue.terms(t, given, **more), given)
             assert not session.vectors
-    assert all("is none of the agreed rounds 1 to 4" in reason for reason in rogue.refused)
+    assert all("is not one of the agreed rounds 1 to 4" in reason for reason in rogue.refused)
 
 
 SCORES = terms_of(3).with_(round=2, trains=False, scored=2, download="", figures=("3", "3", "3"))
@@ -190,10 +190,10 @@ WRONG: dict[str, tuple[Terms, str]] = {
     "a step of a regression that scores too": (STEP.with_(scored=2), "must not ask for anything else"),
     "a step of a regression that trains too": (STEP.with_(trains=True), "must not ask for anything else"),
     "an analysis that is called uploads": (
-        STEP.with_(question=AnalysisStep.of("uploads", 0, b"")), "an analysis cannot be called uploads"
+        STEP.with_(question=AnalysisStep.of("uploads", 0, b"")), "an analysis"
     ),
-    "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must be of the 3 sites of the agreement"),
-    "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must be of the 3 sites of the agreement"),
+    "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must list sites of the agreement"),
+    "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must list sites of the agreement"),
     "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once, in increasing order"),
     "sites in another order": (SCORES.with_(cohort=(1, 0, 2)), "each once, in increasing order"),
     "a site that is none": (SCORES.with_(cohort=(0, 1, 3)), "each once, in increasing order"),
@@ -450,7 +450,7 @@ def tables(folder: Path, rows: Sequence[int], **changes: Any) -> Scene:
     return here._replace(sites=sites)
 
 
-FEW = "sites of the sum have samples, 3 must have"
+FEW = "sites of the sum have samples, but 3 are required"
 
 
 @pytest.mark.parametrize("rows", [(40, 0, 0, 40, 40), (0, 40, 40, 0, 40), (40, 40, 0, 0, 40)])

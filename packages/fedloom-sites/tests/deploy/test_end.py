@@ -93,7 +93,7 @@ def test_a_round_that_is_not_agreed_is_refused(t: int, accepted: int, done: Scen
         *([ask(client, "score", message, round=t, accepted=accepted)] if t else []),
     ):
         assert status == "refused"
-        assert f"round {t} is none of the agreed rounds 1 to 4" in reason
+        assert f"round {t} is not one of the agreed rounds 1 to 4" in reason
     assert files(client.site.state) == before
 
 
@@ -120,7 +120,7 @@ def test_a_server_that_names_no_accepted_round_erases_no_model(done: Scene) -> N
             more: dict[str, Any] = {"scored": 3, "global": True} if kind == "train" else {"global": True}
             status, reason = ask(client, kind, download(client), round=4, accepted=accepted, **more)  # type: ignore[arg-type]
             assert status == "refused"
-            assert "the site keeps its state and model" in reason
+            assert "back. The site keeps its state and model. Start" in reason
     assert files(client.site.state) == before
 
 

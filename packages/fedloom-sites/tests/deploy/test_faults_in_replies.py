@@ -415,7 +415,7 @@ def test_an_error_of_the_node_is_no_reply(reason: str, sentence: str, tmp_path: 
 
     here = scene(tmp_path, "fedavg", **SMALL)
     assert run(here, bend) is Stop.DONE
-    assert {(r["step"], r["reason"]) for r in here.audit("rejected")} == {(2, f"error 8 of the node: {sentence}")}
+    assert {(r["step"], r["reason"]) for r in here.audit("rejected")} == {(2, f"error 8 from the node: {sentence}")}
 
 
 outside_flower()

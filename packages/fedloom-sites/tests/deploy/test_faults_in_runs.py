@@ -424,14 +424,14 @@ def test_a_site_without_data(tmp_path: Path) -> None:  # 29
     [
         ("a,b,y\n1,2,0\n3,,1\n4,5,1\n", "missing value"),
         ("a,b,y\n1,2,0\n3,nan,1\n4,5,1\n", "missing value|finite|NaN"),
-        ("a,b,y\n1,2,0\n3,4,2\n5,6,1\n", "the label 'y' is '2', allowed are 0, 1"),
-        ("a,b,y\n1,2,-1\n3,4,0\n5,6,1\n", "the label 'y' is '-1', allowed are 0, 1"),
-        ("a,b,y\n1,2,0.5\n3,4,0\n5,6,1\n", "the label 'y' is '0.5', allowed are 0, 1"),
+        ("a,b,y\n1,2,0\n3,4,2\n5,6,1\n", "the label 'y' is '2', but only 0, 1 are allowed"),
+        ("a,b,y\n1,2,-1\n3,4,0\n5,6,1\n", "the label 'y' is '-1', but only 0, 1 are allowed"),
+        ("a,b,y\n1,2,0.5\n3,4,0\n5,6,1\n", "the label 'y' is '0.5', but only 0, 1 are allowed"),
         ("a,c,y\n1,3,0\n3,5,1\n5,5,1\n", "no column 'b'"),  # further columns are left alone, one that is missing is not
         ("nonsense", "label|column|rows|header"),
         (
             "a,b,y\n1,2,Miller\n3,4,Smith\n5,6,Smith\n",
-            "the label 'y' is 'Miller', 'Smith', allowed are 0, 1",
+            "the label 'y' is 'Miller', 'Smith', but only 0, 1 are allowed",
         ),  # the wrong column
     ],
 )

@@ -258,7 +258,7 @@ def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path
     assert here.serve() is Stop.DONE
     [line] = here.audit("given up")
     assert (line["round"], line["sites"]) == (2, [f"site-{k}" for k in range(5)])
-    assert "a sum of other sites would reveal the difference" in line["reason"]
+    assert "A sum of other sites would reveal the difference" in line["reason"]
     assert status_of(here.server)["sites"][0]["accepted"] == 3
     assert [w for w in here.summary()["warnings"] if "round 2 was given up" in w]
     scored = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
@@ -273,7 +273,7 @@ def test_after_a_given_up_sum_none_is_told_that_hardly_differs(step: str, gone: 
     grid = here.grid(losing({(3, step): gone}))
     assert here.serve(grid) is Stop.TOO_FEW
     names = ", ".join(f"site-{c}" for c in gone)
-    assert f"a sum without {names} and that of round 2" in here.summary()["detail"] or (
+    assert f"a sum without {names} and the sum of round 2" in here.summary()["detail"] or (
         "another sum would tell" in here.summary()["detail"]
     )
     assert not [m for m in grid.sent if kind_of(m) == "unmask"]
@@ -843,7 +843,9 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
     refused("draws 2 of 4 sites, but the threshold is 3. Draw more", tables=half, secure_aggregation=True)
     refused("--changes needs secure aggregation. Give", changes=3)
     most = {"clients": 4, "rounds": 8, "sampler": {"kind": "uniform", "fraction": 0.75}}
-    refused("draws 3 of 4 sites in round 1, and two sums of other sites reveal", tables=most, secure_aggregation=True)
+    refused(
+        "draws 3 of 4 sites in round 1, and two sums of different sites reveal", tables=most, secure_aggregation=True
+    )
     with_noise = {**most, "aggregator": PRIVATE}
     assert plan(experiment(**with_noise), norm_bound=1.0, secure_aggregation=True).threshold == 3
     assert plan(experiment(**most), norm_bound=1.0, secure_aggregation=True, changes=8).changes == 8
@@ -871,7 +873,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         lambda s: s.sites[0].shares(1, s.nonce, without(s.adverts, 0)),
     ),
     "too few sites": (
-        "2 sites advertised keys, 3 are needed",
+        "2 sites advertised keys, but 3 are required",
         lambda s: s.sites[0].shares(1, s.nonce, without(s.adverts, 1, 2, 3)),
     ),
     "other sites in a second message": (
@@ -900,7 +902,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
             ),
         ),
     ),
-    "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),
+    "too few shares": ("2 sites sent shares, but 3 are required", lambda s: s.receive(0, [0, 1])),
     "another question under the same masks": (
         "cannot change",
         lambda s: (s.receive(0, range(5)), s.receive(0, range(5), TERMS.with_(sizes=((8, 3, 3),) * 5))),
@@ -925,7 +927,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         lambda s: (s.receive(0, range(4)), s.masked(0), s.reveal(0, range(5))),
     ),
     "a sum that too few have signed": (
-        "2 sites have signed this sum, 3 must",
+        "2 sites have signed this sum, but 3 are required",
         lambda s: (s.receive(0, range(5)), s.masked(0), s.reveal(0, range(4), [0, 1])),
     ),
     "a sum after another was signed": (

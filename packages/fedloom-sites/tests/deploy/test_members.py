@@ -20,20 +20,30 @@ from typer.testing import CliRunner
 from fedloom.errors import ConfigError, Refused, RunDirError, Stop
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
+from fedloom.version import __version__
+from fedloom_sites.deploy import settings
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
+from fedloom_sites.deploy.ops import amend as amendments
 from fedloom_sites.deploy.ops import members
+from fedloom_sites.deploy.ops.amend import rotate, upgrade
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import Loopback
 from fedloom_sites.deploy.ops.members import add, keys_digest, proposed, remove, take
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import Processes
+from fedloom_sites.deploy.protocol import checks, envelope
+from fedloom_sites.deploy.protocol.identity import public_line
 from fedloom_sites.deploy.server.run import serve
 from fedloom_sites.deploy.settings import Server, Site, read_server, read_site
+from fedloom_sites.deploy.site import client
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
 
+RELEASED = (amendments, checks, client, envelope, settings)
+"""Modules that compare releases of fedloom."""
+ROUND = ("train", "masked")
 QUICK: dict[str, Any] = {"deadline": 0.2, "ttl": 0.4, "patience": 0.4}
 
 
@@ -78,6 +88,121 @@ def apply(folder: Path, change: members.Change, approving: Any = range(3)) -> No
     shutil.copytree(change.folder / "site", folder / "sites" / "new")
     for c in approving:
         take(folder / "sites" / f"site-{c}", change.folder / "approval", change.digest)
+
+
+def amend(folder: Path, change: members.Change, rotated: int | None = None, approving: Any = range(3)) -> None:
+    """Bring an amendment to the server and to the sites that approve."""
+    shutil.copytree(change.folder / "server", folder / "server", dirs_exist_ok=True)
+    for c in approving:
+        take(folder / "sites" / f"site-{c}", change.folder / ("site" if c == rotated else "approval"), change.digest)
+
+
+def run_release(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Let every module be of another release."""
+    for module in RELEASED:
+        monkeypatch.setattr(module, "__version__", version)
+
+
+def next_patch() -> str:
+    first, second, last = __version__.split(".")
+    return f"{first}.{second}.{int(last) + 1}"
+
+
+def memory(folder: Path) -> dict[str, bytes]:
+    """What the sites remember, of models, sums and budgets, by path."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.glob("sites/*/state/**/*"))
+        if path.is_file() and path.suffix in (".json", ".state", ".safetensors")
+    }
+
+
+def test_new_keys_and_a_patch_release_within_an_experiment_change_no_bit(
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = shutil.copytree(ready, tmp_path / "whole")
+    assert serve(grid(whole, range(3)), read(whole), lambda _: None) is Stop.DONE
+    secure, kept = read(ready).secure is not None, memory(ready)
+    old = read(ready).sites[1]
+    rotated = rotate(ready, "site-1")
+    amend(ready, rotated, rotated=1)
+    assert (rotated.digest != read(whole).digest) is secure
+    new = read(ready).sites[1]
+    assert (new.site, new.client) == (old.site, old.client)
+    assert {old.node_key, old.signing_key}.isdisjoint({new.node_key, new.signing_key})
+    private = ready / "sites" / "site-1" / "signing-key"
+    assert public_line(private.read_bytes()) == new.signing_key
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert memory(ready) == kept, "state, sums and budgets stay"
+    assert (ready / "server" / "nodes" / "site-1.pub").read_text().strip() == new.node_key
+    assert serve(grid(ready, range(3), rounds=2), read(ready), lambda _: None) is Stop.TOO_FEW
+    run_release(monkeypatch, next_patch())
+    with pytest.raises(ConfigError, match="fedloom deploy upgrade"):
+        serve(grid(ready, range(3)), read(ready), lambda _: None)
+    upgraded = upgrade(ready)
+    amend(ready, upgraded, approving=range(2))
+    late = read_site(ready / "sites" / "site-2" / "site.toml")
+    with pytest.raises(ConfigError, match="the experiment runs"):
+        _ = Client(late).trainer.experiment
+    amend(ready, upgraded, approving=[2])
+    sites = [read_site(p) for p in sorted(ready.glob("sites/*/site.toml"))]
+    assert {site.digest for site in sites} == {read(ready).digest} == {upgraded.digest}
+    assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
+    models = [load_file(read(folder).results / "global.safetensors")["rows"] for folder in (whole, ready)]
+    torch.testing.assert_close(*models, rtol=0, atol=0)
+    log = lines_of(read(ready).audit)
+    assert [x["round"] for x in log if x["what"] == "accepted" and x["site"] == "site-1" and x["kind"] in ROUND] == [
+        x["round"] for x in lines_of(read(whole).audit)
+        if x["what"] == "accepted" and x["site"] == "site-1" and x["kind"] in ROUND
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"version": "0.2.0"}, "no patch release"),
+        ({"fixed_data": True}, "the agreement changes"),
+        ({"data_name": "other"}, "the agreement changes"),
+        ({"models_per_round": 9}, "the agreement changes"),
+        ({"epsilon": 9.0}, "settings that belong to the site"),
+    ],
+)
+def test_an_amendment_changes_nothing_else(change: dict[str, Any], sentence: str, ready: Path) -> None:
+    made = rotate(ready, "site-1")
+    site = ready / "sites" / "site-0"
+    proposed(site, made.folder / "approval")
+    file = made.folder / "approval" / "agreement.json"
+    document = json.loads(file.read_text())
+    document["shared"] |= change
+    file.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=sentence):
+        proposed(site, made.folder / "approval")
+
+
+def test_rotated_keys_go_to_their_site_alone(ready: Path) -> None:
+    change = rotate(ready, "site-1")
+    with pytest.raises(ConfigError, match="Take the folder with the site's new keys"):
+        proposed(ready / "sites" / "site-1", change.folder / "approval")
+    with pytest.raises(ConfigError, match="the signing key of this site is another one"):
+        proposed(ready / "sites" / "site-0", change.folder / "site")
+    with pytest.raises(ConfigError, match="already exists"):
+        rotate(ready, "site-1")
+    with pytest.raises(ConfigError, match="no site is called nope"):
+        rotate(ready, "nope")
+    if read(ready).secure is not None:
+        file = change.folder / "approval" / "agreement.json"
+        document = json.loads(file.read_text())
+        document["shared"]["secure"]["keys"][2] = document["shared"]["secure"]["keys"][1]
+        file.write_text(json.dumps(document))
+        with pytest.raises(ConfigError, match="cannot be approved|more than the keys of one site"):
+            proposed(ready / "sites" / "site-0", change.folder / "approval")
+
+
+def test_an_upgrade_is_to_another_patch_release_only(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (__version__, "9.9.9"):
+        run_release(monkeypatch, version)
+        with pytest.raises(ConfigError, match="only the last number of the version may change"):
+            upgrade(ready)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -132,6 +257,18 @@ def test_a_further_site_gets_nothing_of_the_file_of_another(tmp_path: Path) -> N
     assert further["data"] == before["data"] == {"source": "csv", "target": "ill", "path": "amsel.csv"}
 
 
+def test_a_further_site_gets_the_folders_of_the_deployment(tmp_path: Path) -> None:
+    place = Location(home=Path("/data/fl"), programs=Path("/usr/local/fl/bin"))
+    experiment = make_experiment(partition={"kind": "iid", "clients": 3})
+    write_directory(plan(experiment, 3, own_data=True), tmp_path / "d", place)
+    for words, home in (([], "/data/fl"), (["--home", "/srv/other"], "/srv/other")):
+        done = CliRunner().invoke(app, ["deploy", "add", str(tmp_path / "d"), f"new{len(words)}", *words])
+        assert done.exit_code == 0, done.output
+        [unit] = (tmp_path / "d" / "changes" / f"new{len(words)}" / "site").glob("*.service")
+        assert f"WorkingDirectory={home}/site\n" in unit.read_text()
+        assert "ExecStart=/usr/local/fl/bin/" in unit.read_text()
+
+
 def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None:
     """The sites stay with their agreement: they answer no message of another one, and nothing of them leaves."""
     files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT_FILE}")}
@@ -143,7 +280,7 @@ def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None
     reasons = {x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"}
     assert reasons
     assert all("experiment is" in reason for reason in reasons)
-    assert all(reason.endswith("; the site has another agreement, or has not approved this one") for reason in reasons)
+    assert all(reason.endswith(". The site has another agreement, or has not approved this one") for reason in reasons)
 
 
 def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple[Path, bool], ready: Path) -> None:
@@ -166,7 +303,7 @@ BENT = {
     "the experiment file names other members": lambda c: edit(c, lambda p: p["members"][0].update(site="other")),
     "the agreement changes": lambda c: edit(c, lambda p: p["shared"].update(fixed_data=True)),
     "it is not a change of this site's agreement": lambda c: edit(c, lambda p: p.update(before="0" * 64)),
-    "it changes settings of the site's own (epsilon, server)": lambda c: edit(
+    "it changes settings that belong to the site (epsilon, server)": lambda c: edit(
         c, lambda p: p["shared"].update(epsilon=1e9, server="elsewhere:443")
     ),
     "the change does not add exactly one member": lambda c: edit(c, lambda p: p["shared"].update(clients=9)),
@@ -277,7 +414,7 @@ def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
     loss = {client: value for client, value in losses(ready) if client in (0, 2)}
     table = [row for row in Loopback(ready, Processes()).table() if row["model"] == "global"]
     assert [(row["site"], row["loss"]) for row in table] == [("site-0", loss[0]), ("site-2", loss[2])]
-    with pytest.raises(ConfigError, match="there is no site site-1; sites: site-0, site-2"):
+    with pytest.raises(ConfigError, match="no site is called site-1; sites: site-0, site-2"):
         remove(ready, "site-1")
 
 

@@ -96,9 +96,7 @@ def test_no_key(network):
 def about_key(here, name):
     """What the check of a site finds out about its key at the server."""
     site = here.sites[name].model_copy(update={"server": here.address, "port": free_ports(1)[0]})
-    return [
-        f.level for f in check_site(site) if f"the key of {name} in" in f.sentence or f"lets {name} in" in f.sentence
-    ]
+    return [f.level for f in check_site(site) if f"the key of {name}" in f.sentence or f"lets {name} in" in f.sentence]
 
 
 def test_key_that_is_not_registered(network):

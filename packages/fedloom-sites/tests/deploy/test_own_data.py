@@ -111,7 +111,7 @@ def test_sites_that_share_no_path(kind: str, how: str, tmp_path: Path, monkeypat
         (lambda home: (home / "cohort.csv").write_text("a,y\n1,0\n2,1\n"), "no column 'b' (the agreement names it)"),
         (
             lambda home: (home / "cohort.csv").write_text("a,b,y\n1,2,0\n2,3,1\n4,5,2\n"),
-            "the label 'y' is '2', allowed are 0, 1",
+            "the label 'y' is '2', but only 0, 1 are allowed",
         ),
         (lambda home: (home / "cohort.csv").write_text("a,b,y\n1,2,0\n2,x,1\n"), "expected a finite number"),
     ],
@@ -205,9 +205,7 @@ def test_a_site_gives_bytes_or_their_255th_parts_to_an_experiment_of_bytes(
     settings.write_text(settings.read_text().replace("0.5", "0.25", 1))
     code, said = check(home)
     assert code == 1
-    assert "mean and std of [data] are ((0.25,), None), those of the experiment ((0.5,), None)" in " ".join(
-        said.split()
-    )
+    assert "mean and std of [data] are ((0.25,), None), but the experiment has ((0.5,), None)" in " ".join(said.split())
 
 
 def test_a_site_gives_no_bytes_to_an_experiment_of_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

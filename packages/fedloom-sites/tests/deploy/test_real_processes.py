@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop
 from fedloom.lab.experiment import read
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of, verify_log
+from fedloom_sites.deploy.ops.amend import rotate
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import run_all
+from fedloom_sites.deploy.ops.members import take
 from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.ops.processes import ProcessError
+from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.server.run import finished
+from fedloom_sites.deploy.settings import read_server
+from tests.commands import call
 
 KINDS = {False: {"train"}, True: {"keys", "shares", "masked", "count", "unmask"}}
 """Kinds of messages of a round, plain and masked."""
@@ -44,3 +51,41 @@ def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: An
         assert verify_log(log).lines
         assert KINDS[masked] <= {line["kind"] for line in lines_of(log)}
         assert not (KINDS[not masked] - KINDS[masked]) & {line["kind"] for line in lines_of(log)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_stop_new_keys_and_a_new_certificate_between_two_runs(masked: bool, experiment: Any, tmp_path: Path) -> None:
+    """The command stops real processes, keys and certificate change, and the run goes on to the same model."""
+    tables = {"evaluate": {"every": 9}, "engine": {"dtype": "float64", "gradient_engine": "loop"}}
+    folder = tmp_path / "try"
+    write_directory(
+        plan(experiment(rounds=3, **tables), 3, own_data=True, secure_aggregation=masked), folder, Location()
+    )
+    said = list[str]()
+
+    def show(line: str) -> None:
+        said.append(line)
+        if status_of(read_server(folder / "server" / "server.toml"))["rounds"] == 1:
+            call("deploy", "stop", folder)
+
+    with pytest.raises(ProcessError):
+        run_all(folder, show)
+    server = read_server(folder / "server" / "server.toml")
+    stopped = status_of(server)
+    assert (stopped["state"], stopped["rounds"] < 3) == ("stopped", True), said
+    call("deploy", "stop", folder, "--undo")
+    change = rotate(folder, "site-1")
+    shutil.copytree(change.folder / "server", folder / "server", dirs_exist_ok=True)
+    for name in ("site-0", "site-1", "site-2"):
+        take(folder / "sites" / name, change.folder / ("site" if name == "site-1" else "approval"), change.digest)
+    before = server.certificate.read_bytes()
+    call("deploy", "renew", folder)
+    assert server.certificate.read_bytes() != before
+    here = run_all(folder, said.append)
+    assert finished(here.server) is Stop.DONE, said
+    log = [x for x in lines_of(here.server.audit) if x["what"] == "accepted" and x["kind"] in ("train", "masked")]
+    assert {x["site"]: [y["round"] for y in log if y["site"] == x["site"]] for x in log} == {
+        name: [1, 2, 3] for name in ("site-0", "site-1", "site-2")
+    }

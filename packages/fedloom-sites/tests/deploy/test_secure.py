@@ -317,7 +317,7 @@ def test_a_sum_needs_a_threshold_of_signatures_of_itself() -> None:
     signed = signatures(sites, secure.statement(salt, range(4)), range(4))
     secure.check_statement(session, salt, signed, keys)
     secure.check_statement(session, salt, signed | {0: bytes(64)}, keys)
-    with pytest.raises(secure.Broken, match="2 sites have signed this sum, 3 must"):
+    with pytest.raises(secure.Broken, match="2 sites have signed this sum, but 3 are required"):
         secure.check_statement(session, salt, signed | {0: bytes(64), 1: bytes(64)}, keys)
     for wrong in (
         lambda: secure.check_statement(session, bound(session, range(4)), signed, keys),

@@ -97,7 +97,7 @@ def test_another_experiment_file_is_refused_with_both_digests(tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"client": 2}, "client must be within 0..1, got 2"),
+        ({"client": 2}, "client must be from 0 to 1, got 2"),
         *(
             ({"server": text}, f"server: must be host:port, as fl.example.org:8443, got {text!r}")
             for text in ("https://host:1/x", "https://host:1", "host", "host:", ":1", "host:0", "host:65536", "host:²")

@@ -86,5 +86,5 @@ def test_the_least_number_of_patients_is_of_patients(tmp_path: Path, monkeypatch
     home = deployed(tmp_path, monkeypatch, patients=20)
     save(home / "cohort.csv", 7, patients=8)  # of 120 rows
     site = read_site(home / "site.toml")
-    with pytest.raises(DataError, match=r"8 subjects \('patient'\), the agreement requires at least 20"):
+    with pytest.raises(DataError, match=r"8 subjects \('patient'\), but the agreement requires at least 20"):
         site_federation(read_agreed(site), site)

@@ -260,7 +260,7 @@ def test_nearly_the_same_model_in_the_next_round_without_a_site(tmp_path: Path) 
     session = sum_honestly(rogue, 2, rogue.download(1e-16), clients=rest)
     assert not session.told
     assert not session.vectors
-    assert any("it differs in site-4" in reason for reason in rogue.refused)
+    assert any("they differ in site-4" in reason for reason in rogue.refused)
     assert sum_honestly(rogue, 3, rogue.download(1e-16)).told.keys() == {*range(5)}
     rogue = rogue_of(tmp_path / "two", changes=2)
     assert sum_honestly(rogue, 1, rogue.download()).told
@@ -331,7 +331,7 @@ def test_without_a_change_left_the_run_waits_or_the_site_stays_out(tmp_path: Pat
     assert here.serve(here.grid(losing({(2, "keys"): [4], (2, "masked"): [4]}))) is Stop.TOO_FEW
     detail = here.summary()["detail"]
     assert "they differ in site-4; a site may leave the sums over the same data, or return, at most 0 times" in detail
-    assert "the run continues when the sites of that sum are back" in detail
+    assert "The run continues when the sites of that sum are back" in detail
     assert here.serve() is Stop.DONE
     assert not here.audit("other sites")
     here = secured(tmp_path / "one", "fedavg", rounds=4, agreed={"changes": 1})

@@ -102,7 +102,7 @@ def test_a_model_is_saved_in_the_folder_that_its_node_names(tmp_path: Path) -> N
         loss = nn.functional.cross_entropy(model(x), y).item()
         assert loss == pytest.approx(strategy.client_metrics[4][k]["personal/test/loss"], rel=1e-5)
         Net().load_state_dict(ff.personal_model(context))
-        with pytest.raises(LayoutError, match=r"'0.weight' has the shape none, that of the given module \[2, 8\]"):
+        with pytest.raises(LayoutError, match=r"'0.weight' has the shape none, but in the given module \[2, 8\]"):
             fl.open_model(tmp_path / "models" / f"{context.node_id}.safetensors", nn.Sequential(nn.Linear(8, 2)))
 
 
@@ -518,7 +518,10 @@ def test_too_few_nodes() -> None:
         ),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord([np.ones(2)])),
-            r"the model has 'body.0.weight', but not initial_arrays. Give ArrayRecord\(model.state_dict\(\)\)",
+            (
+                r"the model contains 'body.0.weight', but initial_arrays does not. Give "
+                r"ArrayRecord\(model.state_dict\(\)\)"
+            ),
         ),
         (lambda: ff.Strategy(Ditto(), Net()), r"algorithm must be a name, as in Strategy\('ditto', .* got Ditto\("),
         (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"unknown key 'lr'; it belongs in local=\{'lr': 0.1\}"),
@@ -551,9 +554,9 @@ def test_too_few_nodes() -> None:
         (lambda: ff.Strategy("ditto", Net(), wait="1"), "wait must be a number of seconds, got '1'"),
         (
             lambda: Server(client_manager=SimpleClientManager(), strategy=ff.Strategy("ditto", Net())).fit(1, None),
-            "this server is the older one",
+            "this server uses the older API with",
         ),
-        (lambda: ff.client(local), r"client takes the app, as in @client\(app\)"),
+        (lambda: ff.client(local), r"client needs the app, as in @client\(app\)"),
         (
             lambda: ff.client(ClientApp())(ff.Local(Net(), samples(0))),
             "decorates a function of Flower's context, got Local",

@@ -158,7 +158,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     nodes = Nodes()
     nodes.start("ditto", tmp_path, 1)
     with pytest.raises(
-        ConfigError, match=r"has another run: .*\"ditto\".*, and this is .*\"apfl\".*name another folder"
+        ConfigError, match=r"belongs to another run: .*\"ditto\".*, but this is .*\"apfl\".*name another folder"
     ):
         nodes.start("apfl", tmp_path, 2)
     with pytest.raises(ConfigError, match="has another model"):

@@ -510,7 +510,7 @@ def test_all_stops_in_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 
     def stopped() -> dict[str, Any]:
         output = call("--all", "--scale", "smoke", "--budget", "60s", *where, code=130)
-        assert "the same command resumes from here" in output
+        assert "stopped. The same command resumes from here" in output
         return {summary["recipe"]: summary for summary in records(tmp_path / "results" / summaries.SUMMARIES_FILE)}
 
     first = stopped()
@@ -544,7 +544,7 @@ def test_a_recipe_runs_on_a_device_that_the_command_names(tmp_path: Path) -> Non
     assert done.complete
     assert done.command == "fedloom reproduce tiny --scale smoke --only fedavg --device cuda:0"
     with pytest.raises(
-        RunDirError, match=r"'few' was run on device cuda:0 in .*few, now it is cpu; .* --device cuda:0"
+        RunDirError, match="'few' was run on device cuda:0 in .*few, but this run uses cpu; .* --device cuda:0"
     ):
         reproduce(tiny(), "smoke", tmp_path / "device", only=["fedavg"])
     for file in (tmp_path / "device").rglob("experiment.toml"):

@@ -47,6 +47,7 @@ METRICS = {
     "accuracy": Metric("Accuracy", "%", 100.0, bounds=SHARE_BOUNDS),
     "balanced_accuracy": Metric("Balanced accuracy", "%", 100.0, bounds=SHARE_BOUNDS),
     "macro_f1": Metric("Macro F1", bounds=SHARE_BOUNDS),
+    "micro_f1": Metric("Micro F1", bounds=SHARE_BOUNDS),
     "macro_precision": Metric("Macro precision", bounds=SHARE_BOUNDS),
     "attack_success": Metric("Attack success", "%", 100.0, higher=False, bounds=SHARE_BOUNDS),
     "recall": Metric("Recall", bounds=SHARE_BOUNDS),
@@ -58,6 +59,12 @@ METRICS = {
     "auprc": Metric("AUPRC", bounds=SHARE_BOUNDS),
     "auroc_ovr": Metric("AUROC, one against the rest", bounds=SHARE_BOUNDS),
     "auprc_ovr": Metric("AUPRC, one against the rest", bounds=SHARE_BOUNDS),
+    "macro_auroc": Metric("AUROC, mean over labels", bounds=SHARE_BOUNDS),
+    "macro_auprc": Metric("AUPRC, mean over labels", bounds=SHARE_BOUNDS),
+    "label_auroc": Metric("AUROC", bounds=SHARE_BOUNDS),
+    "label_auprc": Metric("AUPRC", bounds=SHARE_BOUNDS),
+    "label_f1": Metric("F1", bounds=SHARE_BOUNDS),
+    "exact_match": Metric("All labels right", "%", 100.0, bounds=SHARE_BOUNDS),
     "f1": Metric("F1", bounds=SHARE_BOUNDS),
     "c_index": Metric("C-index", bounds=SHARE_BOUNDS),
     "r2": Metric("R²", bounds=(-math.inf, 1.0)),
@@ -72,8 +79,8 @@ METRICS = {
     "mae": Metric("MAE", higher=False, bounds=POSITIVE_BOUNDS),
     "loss": Metric("Loss", higher=False),
 }
-"""Metrics of one client's samples (`fedloom.tasks`). Recall and precision are recorded by class
-(`class_metric_name`)."""
+"""Metrics of one client's samples (`fedloom.tasks`). Recall and precision are recorded by class,
+AUROC, AUPRC and F1 by label (`class_metric_name`)."""
 
 FEDERATION_FIGURES = {
     "cd": Metric("Client disagreement", higher=False),
@@ -133,6 +140,7 @@ TASK_ROLES = {
     "binary": Roles("auroc", "auroc", "loss"),
     "imbalanced": Roles("balanced_accuracy", "balanced_accuracy", "loss"),
     "classification": Roles("accuracy", "accuracy", "accuracy"),
+    "multilabel": Roles("macro_auroc", "macro_auroc", "loss"),
     "survival": Roles("c_index", "c_index", "loss"),
     "count": Roles("deviance", "deviance", "deviance"),
     "regression": Roles("rmse", "r2", "r2"),

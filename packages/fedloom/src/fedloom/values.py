@@ -156,6 +156,11 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
     raise unknown(what, name, registry, where)
 
 
+def has_type(value: object, *kinds: type) -> bool:
+    """Return whether a caller's value is of one of these types, whatever its annotation promises."""
+    return isinstance(value, kinds)
+
+
 def list_functions(value: object, rule: str) -> list[Any]:
     """Return a caller's functions as a list.
 

@@ -189,7 +189,7 @@ class Normed(ModelSpec):
 
 def test_what_has_no_representation_of_single_samples_is_refused_by_name() -> None:
     numbers = fl.Dataset.create(np.ones((40, 3)), np.linspace(0, 1, 40), clients=np.arange(40) // 10)
-    with pytest.raises(Refused, match="normalisation layers mix"):
+    with pytest.raises(Refused, match="normalization layers mix"):
         fl.simulate("moon", federation(), Normed(), rounds=1)
     with pytest.raises(Refused, match="no classes"):
         fl.simulate("moon", fl.partitions.natural()(numbers, seed=0), MLP(hidden=(4,)), rounds=1)

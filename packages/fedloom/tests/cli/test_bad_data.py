@@ -120,19 +120,19 @@ CASES = {
     "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*. Fetch the file again"),
     "truncated CIFAR": cifar(records([1])[:-1], "truncated, records have 3073 bytes .*; fetch", "data_batch_1.bin"),
     "empty CIFAR": cifar(b"", "no record. Fetch it again", "data_batch_1.bin"),
-    "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png: not a readable image .*; replace"),
+    "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png: not a readable image .*. Replace"),
     "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON, .*. The file is truncated or not LEAF"),
     "truncated heart": heart(HEART[:-9], "row 1 has [0-9]+ cells, expected 14; truncated"),
     "wrong magic": mnist(LABELS, lambda b: b"\0\0\x08\x03" + b[4:], "magic .* 0x00000801, got 0x00000803; not"),
     "no image": images({"a/1.png": b"GIF89a"}, "1.png: not a readable image \\(no known format"),
-    "no archive": by_path("a.zip", b"PK\x03\x04garbage", "a.zip: truncated or damaged .*; fetch"),
+    "no archive": by_path("a.zip", b"PK\x03\x04garbage", "a.zip: truncated or damaged .*. Fetch"),
     "image of another size": images(
-        {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: image of 5x5, the others are 6x4. Give side"
+        {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: image of 5x5, but the others are 6x4. Give side"
     ),
     "unknown label, IDX": mnist(LABELS, lambda b: b[:-1] + b"\x0a", "unknown label 10 of sample 6, allowed 0..9; not"),
     "unknown label, CIFAR": cifar(records([1, 12]), "unknown label 12, labels must be from 0 to 9", "data_batch_1.bin"),
     "unknown label, image": images(
-        {"train/a/1.png": png(1), "test/c/1.png": png(2)}, "unknown label 'c' in the test images of .*, no training"
+        {"train/a/1.png": png(1), "test/c/1.png": png(2)}, "unknown label 'c' in the test images of .*, because no"
     ),
     "image without label": images({"a/1.png": png(1), "2.png": png(2)}, "2.png: unknown label, .*. Put it into"),
     "unknown label, LEAF": by_path("a.json", leaf({"u": ([[1, 2]], [1e12])}), "'u' has the unknown label 1e\\+12, .*;"),
@@ -141,7 +141,7 @@ CASES = {
         "femnist", {"a.json": leaf({"u": ([[1.0] * 784], [62])})}, "user 'u' has the unknown label 62, allowed 0..61;"
     ),
     "unknown label, heart": heart(HEART[:-1] + "7", "row 1, column 'num': unknown label '7'; .* 0, 1, 2, 3, 4; fetch"),
-    "unknown label, arrays": npz("unknown label 1e\\+09 of sample 1, .*; repair", x=np.zeros((2, 1)), y=[0, 10**9]),
+    "unknown label, arrays": npz("unknown label 1e\\+09 of sample 1, .*. Repair", x=np.zeros((2, 1)), y=[0, 10**9]),
     "unknown level": heart(HEART.replace("6.0,0", "5.0,0"), "row 1, column 'thal': unknown level '5.0'; the"),
     "empty client, LEAF": by_path("a.json", leaf({"u": A, "v": ([], [])}), "user 'v' has no sample. Remove the user"),
     "empty client, heart": heart("", "processed.switzerland.data: empty, .*; fetch"),
@@ -159,7 +159,7 @@ CASES = {
     "arrays with objects": npz("x.npy: holds object \\(a pickle\\), .*. Save it", x=np.array([{}], object), y=[0]),
     "arrays of text": npz("a.npz: x contains text .*, but only numbers are allowed", x=np.array([["a"]]), y=[0]),
     "arrays that do not match": npz("3 samples but 2 targets. Every sample needs", x=np.zeros((3, 1)), y=[0, 1]),
-    "arrays with NaN": npz("a.npz: .*NaN or Inf in the features of 1 samples .*; remove", x=[[np.nan]], y=[0]),
+    "arrays with NaN": npz("a.npz: .*NaN or Inf in the features of 1 samples .*. Remove", x=[[np.nan]], y=[0]),
     "missing cell": by_path("t.csv", b"a,b\n1,0\n,1\n", "t.csv: row 3, column 'a': missing value. Repair it, "),
     "text in a number": by_path("t.csv", b"a,b\n1,0\nx,1\n", "row 3, column 'a': expected a finite number, got 'x'; "),
     "infinite number": by_path("t.csv", b"a,b\n1,0\ninf,1\n", "row 3, column 'a': expected a finite number, got 'inf'"),
@@ -168,7 +168,7 @@ CASES = {
     "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cells, expected 2. Repair the row"),
     "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature, the header contains 'ab'. Check"),
     "empty table": by_path("t.csv", b"", "t.csv: empty. A table needs a header row"),
-    "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*; give"),
+    "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*. Give"),
     "nothing there": Case("mnist", {}, "not found. Looked in .*. Put its original files there"),
 }  # fmt: skip
 

@@ -155,11 +155,11 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("models", tmp_path), "is not a run directory"),
         (("evaluate", tmp_path / "none", "--data", new), "is not a run directory"),
         (("evaluate", out, "--data", tmp_path / "none.npz"), "no such file"),
-        (("evaluate", out, "--data", tmp_path / "narrow.npz"), "shape 1x8x5, the model takes 1x8x8"),
+        (("evaluate", out, "--data", tmp_path / "narrow.npz"), "shape 1x8x5, but the model takes 1x8x8"),
         (("adapt", out, "--method", "ditto", "--data", tmp_path / "narrow.npz"), "shape 1x8x5"),
         (("adapt", out, "--method", "ditto", "--data", tmp_path / "classes.npz"), "unknown class '12'"),
         (("evaluate", out, "--data", new, "--client", "nobody"), "allowed: 0, 1, 2, 3, 4, 5"),
-        (("predict", out, tmp_path / "narrow.npz"), "shape 8x5, the model takes 1x8x8"),
+        (("predict", out, tmp_path / "narrow.npz"), "shape 8x5, but the model takes 1x8x8"),
         (("predict", out, tmp_path / "none.csv"), "no such file"),
         (("predict", out, new, "--method", "dito"), "did you mean 'ditto'"),
         (("predict", out, new, "--client", "nobody"), "allowed: 0, 1, 2, 3, 4, 5"),
@@ -168,7 +168,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("adapt", out, "--data", new, "--method", "fedavg"), "methods with personal models: ditto"),
         (("adapt", out, "--data", new), "the run has several methods. Give --method: fedavg, ditto"),
         (("adapt", out, "--data", new, "--method", "dito"), "did you mean 'ditto'"),
-        (("adapt", out, "--data", new, "--method", "ditto", "--seed", 7), "no seed 7; it has 0, 1"),
+        (("adapt", out, "--data", new, "--method", "ditto", "--seed", 7), "no seed 7. Its seeds: 0, 1"),
         (("adapt", out, "--data", new, "--method", "ditto", "--rounds", 0), "rounds must be at least 1"),
         (("export", out, "--method", "ditto", "--format", "h5", "--out", tmp_path / "x"), "unknown format 'h5'"),
         (
@@ -186,7 +186,7 @@ def test_models_of_another_layout_are_refused(out: Path, new: Path) -> None:
     assert "is damaged or was changed" in refused(out, "evaluate", out, "--data", new)
     settings.write_text(other.rpartition("# ")[0])
     said = refused(out, "evaluate", out, "--data", new)
-    assert "is a model of another layout" in said
+    assert "is a model with another layout" in said
     with pytest.raises(LayoutError):
         fl.open_run(out)["ditto", 0].models.kinds()
 
@@ -195,7 +195,7 @@ def test_damaged_directories_are_named(out: Path, new: Path) -> None:
     shutil.rmtree(out / "models" / "ditto-0")
     assert "contains no models of ditto, seed 0" in refused(out, "evaluate", out, "--data", new)
     (out / "models" / "fedavg-0" / "global.safetensors").write_bytes(b"torn")
-    mended = "no readable file of models (Error while deserializing header: header too small). Write it anew"
+    mended = "not a readable file of models (Error while deserializing header: header too small). Write it again with"
     assert mended in refused(out, "evaluate", out, "--data", new)
     (out / "summary.json").write_text("{")
     assert "is damaged" in refused(out, "models", out)

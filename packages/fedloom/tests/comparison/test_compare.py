@@ -153,11 +153,11 @@ def test_a_verdict_says_what_it_is_about_and_a_directory_of_an_earlier_version_o
     pairs = {row["method"]: row["half_width"] for row in earlier.significance().to_pylist()}
     wider = {row["method"]: row["half_width"] for row in whole.significance().to_pylist()}
     assert all(wider[method] > half for method, half in pairs.items())
-    assert "Verdicts are about these samples" in earlier.significance_latex()
-    assert "Verdicts are about new samples from the same source" in whole.significance_latex()
+    assert "Verdicts hold for these samples" in earlier.significance_latex()
+    assert "Verdicts hold for new samples from the same source" in whole.significance_latex()
     fed = CUT(fl.load("digits"), seed=7)  # whose test parts are those of every seed
     fixed = fl.compare(["local", "fedavg"], fed, seeds=range(5), **SHORT)
-    assert "Verdicts are about these samples" in fixed.significance_latex()
+    assert "Verdicts hold for these samples" in fixed.significance_latex()
 
 
 def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
     assert whole.to_pandas().shape[0] == 5
     assert whole.latex().count("\\\\\n") == 6
     assert "\\mathbf" in whole.latex(["accuracy"])
-    assert "every method against local" in whole.significance_latex()
+    assert "every method compared with local" in whole.significance_latex()
     page = whole.report(tmp_path / "page.html")
-    assert "Every method against local" in page.read_text()
+    assert "Every method compared with local" in page.read_text()
     assert (tmp_path / "page" / "pairs.csv").exists()
     drawn = whole.plot().to_dict()
     assert {len(rows) for rows in drawn["datasets"].values()} == {5, 25}

@@ -127,7 +127,7 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
         ),
         ([Named("cat", "dog", "eel"), Named("bird", "cat", "dog")], "client 1: classes are bird, cat, dog, those of"),
         ([{"train": Named("cat", "dog"), "test": Named("dog", "cat")}], "client 0, test set: classes are dog, cat"),
-        ([{"x": X, "y": Y, "x_test": X, "y_test": Y}], "client 0: 'x_test' beside 'x' and 'y' would not be read"),
+        ([{"x": X, "y": Y, "x_test": X, "y_test": Y}], "client 0: fedloom would ignore 'x_test' beside 'x' and 'y'"),
         ([[(X, Y), (X, Y)]] * 2, r"client 0 is a list of two sets, .*. Give the tuple \(training set, test set\), or"),
         ([[as_sets((X, Y)), as_sets((X, Y))]] * 2, "client 0 is a list of two sets"),
         ([[X, Y], [X, Y]], "client 0: a list contains samples, but"),

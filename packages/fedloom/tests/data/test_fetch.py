@@ -108,7 +108,7 @@ def test_offline_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setitem(
         fetch.REMOTE_SETS, "mnist", fetch.REMOTE_SETS["mnist"]._replace(mirrors=("http://127.0.0.1:9/",))
     )
-    with pytest.raises(DataError, match=r"is this machine offline\? Put the original file into .*mnist by hand"):
+    with pytest.raises(DataError, match=r"Is this machine offline\? Put the original file into .*mnist by hand"):
         fetch.fetch("mnist", tmp_path)
 
 

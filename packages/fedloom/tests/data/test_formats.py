@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Callable
 from datetime import date, timedelta
@@ -16,6 +17,7 @@ import torch
 from pyarrow import feather
 
 import fedloom as fl
+from fedloom.data.sources.table.formats import STATISTICS_READERS, Statistics
 from fedloom.errors import ConfigError, DataError
 from tests.commands import call
 
@@ -237,3 +239,39 @@ def test_a_draft_of_a_file_takes_its_options(frame: pd.DataFrame, tmp_path: Path
     said = call("init", str(tmp_path / "t.csv"), "--set", "data.skip=1", "--target", "ill", "--client-column", "")
     assert "draft:" in said
     assert "skip = 1" in (tmp_path / "t.toml").read_text()
+
+
+def test_a_portable_file_of_spss_is_the_table_of_the_others(frame: pd.DataFrame, tmp_path: Path) -> None:
+    """Its names are in capitals."""
+    small = frame.rename(columns=str.upper).drop(columns=["BORN", "ADMITTED"])
+    pyreadstat.write_por(small, str(tmp_path / "t.por"))
+    small.to_csv(tmp_path / "t.csv", index=False)
+    options = {"target": "ILL", "categorical": ["SEX"], "impute": True}
+    one, other = (fl.load(tmp_path / name, **options) for name in ("t.por", "t.csv"))
+    assert one.checksum() == other.checksum()
+    assert one.classes == other.classes == ("no", "yes")
+
+
+REAL_FILES = sorted(Path(os.environ.get("FEDLOOM_STATISTICS_FILES", "/nonexistent")).glob("**/*.*"))
+"""Files of real programs, such as the folder test_data of pyreadstat's repository, which this one has no copy of."""
+
+
+@pytest.mark.skipif(not REAL_FILES, reason="FEDLOOM_STATISTICS_FILES names no folder of files")
+def test_files_of_real_programs_have_the_cells_that_pyreadstat_reads() -> None:
+    compared = set[str]()
+    for path in REAL_FILES:
+        reader = STATISTICS_READERS.get(path.suffix)
+        if reader is None:
+            continue
+        with Statistics(path=str(path)).open_file() as raw:
+            cells = {piece.column: list(piece.cells) for piece in raw.cells}
+        known, facts = getattr(pyreadstat, reader)(str(path), output_format="dict")
+        assert list(cells) == raw.names == list(known)
+        for name, values in known.items():
+            labels = facts.variable_value_labels.get(name, {}) if name in raw.coded else {}
+            assert len(cells[name]) == len(values)
+            for cell, value in zip(cells[name], values, strict=True):
+                missing = value is None or value == "" or value != value
+                assert cell is None if missing else cell == labels.get(value, value), f"{path.name}, {name}"
+        compared.add(path.suffix)
+    assert compared

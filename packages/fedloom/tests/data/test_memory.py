@@ -181,7 +181,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(X, ["True", "TRUE", "0"] * 4),
             DataError,
-            "alike: 'TRUE' .4. = 'True' .4.. Write them in one",
+            "written differently but seem the same: 'TRUE' .4. = 'True' .4.. Write them in one",
         ),
         (lambda: Dataset.create(X, Y * 0 + 0.5), DataError, "the target is the same in every row"),
         (
@@ -192,7 +192,7 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.create(X, Y, classes="abc"), DataError, "classes must be a list of names, got the text 'abc'"),
         (lambda: Dataset.create(X, Y, mean="a"), DataError, "mean and std must be numbers, one per channel, got 'a'"),
         (lambda: Dataset.create(X, Y, clients=[None] * 12), DataError, "data: users: value 0 is None"),
-        (lambda: Dataset.create(X, Y, clients=[np.nan] * 12), DataError, "sample 0 has no owner"),
+        (lambda: Dataset.create(X, Y, clients=[np.nan] * 12), DataError, "sample 0 has no client"),
         (
             lambda: Dataset.create(np.zeros((12, 9, 8, 3)), Y),
             DataError,
@@ -240,12 +240,24 @@ def test_options_of_arrays() -> None:
         ),
         (lambda: Dataset.create(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\). Give y.astype\(str\)"),
         (lambda: Dataset.create(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
-        (lambda: Dataset.create(X, Y.astype(str), classes=["0", "1"]), DataError, "y has '2', the classes are 0, 1"),
+        (
+            lambda: Dataset.create(X, Y.astype(str), classes=["0", "1"]),
+            DataError,
+            "y contains '2', but the classes are 0, 1",
+        ),
         (lambda: Dataset.create((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'. .* or list all"),
         (lambda: Dataset.create((X, Y), test=(X[:2], Y[:1])), DataError, "the test set: 2 samples but 1 targets"),
         (lambda: Dataset.create((X, Y), test=(X[:2] / 255, Y[:2])), DataError, "bytes, .*; those of the test set are"),
-        (lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]), ConfigError, "has its targets. Leave target out"),
-        (lambda: Dataset.create(Pairs(lambda i: (X[i], 0)), Y), ConfigError, "has its targets. Leave target out"),
+        (
+            lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]),
+            ConfigError,
+            "already contains its targets. Leave target out",
+        ),
+        (
+            lambda: Dataset.create(Pairs(lambda i: (X[i], 0)), Y),
+            ConfigError,
+            "already contains its targets. Leave target out",
+        ),
         (
             lambda: Dataset.create((csr_array(X[:, 0]), Y)),
             ConfigError,

@@ -1,4 +1,4 @@
-"""Data sets whose samples are random: read twice, refused, and cured as the error says."""
+"""Data sets whose samples are random: read anew in every step, or refused, and cured as the error says."""
 
 # ruff: noqa: NPY002, TID251  (the global generators, as the code of users has them)
 
@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 import fedloom as fl
 from fedloom.data import Dataset, partitions
+from fedloom.data.sources.rereading import REREAD_NOTE
 from fedloom.errors import DataError
 from tests.cures import applied
 from tests.data.test_memory import HubSplit, HubTable, Pairs, X, Y
@@ -31,32 +32,87 @@ def crop(i: int) -> Any:
 
 
 OWN = np.random.default_rng(3)
-REDRAWN: dict[str, Any] = {
+REREAD: dict[str, Any] = {
     "noise that keeps the type": Pairs(noisy),
     "a crop by Python's generator": Pairs(crop),
     "noise of numpy's global generator": Pairs(lambda i: (X[i] + np.random.normal(size=X[i].shape), Y[i])),
-    "noise of a generator of its own": Pairs(lambda i: (X[i] + OWN.normal(size=X[i].shape), Y[i])),
-    "a target at random": Pairs(lambda i: (X[i], random.randrange(3))),
     "a flip of one in twenty": Pairs(lambda i: (X[i][::-1].copy() if torch.rand(()) < 0.05 else X[i], Y[i])),
-    "a flip of one in ten, of its own": Pairs(lambda i: (X[i][::-1].copy() if OWN.random() < 0.1 else X[i], Y[i])),
-    "gaps beside noise": Pairs(lambda i: (np.where(X[i] > 9, np.nan, np.random.random(X[i].shape)), Y[i])),
     "pictures": Pairs(lambda i: (Image.fromarray(X[i]).rotate(random.randrange(360)), Y[i])),
     "dictionaries": Pairs(lambda i: {"image": noisy(i)[0], "label": Y[i]}),
     "a part of one": torch.utils.data.Subset(Pairs(noisy), range(9)),
     "several": torch.utils.data.ConcatDataset([Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i]))), Pairs(noisy)]),
 }
+REDRAWN: dict[str, Any] = {
+    "noise of a generator of its own": Pairs(lambda i: (X[i] + OWN.normal(size=X[i].shape), Y[i])),
+    "a target at random": Pairs(lambda i: (X[i], random.randrange(3))),
+    "a flip of one in ten, of its own": Pairs(lambda i: (X[i][::-1].copy() if OWN.random() < 0.1 else X[i], Y[i])),
+}
+
+
+@pytest.mark.parametrize("case", REREAD)
+def test_random_samples_act_in_every_step_and_are_the_same_in_every_run(case: str) -> None:
+    d = REREAD[case]
+
+    def run(state: int, data: Any = None, **engine: int) -> torch.Tensor:
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(state)
+        fed = partitions.iid(clients=3, test=0.25)(Dataset.create(d if data is None else data), seed=0)
+        assert (REREAD_NOTE in fed.remarks) is (data is None)
+        local = {"lr": 0.01, "batch_size": 2, "epochs": 8}
+        return fl.simulate("fedavg", fed, "softmax", rounds=2, local=local, engine=engine).models.rows("global")
+
+    known = run(1)
+    assert torch.equal(known, run(2)), "the state of the global generators decides nothing"
+    assert torch.equal(known, run(3, workers=2))
+    data = Dataset.create(d)
+    frozen = [(x.numpy(), y) for x, y in zip(data.x, data.y.tolist(), strict=True)]
+    assert not torch.equal(known, run(1, frozen))
+
+
+def test_clients_have_random_samples_and_steady_test_sets() -> None:
+    read = [0]
+
+    def give(i: int) -> Any:
+        read[0] += 1
+        return noisy(i)
+
+    steady = Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i])))
+    fed = fl.Federation.create({"north": (Pairs(give), steady), "south": (steady, steady)})
+    at, count = (fed.data.x == 0).sum(), read[0]
+    for rng in (torch.Generator().manual_seed(k) for k in (1, 1, 2)):
+        for client in (0, 1):
+            index = fed.indices("train", client)
+            anew = fed.fetch_anew(index, rng)
+            assert torch.equal(anew, fed.fetch(index)) is (client == 1)
+        assert torch.equal(fed.fetch_anew(fed.indices("test", 0), rng), fed.fetch(fed.indices("test", 0)))
+    assert read[0] == count + 3 * len(fed.indices("train", 0)), "only the north's training samples are read again"
+    one, two = (fed.fetch_anew(fed.indices("train", 0), torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(one, two)
+    assert (fed.data.x == 0).sum() == at, "the stored samples stay"
+
+
+def test_random_samples_are_refused_where_stored_samples_change() -> None:
+    data = Dataset.create(Pairs(noisy))
+    moved = {"attack": {"kind": "backdoor", "target": 0}}
+    with pytest.raises(DataError, match="so a backdoor cannot use them"):
+        fl.simulate("fedavg", partitions.iid(clients=3)(data, seed=0), "softmax", rounds=1, **moved)
+    result = fl.simulate("fedavg", partitions.iid(clients=3)(data, seed=0), "softmax", rounds=1)
+    with pytest.raises(DataError, match="so a trained model cannot use them"):
+        result.models.model("global").recipe.facts.take(data)
+    with pytest.raises(DataError, match="NaN or Inf in the features"):
+        Dataset.create(Pairs(lambda i: (np.where(X[i] > 9, np.nan, np.random.random(X[i].shape)), Y[i])))
 
 
 @pytest.mark.parametrize("case", REDRAWN)
 def test_a_data_set_of_random_samples_is_refused_with_two_cures_that_work(case: str) -> None:
-    """Each was read once, so that every round had the same draw."""
+    """No stream decides these samples, or the target changes."""
     d = REDRAWN[case]
     for make in (Dataset.create, partitions.iid(clients=2), lambda d: fl.Federation.create([d, d])):
-        with pytest.raises(DataError, match=r"sample \d+ differs when it is read again") as error:
+        with pytest.raises(DataError, match=r"sample \d+ differs when it is read again|but not by the global") as error:
             make(d)
     said = str(error.value)
     frozen = said.split("on purpose, give ")[1].removesuffix(" of the data set d")
-    if case != "gaps beside noise":
+    if case != "a target at random":
         assert len(Dataset.create(applied(frozen, d=d))) == len(d)
     augment = applied(f"dict({said.split('to the run, as ')[1].split(';')[0]})")
     fed = partitions.iid(clients=2)((X, Y), seed=0)

@@ -107,7 +107,7 @@ def test_a_folder_without_a_known_name_is_given_up(tmp_path: Path, monkeypatch: 
     write(tmp_path, {f"{i:03}.unknown": b"" for i in range(50)} | {"z.csv": b"a,label\n1,x\n2,y\n"})
     assert detect(tmp_path).__name__ == "Csv"
     monkeypatch.setitem(detect.__globals__, "GIVEN_UP", 20)
-    with pytest.raises(DataError, match="no known data set there"):
+    with pytest.raises(DataError, match="no known data set. Known formats"):
         detect(tmp_path)
 
 
@@ -269,7 +269,7 @@ def test_colour_and_size_can_be_asked_for(tmp_path: Path) -> None:
     write(tmp_path, {"a/1.png": png(10, (8, 8), "RGB"), "b/1.png": png(20, (4, 4))})
     assert load(tmp_path, side=5).shape == (3, 5, 5)
     assert load(tmp_path, side=5, rgb=False).shape == (1, 5, 5)
-    with pytest.raises(DataError, match="image of 4x4, the others are 8x8. Give side"):
+    with pytest.raises(DataError, match="image of 4x4, but the others are 8x8. Give side"):
         load(tmp_path)
 
 

@@ -282,7 +282,7 @@ def test_a_hospital_of_test_rows_alone_is_the_common_test_set() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "absent": ({"subject": "patient"}, ConfigError, "no column 'patient'"),
-    "site too": ({"subject": "hospital"}, ConfigError, "a patient is no site"),
+    "site too": ({"subject": "hospital"}, ConfigError, "a column can have only one role"),
     "two roles": ({"subject": "patient_id", "order": "patient_id"}, ConfigError, "subject and order are both"),
     "target": ({"subject": "died"}, ConfigError, "the target cannot be subject"),
     "text": ({"order": "sex"}, DataError, "row 0, column 'sex': expected a number or a date, got 'f'"),
@@ -400,7 +400,7 @@ def test_a_partition_of_a_user_deals_whole_subjects_or_says_that_it_deals_rows()
     for cut in (Halves(), RowsAsTheyAre()):
         parts = subjects_by_part(cut(samples(), 0))
         assert not parts["train"] & parts["test"]
-    with pytest.raises(PartitionError, match=r"deal entries of pool\.index, or set by_row = True"):
+    with pytest.raises(PartitionError, match=r"Assign entries of pool\.index, or set by_row = True"):
         Rows()(samples(), 0)
     fl.testing.check_partition(Halves())
 
@@ -451,7 +451,7 @@ def test_least_numbers_count_subjects() -> None:
         fl.Dataset.create(frame.drop(columns="patient_id"), **options).prepare, "binary", ("0", "1"), "died"
     )
     (line,) = agreement.with_(patients=2, subject="patient_id").shortcomings({}, 1)
-    assert line == "1 subjects ('patient_id'), the agreement requires at least 2"
+    assert line == "1 subjects ('patient_id'), but the agreement requires at least 2"
 
 
 def test_an_agreement_carries_the_subject_to_every_site(tmp_path: Path) -> None:

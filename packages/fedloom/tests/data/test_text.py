@@ -35,9 +35,9 @@ def made(x: torch.Tensor = X, y: Any = (0, 1), **more: Any) -> Dataset:
         (
             torch.tensor([[1, 5]], dtype=torch.int32),
             [0],
-            "sample 0 has the token 5 at position 1, beyond the vocabulary",
+            "sample 0 contains the token 5 at position 1, but the vocabulary",
         ),
-        (torch.tensor([[1, -1]], dtype=torch.int32), [0], "has the token -1"),
+        (torch.tensor([[1, -1]], dtype=torch.int32), [0], "contains the token -1"),
         (torch.tensor([[1.0, 2.0]]), [0], "tokens must be whole numbers"),
         (torch.tensor([1, 2], dtype=torch.int32), [0, 1], "tokens must be whole numbers .N, length."),
         (torch.tensor([[0, 0]], dtype=torch.int32), [0], "sample 0 is empty"),
@@ -263,7 +263,7 @@ def test_texts_to_predict() -> None:
     assert new_rows(facts, np.array([[2, 3]])).x.tolist() == [[2, 3, 0]]
     for bad, words in (
         ([[1, 2, 3, 4]], "sequences of 4 tokens, but the model takes at most 3"),
-        ([[1, 7]], "beyond the vocabulary of 5"),
+        ([[1, 7]], "but the vocabulary has 5"),
         ([[0.5, 1.0]], "must be texts, or tokens"),
         ([1, 2], "must be texts, or tokens"),
     ):

@@ -59,9 +59,9 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "other marker": (every(5, systolic=-99.0), same, ("column 'systolic': 2", "name its marker in missing")),
     "text": (every(10, age="old"), same, ("column 'age'", "got 'old' (15 such)", "or name it in missing")),
     "infinity": (every(50, age="inf"), same, ("column 'age'", "got 'inf' (3 such)", "repair the cell")),
-    "label unknown": (every(10, died="maybe"), same, ("label 'died' is 'maybe', allowed are 0, 1 (15 such rows)",)),
+    "label unknown": (every(10, died="maybe"), same, ("label 'died' is 'maybe', but only 0, 1 are allowed",)),
     "label gone": (every(10, died=None), same, ("column 'died': missing value (15 such); repair",)),
-    "levels otherwise": (every(1, sex="W"), same, ("column 'sex': 150 of 150 cells have no agreed level ('W';",)),
+    "levels otherwise": (every(1, sex="W"), same, ("column 'sex': 150 of 150 cells contain no agreed level ('W';",)),
     "row cut": (ROWS, lambda t: t + "1,2,3\n", ("row 152 has 3 cells, expected 11", "repair the row")),
     "two header lines": (
         ROWS, lambda t: t.replace("\n", "\n,,years,,,mmHg,mg/dL,,,,\n", 1),
@@ -79,7 +79,10 @@ NOTES = {
         every(50, systolic=-99.0),
         "column 'systolic': 3 of 150 numbers are outside 40 to 260, for example -99. If",
     ),
-    "other level": (every(10, ward="XRAY"), "column 'ward': 15 cells of other levels than agreed are filled: 'XRAY'"),
+    "other level": (
+        every(10, ward="XRAY"),
+        "column 'ward': 15 cells with levels outside the agreement are filled: 'XRAY'",
+    ),
     "gap": (
         every(50, creatinine=None),
         ("column 'creatinine': 3 cells are missing and filled, although the agreement allows no missing cells"),
@@ -177,7 +180,7 @@ def test_points_that_may_part_thousands_are_noted(tmp_path_factory: pytest.TempP
         path = folder / "t.csv"
         path.write_text("\n".join([separator.join(("count", "ten", "died")), *rows]) + "\n")
         notes = Csv(path=str(path), target="died", drop=("ten",)).read(None).notes
-        assert any("column 'count': every fraction has three digits, as " in n for n in notes) == (column == "points")
+        assert any("column 'count': every fraction has three digits, like " in n for n in notes) == (column == "points")
 
 
 def plain(path: Path, column: str, levels: Sequence[str], **options: Any) -> Csv:

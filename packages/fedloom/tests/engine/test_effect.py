@@ -226,7 +226,7 @@ def test_a_tracker_whose_server_is_away_costs_a_warning_and_catches_up(
     assert outcome.status == "done"
     warnings = [record.message for record in caplog.records if "--track mine" in record.message]
     assert "ConnectionError: server away" in warnings[0]
-    assert "run the same command again with --track mine" in warnings[-1]
+    assert "continues. Run the same command again with --track mine" in warnings[-1]
     assert len(warnings) == (1 if returns else 2)
     if not returns:
         assert "3 rounds of fedavg, seed 0, are not there" in warnings[-1]

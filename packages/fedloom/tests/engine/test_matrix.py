@@ -123,7 +123,7 @@ REASONS = {
         "The server also receives single uploads, which noise on a mean does not protect.",
     ),
     "mixes itself": ("mixes single models for every", "The server already mixes the clients' models for every client."),
-    "clusters": ("has a model for each cluster", "The server already has one model per cluster."),
+    "clusters": ("has one model for each cluster", "The server already has one model per cluster."),
     "consensus": (
         "for one consensus model, and personalized",
         "The clients keep duals or control variates for one global model, so personal models contradict them.",

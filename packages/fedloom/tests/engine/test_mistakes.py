@@ -62,10 +62,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "negative rate": (lambda: run(local={"lr": -1}), "lr: input should be greater than 0, got -1"),
     "unknown method": (lambda: run("fedavgg"), "did you mean 'fedavg'?"),
     "federation first": (lambda: run(FED, "fedavg"), "the method must be the first argument: fl.simulate(method, fed)"),
-    "arrays for a federation": (lambda: run(fed=(X, Y)), "split the data among clients first, as in fl.partitions.iid"),
+    "arrays for a federation": (lambda: run(fed=(X, Y)), "Split the data among clients first, as in fl.partitions.iid"),
     "a name for a federation": (
         lambda: run(fed="digits"),
-        "split the data among clients first, as in fl.partitions.iid",
+        "Split the data among clients first, as in fl.partitions.iid",
     ),
     "loaders": (
         lambda: run(fed=[LOADER, LOADER]),
@@ -83,7 +83,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "the class of a partition": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=fl.partitions.Iid),
-        "call it with its options",
+        "class. Call it with its options",
     ),
     "positions for a partition": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=[range(30), range(30, 60)]),
@@ -104,7 +104,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "lazy module": (lambda: run(model=nn.LazyLinear(3)), "has lazy parameters (weight, bias). Call it on a sample"),
     "too few outputs": (lambda: run(model=nn.Linear(6, 2)), "must return [b, 3] for this data, got [2, 2]"),
     "wrong inputs": (lambda: run(model=nn.Linear(5, 3)), "fails on samples of shape (6,)"),
-    "a state dict": (lambda: run(model=nn.Linear(6, 3).state_dict()), "load it into a module, and give the module"),
+    "a state dict": (
+        lambda: run(model=nn.Linear(6, 3).state_dict()),
+        "dict. Load it into a module, and give the module",
+    ),
     "a file of weights": (lambda: run(model="net.pt"), "file. Load them into a module, and give the module"),
     "channels last of a run": (lambda: run(channels_last=True), "give fl.Dataset.create(data, channels_last=True)"),
     "a class for a module": (lambda: run(model=nn.Linear), "missing 2 required positional arguments"),
@@ -116,7 +119,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "Use fewer clients or a smaller min_size",
     ),
     "one-hot": (lambda: split((X, np.eye(3)[Y])), "give y.argmax(1), or task = 'regression'"),
-    "channels last": (lambda: split((IMAGES, Y[:24])), "give channels_last = True or False"),
+    "channels last": (lambda: split((IMAGES, Y[:24])), "last. Give channels_last = True or False"),
     "holes": (lambda: split((HOLES, Y)), "NaN or Inf in the features of "),
     "lengths": (lambda: split((X, Y[:-1])), "60 samples but 59 targets. Every sample needs one target"),
     "one feature": (lambda: split((X[:, 0], Y)), "For a single feature, give x[:, None]"),

@@ -169,7 +169,7 @@ def test_every_method_weighs_by_the_same_shares(name: str) -> None:
     assert same(plain.table(), uniform.table()) == (name in UNWEIGHED)
     assert any("has no effect with FedSkip" in note for note in uniform.notes) == (name == "fedskip")
     chosen = re.escape(f"client_weights = {numbers!r}")
-    unread = rf"{chosen} has no effect|replaces {chosen}"
+    unread = f"{chosen} has no effect|replaces {chosen}"
     assert any(re.search(unread, note) for note in given.notes) == (name in UNWEIGHED)
 
 

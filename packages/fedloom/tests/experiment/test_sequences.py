@@ -110,7 +110,7 @@ def test_samples_that_name_their_clients_are_read_by_their_models(run: Path, tmp
         wanted = opened["ditto", 0].models.predict_proba(rows.x[k][None].numpy(), name, kind)
         np.testing.assert_allclose(found.scores[k][None], wanted, atol=1e-6)
     (tmp_path / "none.txt").write_text("")
-    with pytest.raises(DataError, match="none.txt: no rows to predict. Give a text per line"):
+    with pytest.raises(DataError, match="none.txt: contains no rows to predict. Give one text per line"):
         opened.predict(tmp_path / "none.txt")
 
 
@@ -155,7 +155,7 @@ def test_a_table_of_texts_is_predicted_by_whom_it_is_of(tmp_path: Path) -> None:
     call("run", tmp_path / "own.toml", "--out", tmp_path / "run")
     (tmp_path / "new.csv").write_text("who,words\nb,yes 3\na,no\nc,what\n")
     said = call("predict", tmp_path / "run", tmp_path / "new.csv", "--out", tmp_path / "p.csv")
-    assert "no client of the run, so the global model: 'c' (1 rows)" in said
+    assert "not a client of the run, so the global model predicts: 'c' (1 rows)" in said
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert [row["model"] for row in rows] == ["b", "a", "global"]
     assert {row["prediction"] for row in rows} <= {"True", "False"}

@@ -117,9 +117,9 @@ def test_any_module_with_linear_layers_takes_them() -> None:
         (
             CNN(channels=(2,), kernel=1, hidden=()),
             {"rank": 3, "on": "linear"},
-            "'head' is 2x8: its rank is at most 2",
+            "'head' is 2x8, so its rank is at most 2",
         ),
-        (MLP(hidden=()), {"on": "linear", "head": True}, "has no such linear layer"),
+        (MLP(hidden=()), {"on": "linear", "head": True}, "contains no such linear layer"),
     ],
 )
 def test_what_cannot_be_is_said(spec: ModelSpec, adapters: dict[str, Any], words: str) -> None:
@@ -334,7 +334,7 @@ def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
     save_file({"head.weight": torch.zeros(2, 3)}, tmp_path / "w.safetensors")
     with pytest.raises(ConfigError, match="'fc1.weight' is missing in the file and"):
         spec.with_(init_from=str(tmp_path / "w.safetensors")).build((4,), 2)
-    with pytest.raises(ConfigError, match="no readable safetensors file"):
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
         spec.with_(init_from=str(tmp_path / "none")).build((4,), 2)
 
 

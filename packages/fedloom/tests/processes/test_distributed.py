@@ -248,7 +248,7 @@ def test_a_rank_that_dies_ends_the_run_with_a_sentence_and_another_number_of_ran
     assert code != 0  # by the connection that closes: nobody waits for a sign of life
     sentences = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(sentences) == 1, said
-    assert "start the ranks again to go on" in sentences[0]
+    assert "Saved results are intact. Start the ranks again to continue" in sentences[0]
     assert sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir()) == ["flame-0", "scaffold-0"]
     assert not (tmp_path / "out" / "metrics.parquet").exists()
     assert alone(file, tmp_path / "out") == want
@@ -375,7 +375,7 @@ def test_a_search_and_a_recipe_are_refused_under_torchrun(tmp_path: Path, monkey
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 2, done.output
         assert "torchrun has started 2 ranks" in done.output
-        assert "start it without torchrun" in done.output
+        assert "files. Start it without torchrun" in done.output
     assert list(tmp_path.iterdir()) == [file]
 
 

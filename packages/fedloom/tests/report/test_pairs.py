@@ -184,7 +184,7 @@ def test_csv_and_latex_have_what_the_pairs_have(run: Run, rows: list[Row]) -> No
     for pair in found:
         assert ("mathbf" in body[pair.row.method]) == (pair.verdict == "better")
         assert pair.verdict in body[pair.row.method]
-    assert any("a\\_b: every method against local" in line for line in lines)
+    assert any(r"a\_b: every method compared with local" in line for line in lines)
 
 
 def test_fewer_seeds_than_five_decide_nothing(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_the_command_writes_pairs_and_refuses_what_is_not_there(folder: Path, tm
     out = tmp_path / "r.html"
     found = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--baseline", "local"])
     assert found.exit_code == 0, found.output
-    assert "Every method against local" in out.read_text()
+    assert "Every method compared with local" in out.read_text()
     assert (tmp_path / "r" / "pairs.csv").read_text().count("\n") == 7
     assert "\\toprule" in (tmp_path / "r" / "pairs.tex").read_text()
     wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--baseline", "locl"])

@@ -173,7 +173,7 @@ def test_where_every_method_diverged_no_card_denies_its_result(tmp_path: Path) -
     """A diverged method that went on to its end has results with every seed."""
     runs = read_runs([diverge(ODD.write(tmp_path / "run"), *ODD.labels())])
     cards = overview.cards(runs, method_rows(runs))
-    assert "Every method that has this result diverged or failed with some seed." in cards
+    assert "Every method with this result diverged or failed with some seed." in cards
     assert "No method has" not in cards
     assert all(len(row.figures["accuracy"].finite) == 5 for row in method_rows(runs))
 

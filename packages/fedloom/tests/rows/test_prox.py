@@ -273,7 +273,7 @@ def test_total_from_tables_and_refusals():
         P.Total(parts=({"kind": "nuklear"},))
     with pytest.raises(ConfigError, match="weakly convex"):
         P.Total(parts=(P.SCAD(), P.L1()))
-    with pytest.raises(ConfigError, match="do the sets meet"):
+    with pytest.raises(ConfigError, match="Check that the sets intersect"):
         P.Total(parts=(P.Simplex(radius=3.0), P.L1Ball(radius=1.0)), iterations=200).prox(rows(2, 0), 1.0)
 
 
@@ -352,7 +352,7 @@ def test_registry_and_refusals():
         with pytest.raises(ConfigError):
             make()
     for f in (P.HalfSpace(a=(1.0, 2.0), b=0.0), P.Affine(A=((1.0, 2.0),), b=(0.0,))):
-        with pytest.raises(ConfigError, match=rf"R\^2, the rows have {D}"):
+        with pytest.raises(ConfigError, match=rf"R\\^2, but the rows have {D}"):
             f.prox(rows(1, 0), 1.0)
 
 

@@ -205,10 +205,10 @@ RATES = "client,speed,up,down\n"
         (RATES + "0,1,1,1\n0,1,1,1\n", "row 2: client 0 has row 1 too, and no start"),
         (RATES + "0,nan,1,1\n", "row 1: speed must be a number at least 0, got nothing"),
         (RATES + "0,1,0,1\n", "up must be a number above 0, got 0"),
-        (RATES + "0.5,1,1,1\n", "client must be a whole number from 0, got 0.5"),
+        (RATES + "0.5,1,1,1\n", "client must be a whole number of at least 0, got 0.5"),
         (RATES + "3,1,1,1\n", "client must be numbered from 0 to 0, got 3 instead of 0. Number the clients anew"),
-        ("client,speed,speed,up,down\n0,1,2,1,1\n", "has the column speed 2 times"),
-        ("client,speed,up,down,start\n0,1,1,1,0\n", "has one of the columns start and end"),
+        ("client,speed,speed,up,down\n0,1,2,1,1\n", "contains the column speed 2 times"),
+        ("client,speed,up,down,start\n0,1,1,1,0\n", "contains only one of the columns start and end. Give"),
         ("", "cannot be read"),
     ],
 )
@@ -241,7 +241,7 @@ def test_an_odd_trace_is_read(tmp_path: Path) -> None:
     [
         ({"schedule": Buffered()}, "needs the time that clients take; set devices="),
         ({"schedule": Buffered(buffer=9), "devices": "equal"}, "schedule.buffer must be at most the 8 clients"),
-        ({"schedule": Deadline(seconds=1, partial=True), "devices": "equal"}, "take one of fednova, fedprox"),
+        ({"schedule": Deadline(seconds=1, partial=True), "devices": "equal"}, "use one of fednova, fedprox"),
         ({"schedule": Buffered(buffer=2), "devices": "equal", "aggregator": KRUM}, r"multi-krum needs m >= 2 f \+ 3"),
         ({"schedule": OverSelection(factor=4), "devices": "equal", "aggregator": KRUM}, r"got m = 2 rows"),
         ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "cannot ask candidates"),

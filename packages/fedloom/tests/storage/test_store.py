@@ -312,7 +312,7 @@ def test_a_state_of_another_store_is_refused(tmp_path):
     for bad in wrong:
         with pytest.raises(CheckpointError, match="settings of before"):
             Store(N, TEMPLATE).load_state(bad)
-    with pytest.raises(CheckpointError, match="those of this run in files"):
+    with pytest.raises(CheckpointError, match="those of this run are in files"):
         on_disk(tmp_path).load_state(state)
 
 

@@ -209,7 +209,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "16 bits": (BYTES.astype(np.uint16) * 257, r"got uint16 values from 0 to 65535; give floats: x divided"),
     "a rounding above 1": (FLOATS * np.float32(1 + 1.2e-7), r"from 0 to 1.00000012; they exceed it by rounding"),
     "a rounding below 0": (FLOATS - np.float32(1e-7) * (FLOATS == 0), r"from -1.00000001e-07 to 1; they exceed"),
-    "channels last": (LAST, r"samples have shape 5x4x3, the model takes 3x5x4; their channels are last"),
+    "channels last": (LAST, "samples have shape 5x4x3, but the model takes 3x5x4. Their channels are last"),
 }
 
 
@@ -255,11 +255,11 @@ def test_short_floats_are_floats(kind: Any, of_bytes: Models) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (BYTES[:0], "rows: no rows to predict. Give at least one"),
-        (FLOATS[:0], "rows: no rows to predict. Give at least one"),
+        (BYTES[:0], "rows: contains no rows to predict. Give at least one"),
+        (FLOATS[:0], "rows: contains no rows to predict. Give at least one"),
         ([], "the model takes|no rows"),
         (np.full_like(FLOATS, np.nan), r"NaN or Inf in 48 samples \(first: 0\). Repair them"),
-        (FLOATS * 4 - 2, "give the samples before they were normalised"),
+        (FLOATS * 4 - 2, "give the samples before normalization"),
         ((BYTES, Y), r"a tuple means features and targets \(x, y\), but it contains"),
         ((BYTES[0], BYTES[1]), "targets. Give x alone, or the samples as a list"),
         (BYTES.astype(complex), "must be numbers, got complex"),
@@ -299,7 +299,7 @@ def test_a_model_trained_on_floats_takes_no_bytes(of_floats: Models) -> None:
 def test_raw_samples_of_another_type_are_refused(of_bytes: Models) -> None:
     one = of_bytes.model("global")
     np.testing.assert_allclose(one.scores(torch.from_numpy(FLOATS)), one.scores(torch.from_numpy(BYTES)), atol=1e-6)
-    with pytest.raises(DataError, match="samples are torch.int64, the model was trained on bytes. Give uint8, or"):
+    with pytest.raises(DataError, match="samples are torch.int64, but the model was trained on bytes. Give uint8, or"):
         one.scores(torch.from_numpy(BYTES).long())
 
 

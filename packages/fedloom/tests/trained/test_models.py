@@ -192,7 +192,7 @@ def test_new_data_is_refused_with_the_reason(fed: Federation, stranger: Dataset)
         with pytest.raises(DataError, match=sentence):
             facts.take(replace(stranger, **changes))
 
-    refused("shape 1x4x8, the model takes 1x8x8", x=stranger.x[:, :, :4])
+    refused("shape 1x4x8, but the model takes 1x8x8", x=stranger.x[:, :, :4])
     refused("unknown class 'ten'", classes=(*stranger.classes[:9], "ten"))
     refused("values from 0 to 16", x=stranger.x.float())
     refused(
@@ -224,7 +224,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
         facts.take(table("b,colour,y\n1,red,0\n2,blue,1\n"))
     with pytest.raises(DataError, match="has 'b' too"):
         facts.take(table("a,b,colour,y\n1,2,red,0\n2,3,blue,1\n"))
-    with pytest.raises(DataError, match="unknown level 'grey'. The model has blue, green, red"):
+    with pytest.raises(DataError, match="unknown level 'grey'. The model knows blue, green, red"):
         facts.take(table("a,colour,y\n1,grey,0\n2,blue,1\n"))
     with pytest.raises(DataError, match="not a table with the columns a, colour"):
         facts.take(Dataset("plain", torch.zeros(3, 2), torch.tensor([0, 1, 1]), "binary", ("0", "1")))
@@ -321,7 +321,7 @@ def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Data
     with pytest.raises(ConfigError, match="holdout must be"):
         models.adapt(stranger, holdout=1.0)
     ended = run(fed, Ditto(), local=LocalSGD(lr=0.1, schedule="cosine", decay_rounds=2)).models
-    with pytest.raises(ConfigError, match="step size is 0 in round 3"):
+    with pytest.raises(ConfigError, match="learning rate is 0 in round 3"):
         ended.adapt(stranger)
     assert bool(ended.adapt(stranger, lr=0.1).row.isfinite().all())
 
@@ -352,7 +352,7 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
             Model.load(tmp_path / f"{name}.safetensors", NORMALISED)
     with pytest.raises(LayoutError, match=r"does not contain a single model. It contains rows\.00000000"):
         fl.open_model(tmp_path / "personal.safetensors", nn.Linear(2, 2))
-    with pytest.raises(LayoutError, match=r"a folder. Name a file of one model in it \(global.safetensors"):
+    with pytest.raises(LayoutError, match=r"a folder. Name a file in it that contains one model \(global.safetensors"):
         fl.open_model(tmp_path, NORMALISED)
     (tmp_path / "bad.safetensors").write_bytes(b"no model")
     with pytest.raises(LayoutError, match="no readable file"):
@@ -411,7 +411,7 @@ def test_a_model_of_low_rank_is_exported_in_thin_layers(fed: Federation, tmp_pat
         torch.testing.assert_close(thin(x), want, rtol=0, atol=1e-5)
     for got in (session.run(["probabilities"], {"samples": raw.numpy()})[0], load(tmp_path / "torch").scores(raw)):
         np.testing.assert_allclose(got, want.double().softmax(-1).numpy(), rtol=0, atol=1e-5)
-    with pytest.raises(ConfigError, match="'flatten' is no linear"):
+    with pytest.raises(ConfigError, match="'flatten' is not a linear"):
         fl.models.thin(spec.build((1, 8, 8), 10), {"flatten": 1})
 
 

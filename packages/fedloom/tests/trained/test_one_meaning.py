@@ -162,7 +162,7 @@ def test_an_adapted_model_is_the_one_that_predicts(opened: RunDirectory, tmp_pat
         said = call("predict", opened.path, *arguments, "--out", tmp_path / f"{name}.p")
         found[name] = predictions(tmp_path / f"{name}.p")
         assert (f"the model of {made} for all rows" in said) == (name != "global")
-        assert "no client of the run" not in said
+        assert "not a client of the run" not in said
     np.testing.assert_array_equal(found["labelled"], found["bare"])
     assert np.abs(found["labelled"] - found["global"]).max() > 0.01
     want = figures_of(found["labelled"], rows)
@@ -171,7 +171,7 @@ def test_an_adapted_model_is_the_one_that_predicts(opened: RunDirectory, tmp_pat
     assert f"{want['auroc']:.4f}" in call("evaluate", opened.path, "--data", file, "--model", made)
     same_outside(opened.load(made), rows, found["labelled"], tmp_path)
     assert "was adapted to ditto" in call("predict", opened.path, bare, "--model", made, "--method", "fedavg", code=2)
-    assert "no readable file of models" in call("predict", opened.path, bare, "--model", tmp_path / "no", code=2)
+    assert "not a readable file of models" in call("predict", opened.path, bare, "--model", tmp_path / "no", code=2)
 
 
 def test_a_new_hospital_is_scored_as_it_would_be_used(opened: RunDirectory, tmp_path: Path) -> None:

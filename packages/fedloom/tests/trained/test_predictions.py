@@ -172,7 +172,7 @@ def test_the_command_writes_a_table(opened: RunDirectory, tmp_path: Path) -> Non
     out = tmp_path / "deep" / "predictions.csv"
     said = CliRunner().invoke(app, ["predict", str(opened.path), str(rows), "--method", "ditto", "--out", str(out)])
     assert said.exit_code == 0, said.output
-    assert "no client of the run, so the global model: 'hill' (4 rows)" in said.output
+    assert "not a client of the run, so the global model predicts: 'hill' (4 rows)" in said.output
     with out.open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [row["model"] for row in found] == ["west"] * 4 + ["global"] * 4
@@ -197,7 +197,7 @@ def test_what_cannot_be_predicted_is_a_sentence(
     with pytest.raises(DataError, match="trained on text columns"):
         models.predict(np.zeros((2, 3)))
     (file := tmp_path / "empty.csv").write_text("age,pressure,ward,site\n")
-    with pytest.raises(DataError, match="empty.csv: no rows to predict. Give at least one"):
+    with pytest.raises(DataError, match="empty.csv: contains no rows to predict. Give at least one"):
         opened.predict(str(file))
     with pytest.raises(DataError, match="no rows to predict"):
         models.predict({"age": [], "pressure": [], "ward": []})

@@ -24,8 +24,8 @@ from fedloom.data.survey.facts import (
     ColumnProfile,
     answers,
     repeats,
+    time_unit,
 )
-from fedloom.data.survey.findings import time_unit
 from fedloom.data.survey.leaks import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
@@ -143,7 +143,7 @@ class Draft:
         spread = shorten_list([f"{name} {count}" for name, count in classes.items()], MAX_SHOWN_NAMES)
         if measured:
             spread = f"{target.numbers.min():g} to {target.numbers.max():g}, mean {target.numbers.mean():g}"
-        self.report.append(f"target: {self._named(target, is_given, alternatives)}, {self._task}: {spread}")
+        self.report.append(f"target: {self._describe_choice(target, is_given, alternatives)}, {self._task}: {spread}")
         if self._event is not None:
             ended = int(np.nansum(self._event.values))
             self._say(self._event, f"1 for an event: {ended} of {survey.rows} rows, the others are censored")
@@ -182,7 +182,7 @@ class Draft:
             )
 
     @staticmethod
-    def _named(chosen: ColumnProfile, is_given: bool, alternatives: Sequence[str]) -> str:
+    def _describe_choice(chosen: ColumnProfile, is_given: bool, alternatives: Sequence[str]) -> str:
         if is_given:
             return repr(chosen.name)
         shown = [repr(name) for name in alternatives if name != chosen.name][:4]
@@ -207,7 +207,7 @@ class Draft:
         if (subject := self._subject) is not None:
             counts = np.unique(subject.present.astype(str), return_counts=True)[1]
             self.report.append(
-                f"subject: {self._named(subject, option is not None, doubtful)}, {len(counts)} subjects of "
+                f"subject: {self._describe_choice(subject, option is not None, doubtful)}, {len(counts)} subjects of "
                 f"{counts.min()} to {counts.max()} rows, which stay in one part of every split"
             )
             if lost := survey.rows - len(subject.present):
@@ -275,7 +275,7 @@ class Draft:
                 f"have at least {MIN_SITE_ROWS} {what}, but a federation needs two; {self._ask}"
             )
         self.report.append(
-            f"site: {self._named(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "
+            f"site: {self._describe_choice(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "
             f"{kept.max()} {what}"
         )
         if without_site := survey.rows - len(site.present):

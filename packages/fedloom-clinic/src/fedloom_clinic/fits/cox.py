@@ -42,8 +42,9 @@ from fedloom_clinic.fits.separation import (
 )
 
 TIES_METHODS = ("efron", "breslow")
-MIN_NEWTON_DECREMENT = 1e-12
-"""Newton decrement below which a step is the last step."""
+MIN_NEWTON_DECREMENT, MIN_FIRTH_DECREMENT = 1e-12, 1e-18
+"""Newton decrement below which a step is the last step. Firth's steps converge linearly, so the decrement of their last
+step is smaller."""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 
 
@@ -184,7 +185,7 @@ def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
         yield zero, *(other / zero.reshape(-1, *[1] * (other.ndim - 1)) for other in further)
 
 
-def _slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
+def firth_slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
     """Return the vector ``[p]`` of tr(V dI / d beta_r) from sums with the metric V.
 
     At an event, the derivative of the information is the third central moment of the rows at risk, with m their mean:
@@ -282,7 +283,7 @@ def _slopes(sites: Sequence[SurvivalSite], ties: str, stratify: bool, beta: Floa
     total: Floats = np.zeros(len(beta))
     for group, times in _strata(sites, stratify=stratify):
         first_sums, *other_sums = (risk_sums(site, beta, times, metric=metric) for site in group)
-        total = total + _slope(sum(other_sums, first_sums), ties, metric)
+        total = total + firth_slope(sum(other_sums, first_sums), ties, metric)
     return total
 
 
@@ -318,12 +319,13 @@ def newton(
     if penalty != "ridge":
         check_columns(first.information, names)
     steps, rise, ended = (beta, beta), np.inf, False
+    least = MIN_FIRTH_DECREMENT if penalty == "firth" else MIN_NEWTON_DECREMENT
     for _ in range(MAX_NEWTON_STEPS):
         if not np.isfinite(here.information).all() or np.linalg.cond(here.information) > MAX_CONDITION_NUMBER:
             break
         step: Floats = np.linalg.solve(here.information, here.gradient).astype(float)
         steps, rise = (steps[1], step), float(here.gradient @ step)
-        if rise < MIN_NEWTON_DECREMENT:
+        if rise < least:
             ahead = at(beta + step)
             if ahead.value != -np.inf:  # else the last step has no answer, and the fit stays where it is
                 beta, here = beta + step, ahead

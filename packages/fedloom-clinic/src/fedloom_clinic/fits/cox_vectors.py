@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom_clinic.fits.cox import RiskSums, SurvivalSite, likelihood, risk_sums
-from fedloom_clinic.fits.penalty import Floats, Likelihood
+from fedloom_clinic.fits.cox import RiskSums, SurvivalSite, firth_slope, likelihood, risk_sums
+from fedloom_clinic.fits.penalty import Floats, Likelihood, Mask
 
 Ring = NDArray[np.uint64]
 """Numbers modulo 2^64."""
@@ -40,6 +40,7 @@ class CoxAgreement(NamedTuple):
         stratify: True if every site has a separate baseline hazard and times are exact.
         ridge: strength of the penalty, see `fedloom_clinic.fits.penalty`. With it, sites also send sums of columns and
             of their squares.
+        firth: True if sites also send the sums of Firth's penalty for a metric.
     """
 
     ends: Floats
@@ -50,6 +51,7 @@ class CoxAgreement(NamedTuple):
     ties: str = "efron"
     stratify: bool = False
     ridge: float | None = None
+    firth: bool = False
 
     @property
     def length(self) -> int:
@@ -57,7 +59,8 @@ class CoxAgreement(NamedTuple):
         bins, p = len(self.ends), len(self.low)
         moments = 1 + p + p * (p + 1) // 2
         scales = 0 if self.ridge is None else 2 * p
-        return (moments if self.stratify else bins * (2 * moments + 1 + p)) + scales + VECTOR_COUNTS
+        tilts = 0 if not self.firth else p if self.stratify else 2 * bins * (1 + p)
+        return (moments if self.stratify else bins * (2 * moments + 1 + p)) + scales + tilts + VECTOR_COUNTS
 
     def scaled(self, x: Floats) -> Floats:
         """Return the columns ``[N, p]`` on [-1, 1]."""
@@ -207,23 +210,36 @@ class SiteVectors:
         self._site, self.rows = used._replace(x=terms.scaled(used.x)), len(used.x)
         self._times = np.unique(used.time[used.event == 1])
 
-    def largest_share(self, beta: Floats) -> float:
-        """Return the share of the heaviest row in the weights of all rows, or 0 without rows."""
-        if not len(self._site.x):
+    def largest_share(self, beta: Floats, rows: Mask | slice = slice(None), metric: Floats | None = None) -> float:
+        """Return the share of the heaviest of some rows in their weights, or 0 without rows.
+
+        With a metric also in weights times lengths by the metric.
+        """
+        x = self._site.x[rows] if len(self._site.x) else self._site.x
+        if not len(x):
             return 0.0
         with np.errstate(over="ignore", invalid="ignore"):
-            eta = self._site.x @ beta
+            eta = x @ beta
             weight = np.exp(eta - eta.max())
-        return float(weight.max() / weight.sum())
+            shares = [weight.max() / weight.sum()]
+            if metric is not None and metric.any():
+                lengths = weight * np.abs(((x @ metric) * x).sum(1))
+                shares.append(lengths.max() / lengths.sum())
+        return float(np.max(shares))
 
-    def at(self, beta: Floats) -> Ring:
-        """Return the vector at coefficients ``[p]`` of the columns on [-1, 1].
+    def likelihood_of(self, beta: Floats, rows: Mask) -> Likelihood:
+        """Return the likelihood of some of the `rows` of a stratified fit at coefficients ``[p]``."""
+        some = SurvivalSite(*(part[rows] for part in self._site))
+        return likelihood(risk_sums(some, beta, np.unique(some.time[some.event == 1])), beta, self._terms.ties)
+
+    def at(self, beta: Floats, metric: Floats | None = None) -> Ring:
+        """Return the vector at coefficients ``[p]`` of columns on [-1, 1], for a metric ``[p, p]`` of Firth's penalty.
 
         Raises:
             DataError: a sum is too large for the step, or not finite.
         """
         with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
-            parts = self._parts(beta)
+            parts = self._parts(beta, metric)
         multiples = np.rint(np.concatenate(parts) / self._terms.step)
         if not np.isfinite(multiples).all():
             raise DataError("a sum of the Cox regression is not finite: the coefficients are too large for the rows")
@@ -235,7 +251,7 @@ class SiteVectors:
         counts = np.array([*self.losses, len(self._site.x)])
         return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
 
-    def _parts(self, beta: Floats) -> list[Floats]:
+    def _parts(self, beta: Floats, metric: Floats | None) -> list[Floats]:
         """Return the sums at coefficients ``[p]`` before rounding."""
         terms, site = self._terms, self._site
         shift = float(np.abs(beta).sum())  # then no weight is above 1
@@ -244,14 +260,17 @@ class SiteVectors:
         if terms.stratify:
             here = likelihood(risk_sums(site, beta, self._times, shift), beta, terms.ties)
             value = np.array([here.value - float(site.event.sum()) * shift])
-            return [value, here.gradient, here.information[upper], *scales]
-        sums = risk_sums(site, beta, terms.ends, shift)
+            tilts = [] if metric is None else [firth_slope(
+                risk_sums(site, beta, self._times, shift, metric), terms.ties, metric)]  # fmt: skip
+            return [value, here.gradient, here.information[upper], *scales, *tilts]
+        sums = risk_sums(site, beta, terms.ends, shift, metric)
         parts = [
             part
             for of in (sums.risk, sums.tied)
             for part in (of[0], of[1].ravel(), of[2][:, upper[0], upper[1]].ravel())
         ]
-        return [*parts, sums.deaths, sums.total.ravel(), *scales]
+        tilts = [part.ravel() for of in (sums.risk, sums.tied) for part in of[3:]]
+        return [*parts, sums.deaths, sums.total.ravel(), *scales, *tilts]
 
 
 class Opened(NamedTuple):
@@ -263,6 +282,7 @@ class Opened(NamedTuple):
         losses: losses, see `BinningLoss`.
         rows: number of rows in the fit.
         squares: ``[p]`` squared distances of each column from its mean, summed over the rows. None without a ridge.
+        slope: ``[p]`` slope of Firth's penalty for the metric of the sum. None without that penalty.
     """
 
     likelihood: Likelihood
@@ -270,9 +290,10 @@ class Opened(NamedTuple):
     losses: BinningLoss
     rows: int
     squares: Floats | None = None
+    slope: Floats | None = None
 
 
-def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opened:
+def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric: Floats | None = None) -> Opened:
     """Return the contents of the sum of sites' vectors, after checks that the sum is possible.
 
     Args:
@@ -280,6 +301,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
         terms: agreed terms.
         beta: ``[p]`` coefficients of the sum.
         sites: number of sites in the sum.
+        metric: ``[p, p]`` metric of Firth's penalty. None without that penalty.
 
     Raises:
         ConfigError: no rows of so many sites give the sum.
@@ -294,6 +316,9 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
         raise Refused("the counts of a Cox regression contradict each other: a site sent a wrong vector")
     values: Floats = (numbers[:-VECTOR_COUNTS] * terms.step).astype(np.float64)
     error, squares = sites * terms.step, None
+    values, tilts = np.split(
+        values, [len(values) - (0 if metric is None else p if terms.stratify else 2 * bins * (1 + p))]
+    )
     if terms.ridge is not None:
         values, first, second = np.split(values, [-2 * p, -p])
         if np.abs(first).max() > rows + error or second.min() < -error or second.max() > rows + error:
@@ -311,7 +336,9 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
         largest = events + error
         if value > error or np.abs(gradient).max() > 2 * largest or np.abs(information).max() > largest:
             raise Refused("the likelihood of a Cox regression is out of range: a site sent a wrong vector")
-        return Opened(Likelihood(value, gradient, information), None, losses, rows, squares)
+        return Opened(
+            Likelihood(value, gradient, information), None, losses, rows, squares, None if metric is None else tilts
+        )
     triangle = len(upper[0])
     parts = np.split(values, np.cumsum([bins, bins * p, bins * triangle] * 2 + [bins]))
     risk, tied = (
@@ -322,7 +349,12 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Ope
         raise Refused("the sums of a Cox regression are out of range: a site sent a wrong vector")
     shift = float(np.abs(beta).sum())
     here = likelihood(sums, beta, terms.ties)
-    return Opened(here._replace(value=here.value - events * shift), sums, losses, rows, squares)
+    slope = None
+    if metric is not None:
+        first, one, second, other = np.split(tilts, np.cumsum([bins, bins * p, bins]))
+        longer = sums._replace(risk=(*risk, first, one.reshape(bins, p)), tied=(*tied, second, other.reshape(bins, p)))
+        slope = firth_slope(longer, terms.ties, metric)
+    return Opened(here._replace(value=here.value - events * shift), sums, losses, rows, squares, slope)
 
 
 def _plausible(sums: RiskSums, events: int, rows: int, error: float) -> bool:

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 
 Floats = NDArray[np.float64]
@@ -33,6 +33,10 @@ PENALTY_NAMES = ("none", "ridge", "firth")
 RIDGE_STRENGTHS = tuple(10.0 ** (k / 2) for k in range(2, -9, -1))
 """Strengths that cross-validation compares, from 10 to 1e-4: from coefficients near 0 to nearly no penalty."""
 CV_FOLDS = 5
+MAX_PATH_STEPS, MAX_PATH_DECREMENT = 50, 1e-14
+"""Largest number of steps of all fits of a cross-validation, and gain below which a fit takes its last step."""
+MAX_REFUSALS = 3
+"""Number of times that the steps are halved before the weakest strength is left out."""
 
 
 class Likelihood(NamedTuple):
@@ -101,13 +105,13 @@ def ridged(at: At, weights: Floats) -> At:
     return penalized
 
 
-def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats]) -> At:
+def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
     """Return the likelihood with Firth's penalty.
 
     Args:
         at: function that returns the likelihood.
         slope: function of coefficients and the inverse V of their information, which returns the vector ``[p]`` of tr(V
-            dI / d beta_r).
+            dI / d beta_r). None if it is not known there.
     """
 
     def penalized(beta: Floats) -> Likelihood:
@@ -116,10 +120,32 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats]) -> At:
         if sign <= 0:
             return impossible(len(beta))
         inverse: Floats = np.linalg.inv(here.information).astype(float)
-        tilt = slope(beta, inverse) / 2
-        return Likelihood(here.value + float(size) / 2, here.gradient + tilt, here.information)
+        tilt = slope(beta, inverse)
+        if tilt is None:
+            return impossible(len(beta))
+        return Likelihood(here.value + float(size) / 2, here.gradient + tilt / 2, here.information)
 
     return penalized
+
+
+def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) -> float:
+    """Return the effect of rounding on the coefficients of a fit with Firth's penalty, to first order.
+
+    An error of the information moves its inverse by at most its own size over the least eigenvalue squared. Third
+    moments are at most ``reach`` times second moments. The factor 2 allows for Newton's matrix, which has no part
+    of the penalty.
+
+    Args:
+        here: likelihood at the fit.
+        slack: ``[q]`` error of the gradient, and of the slope of the penalty.
+        matrix: error of the information, as a norm.
+        reach: ``[q]`` largest distance of a row from the mean of the rows.
+    """
+    least = float(np.linalg.eigvalsh(here.information)[0]) - matrix
+    if least <= 0:
+        return float("inf")
+    score = np.abs(here.gradient) + slack + (slack + reach * len(reach) * matrix / least) / 2
+    return 2 * float(np.linalg.norm(score)) / least
 
 
 def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
@@ -168,3 +194,94 @@ def find_ridge(
         held_out.append((tried, float(value)))
         starts = [*fits]
     return Ridge(max(held_out, key=lambda pair: pair[1])[0], tuple(held_out))
+
+
+class FoldSums(NamedTuple):
+    """Sums for K = S (F + 1) fits: for each of S strengths, the rows without each of F folds, then all rows.
+
+    Attributes:
+        rows: ``[F + 1]`` rows of each set.
+        values: ``[K]`` log-likelihood of the rows of each fit.
+        everywhere: ``[K]`` log-likelihood of all rows at the same coefficients.
+        gradients: ``[K, q]`` gradients for the rows of each fit.
+        informations: ``[K, q, q]`` information matrices for the same rows.
+    """
+
+    rows: Floats
+    values: Floats
+    everywhere: Floats
+    gradients: Floats
+    informations: Floats
+
+
+def find_ridge_by_sums(
+    ask: Callable[[Floats], FoldSums | None], weights: Floats
+) -> tuple[Ridge, Floats, Likelihood, Likelihood]:
+    """Return the strength with the largest held-out likelihood, and its fit of all rows: with the ridge, and without.
+
+    All fits of all strengths take their Newton steps together, so a sum serves all of them. It is the choice of
+    `find_ridge`. Strengths at which clients cannot answer are not compared, the weakest first.
+
+    Args:
+        ask: function of coefficients ``[K, q]`` that returns the sums. None if clients cannot answer.
+        weights: ``[q]`` penalty of each squared coefficient per row and strength, 0 for intercepts.
+
+    Raises:
+        DataError: clients cannot answer, or the fits do not converge.
+    """
+    sets = CV_FOLDS + 1
+    beta = np.zeros((len(RIDGE_STRENGTHS) * sets, len(weights)))
+    here = ask(beta)
+    if here is None:
+        raise DataError("clients cannot answer the first step of the cross-validation; give a strength")
+    penalty = np.outer(np.repeat(RIDGE_STRENGTHS, sets) * np.tile(here.rows, len(RIDGE_STRENGTHS)), weights)
+    score = here.values
+    step, rise = _penalized_steps(here, beta, penalty)
+    compared, refused, left = len(RIDGE_STRENGTHS), 0, True
+    for _ in range(MAX_PATH_STEPS):
+        ahead = ask(beta + step)
+        if ahead is None:  # too long a step, or coefficients that single out a row
+            refused += 1
+            step = step / 2
+            if refused > MAX_REFUSALS:
+                compared, refused = compared - 1, 0
+                step[compared * sets :] = 0
+                if not compared:
+                    raise DataError("clients cannot answer the steps of the cross-validation; give a strength")
+            continue
+        refused = 0
+        value = ahead.values - (penalty * (beta + step) ** 2).sum(1) / 2
+        better = value >= score - 1e-12 * np.abs(score)
+        beta = np.where(better[:, None], beta + step, beta)
+        score, here = np.where(better, value, score), _merged(better, ahead, here)
+        if not left:
+            break
+        newton, rise = _penalized_steps(here, beta, penalty)
+        step = np.where(better[:, None], newton, step / 2)
+        step[compared * sets :] = 0
+        left = bool((rise[: compared * sets] >= MAX_PATH_DECREMENT).any())
+    else:
+        raise DataError(f"cross-validation has not converged after {MAX_PATH_STEPS} steps; give a strength")
+    gains = (here.everywhere - here.values).reshape(-1, sets)[:compared, :CV_FOLDS].sum(1)
+    best = int(gains.argmax())
+    at = best * sets + CV_FOLDS
+    plain = Likelihood(float(here.values[at]), here.gradients[at], here.informations[at])
+    held_out = tuple(zip(RIDGE_STRENGTHS, gains.tolist(), strict=False))
+    return Ridge(RIDGE_STRENGTHS[best], held_out), beta[at], ridged(lambda _: plain, penalty[at])(beta[at]), plain
+
+
+def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Floats, Floats]:
+    """Return Newton's step ``[K, q]`` of every fit, and the gain ``[K]`` that it expects."""
+    gradients = here.gradients - penalty * beta
+    informations = here.informations + penalty[:, :, None] * np.eye(penalty.shape[1])
+    steps: Floats = np.linalg.solve(informations, gradients[:, :, None])[:, :, 0].astype(float)
+    return steps, (gradients * steps).sum(1)
+
+
+def _merged(better: Mask, ahead: FoldSums, here: FoldSums) -> FoldSums:
+    """Return the new sums of fits whose step is taken, and the old sums of the other fits."""
+    parts = (
+        np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        for new, old in zip(ahead[1:], here[1:], strict=True)
+    )
+    return FoldSums(here.rows, *parts)

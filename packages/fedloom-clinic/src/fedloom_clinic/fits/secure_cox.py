@@ -25,7 +25,18 @@ import numpy as np
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, newton
 from fedloom_clinic.fits.cox_vectors import BinningLoss, CoxAgreement, Opened, Ring, SiteVectors, open_sum
-from fedloom_clinic.fits.penalty import Floats, Likelihood, Ridge, impossible, ridged
+from fedloom_clinic.fits.penalty import (
+    Floats,
+    FoldSums,
+    Likelihood,
+    PenaltyKind,
+    Ridge,
+    find_ridge_by_sums,
+    impossible,
+    jeffreys,
+    ridged,
+    tilt_error,
+)
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
 """Function of a vector of every site that returns the sum of the vectors modulo 2^64, in which masks cancel."""
@@ -80,7 +91,9 @@ def fit_secure_cox(
             )
     check_terms(terms)
     vectors = [SiteVectors(site, terms) for site in sites]
-    return fit_of_sums(lambda beta: total([site.at(beta) for site in vectors]), terms, names, len(sites))
+    return fit_of_sums(
+        lambda beta, metric: total([site.at(beta, metric) for site in vectors]), terms, names, len(sites)
+    )
 
 
 def check_terms(terms: CoxAgreement) -> None:
@@ -96,25 +109,32 @@ def check_terms(terms: CoxAgreement) -> None:
 
 
 def fit_of_sums(
-    total: Callable[[Floats], Ring | None], terms: CoxAgreement, names: Sequence[str], sites: int
+    total: Callable[[Floats, Floats | None], Ring | None],
+    terms: CoxAgreement,
+    names: Sequence[str],
+    sites: int,
+    paths: Callable[[Floats], FoldSums | None] | None = None,
 ) -> SecureCoxFit:
     """Return the fit of the Cox regression from the sums of all sites' vectors, each requested once.
 
     Args:
-        total: function that returns the sum at coefficients ``[p]`` of the columns on [-1, 1]. None if sites cannot
-            answer, which must not happen at zeros. Newton's step is then halved.
+        total: function that returns the sum at coefficients ``[p]`` of the columns on [-1, 1], for a metric of Firth's
+            penalty. None if sites cannot answer, which must not happen at zeros. Newton's step is then halved.
         terms: terms that the sites agree on.
         names: names of the columns, for messages.
         sites: number of sites in a sum.
+        paths: function that returns the sums of a cross-validation at coefficients ``[K, p]``. None: the strength of a
+            ridge is the strength of the terms.
 
     Raises:
         DataError: no event may be sent, or no finite fit exists.
         ConfigError: a sum is impossible.
     """
     zero = np.zeros(len(names))
-    start = total(zero)
+    none = np.zeros((len(names), len(names))) if terms.firth else None
+    start = total(zero, none)
     assert start is not None
-    last, here = zero, open_sum(start, terms, zero, sites)
+    last, here = zero, open_sum(start, terms, zero, sites, none)
     first = here
     losses, events = here.losses, first.losses.events - first.losses.uncovered - first.losses.rare
     if not events:
@@ -131,24 +151,57 @@ def fit_of_sums(
         nonlocal last, here
         beta = gamma / spread
         if not np.array_equal(beta, last):
-            vectors = total(beta)
+            vectors = total(beta, none)
             if vectors is None:
                 return impossible(len(beta))
-            last, here = beta, open_sum(vectors, terms, beta, sites)
+            last, here = beta, open_sum(vectors, terms, beta, sites, none)
             if here.losses != losses or here.rows != first.rows:
                 raise Refused("a site's rows have changed between two steps of the Cox regression. Start it again")
         value, gradient, information = here.likelihood
         return Likelihood(value, gradient / spread, information / np.outer(spread, spread))
 
-    weights = np.zeros(len(names)) if first.squares is None else (terms.ridge or 0.0) * first.squares
-    if terms.ridge is None:
-        gamma, _ = newton(at, names)
-    else:
-        gamma, _ = newton(ridged(at, weights / spread**2), names, penalty="ridge")
-    beta, information = gamma / spread, here.likelihood.information + np.diag(weights)
-    bound = _bound(here, sites * terms.step / 2, terms, beta, weights)
-    half, se = (terms.high - terms.low) / 2, np.sqrt(np.linalg.inv(information).diagonal())
+    def slope(gamma: Floats, inverse: Floats) -> Floats | None:
+        metric = inverse / np.outer(spread, spread)
+        vectors = total(gamma / spread, metric)
+        if vectors is None:
+            return None
+        tilt = open_sum(vectors, terms, gamma / spread, sites, metric).slope
+        assert tilt is not None
+        return tilt / spread
+
+    def unit_paths(gammas: Floats) -> FoldSums | None:
+        assert paths is not None
+        sums = paths(gammas / spread)
+        if sums is None:
+            return None
+        units = np.outer(spread, spread)
+        return sums._replace(gradients=sums.gradients / spread, informations=sums.informations / units)
+
+    squares = np.zeros(len(names)) if first.squares is None else first.squares
     ridge = None if terms.ridge is None else Ridge(terms.ridge)
+    if paths is not None:
+        ridge, gamma, _, plain = find_ridge_by_sums(unit_paths, squares / first.rows / spread**2)
+        units = np.outer(spread, spread)
+        here = here._replace(likelihood=Likelihood(plain.value, plain.gradient * spread, plain.information * units))
+        weights = ridge.strength * squares
+    else:
+        weights = (terms.ridge or 0.0) * squares
+        penalized = at if ridge is None else ridged(at, weights / spread**2)
+        penalized = jeffreys(at, slope) if terms.firth else penalized
+        penalty: PenaltyKind = "firth" if terms.firth else "none" if ridge is None else "ridge"
+        gamma, tilted = newton(penalized, names, penalty=penalty)
+    beta, information = gamma / spread, here.likelihood.information + np.diag(weights)
+    error = sites * terms.step / 2
+    if terms.firth:  # the gradient includes the slope of the penalty
+        units = np.outer(spread, spread)
+        score = Likelihood(tilted.value, tilted.gradient * spread, tilted.information * units)
+        slack = (np.full(len(beta), error), len(beta) * error)
+        if here.sums is not None:
+            slack = _slack(here.sums, error, efron=terms.ties == "efron")
+        bound = tilt_error(score, *slack, np.full(len(beta), 2.0))
+    else:
+        bound = _bound(here, error, terms._replace(ridge=ridge and ridge.strength), beta, weights)
+    half, se = (terms.high - terms.low) / 2, np.sqrt(np.linalg.inv(information).diagonal())
     fit = CoxFit(beta / half, se / half, here.likelihood.value, events, here.rows, ridge)
     return SecureCoxFit(fit, bound / half, losses)
 

@@ -45,8 +45,12 @@ def renew(
 def add(
     directory: Directory,
     name: Annotated[str, typer.Argument(help="name of the new site", show_default=False)],
-    home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
-    programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
+    home: Annotated[
+        Path | None, typer.Option(help="folder for server/ and site/ on the machines (default: the deployment's)")
+    ] = None,
+    programs: Annotated[
+        Path | None, typer.Option(help="folder of the programs on the machines (default: the deployment's)")
+    ] = None,
 ) -> None:
     """Let a site join a deployment that has run.
 
@@ -55,10 +59,13 @@ def add(
     Example: fedloom deploy add hospitals fichte
     """
     with errors():
-        from fedloom_sites.deploy.ops.directory import Location
+        from fedloom_sites.deploy.ops.directory import Location, machine_folders
         from fedloom_sites.deploy.ops.members import add as add_member
+        from fedloom_sites.deploy.ops.status import server_file
 
-        change = add_member(directory, name, Location(home=home, programs=programs))
+        given = {key: path for key, path in (("home", home), ("programs", programs)) if path is not None}
+        place = Location.model_validate(machine_folders(server_file(directory).parent) | given)
+        change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")
         say(f"keys of {name}: SHA-256 {change.keys}. Send both to every site by another way than this folder")
         say(
@@ -67,6 +74,46 @@ def add(
         )
         say(f"2. {change.folder / 'site'} to {name}, as its site folder")
         say(f"3. {change.folder / 'server'} over the server's folder. Let nodes/{name}.pub in. Run the experiment")
+
+
+@deploy.command()
+def upgrade(directory: Directory) -> None:
+    """Agree on the installed patch release of fedloom within a running experiment.
+
+    Checkpoints and the sites' state stay. Every site installs the release and approves the new agreement.
+
+    Example: fedloom deploy upgrade hospitals
+    """
+    with errors():
+        from fedloom_sites.deploy.ops.amend import upgrade as upgrade_release
+
+        _say_amendment(upgrade_release(directory))
+
+
+@deploy.command()
+def rotate(
+    directory: Directory, name: Annotated[str, typer.Argument(help="name of the site", show_default=False)]
+) -> None:
+    """Give a site new keys within a running experiment.
+
+    The site's state and its memory of sums and budgets stay. Under secure aggregation every site approves.
+
+    Example: fedloom deploy rotate hospitals birke
+    """
+    with errors():
+        from fedloom_sites.deploy.ops.amend import rotate as rotate_keys
+
+        change = rotate_keys(directory, name)
+        _say_amendment(change)
+        say(f"new keys of {name}: SHA-256 {change.keys}")
+        say(f"3. {change.folder / 'site'} to {name} alone, by a safe way, in place of 1; then start the site again")
+        say(f"4. before 2, on the server: fedloom deploy revoke DIRECTORY {name}; after 2, let nodes/{name}.pub in")
+
+
+def _say_amendment(change: Any) -> None:
+    say(f"{change.folder}: an amended agreement; digest {change.digest}, to be sent by another way than this folder")
+    say(f"1. {change.folder / 'approval'} to every site; there: fedloom deploy approve SITE FOLDER --digest DIGEST")
+    say(f"2. {change.folder / 'server'} over the server's folder; start the run again, which resumes")
 
 
 @deploy.command()
@@ -102,6 +149,26 @@ def approve(
         for member in members:
             say(f"new: {member.site}, keys SHA-256 {keys_digest([member])}")
         say("to approve, repeat the command with --digest and the digest that the coordinator gave you")
+
+
+@deploy.command()
+def snapshot(
+    site: SiteFolder,
+    date: Annotated[str | None, typer.Option(help="date of the data, as 2026-12-01 (default: today)")] = None,
+) -> None:
+    """Declare a dated snapshot of a site's data that grow.
+
+    The run of this experiment reads the snapshot, unless it has begun with other data.
+
+    Example: fedloom deploy snapshot /srv/fedloom/site
+    """
+    with errors():
+        from fedloom_sites.deploy.snapshots import declare
+
+        new = declare(site, date)
+        say(f"snapshot of {new.day}: {new.subjects} subjects, {new.path}")
+        later = "the run has begun with other data and keeps them; the next experiment on these data may read it"
+        say("this experiment reads it" if new.used else later)
 
 
 @deploy.command()

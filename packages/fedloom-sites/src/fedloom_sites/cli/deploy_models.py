@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli import ForceOption, IdColumnOption, PredictionsFile, ThresholdOption, errors, say
+from fedloom.lab.cli import (
+    ForceOption,
+    IdColumnOption,
+    PredictionsFile,
+    SetThresholdOption,
+    ThresholdOption,
+    errors,
+    say,
+)
 from fedloom_sites.cli.deploy import SiteFolder, deploy
 
 FileKind = Annotated[
@@ -54,6 +62,7 @@ def predict(
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     id_column: IdColumnOption = None,
     threshold: ThresholdOption = None,
+    set_threshold: SetThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
     """Predict raw rows at a site by its own model.
@@ -70,7 +79,9 @@ def predict(
         trained = used(site, model)
         inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(id_column or ()))
         predictions = predicted(inputs, predict_with_one(trained, inputs))
-        file.write(predictions, threshold, f" by the {trained.about['kind']} model of {predictions.models[0]}")
+        file.write(
+            predictions, threshold, f" by the {trained.about['kind']} model of {predictions.models[0]}", set_threshold
+        )
 
 
 @deploy.command()

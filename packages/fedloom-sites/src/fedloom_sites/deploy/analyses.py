@@ -10,10 +10,13 @@ Therefore the sum of answers is exact for every range.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ from fedloom.engine.privacy import accounted
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.experiment import Experiment
 from fedloom.rundir import analysis_file
+from fedloom.values import dump
 from fedloom_sites.deploy.protocol.envelope import MAX_FLAG_DIGITS
 from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
 from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, Terms
@@ -41,6 +45,13 @@ FACT_COUNT = 2
 """Number of whole numbers at the end of an answer: the count of clipped numbers, and the rows of the site."""
 DEFAULT_LEAST = 5
 """Smallest number of subjects of a site, and of a cell there, if the agreement of an analysis contains no rules."""
+
+
+MAX_VERDICTS = 1024
+"""Number of newest verdicts on sets of rows that a site remembers, with the subjects of these sets."""
+MIN_APART_SUBJECTS = 2
+"""Smallest number of subjects in which two sets must differ, regardless of the agreed smallest count."""
+SUBJECT_BYTES = 8
 
 
 class TooLarge(Refused):
@@ -317,6 +328,63 @@ def check_analyses(
             f"the analyses need {cells} cells, but {clients} sites can list at most {4 * most}. Agree "
             "on fewer bins or groups"
         )
+
+
+def judge_row_sets(
+    memory: dict[str, Any], name: str, sets: Sequence[ClientRows], columns: str, salt: bytes, least: int
+) -> bool:
+    """Remember sets of rows with a verdict on each, and return True if a site may answer an analysis of these sets.
+
+    A set may be answered if it equals every set of other answered analyses, or differs from it in at least ``least``
+    subjects. Sets of other columns cannot be compared subject by subject, so their numbers of subjects must be equal or
+    differ as much. A verdict never changes.
+
+    Args:
+        memory: what the site remembers: subjects and columns of ``sets``, and ``verdicts``. It is changed.
+        name: name of the analysis in its experiment. Sets of one analysis are not compared with each other.
+        sets: sets of rows that the analysis sums, see `Analysis.row_sets`.
+        columns: digest of the columns of the rows.
+        salt: key of the digests, known to the site alone.
+        least: smallest number of subjects.
+    """
+    known, verdicts = memory.setdefault("sets", {}), memory.setdefault("verdicts", [])
+    others, verdict_of = [one for one in verdicts if one["of"] != name and one["answered"]], dict[str, bool]()
+    for rows in sets:
+        subjects, least = sorted(_subject_digests(rows, salt)), max(least, MIN_APART_SUBJECTS)
+        key = hashlib.sha256("".join([columns, *subjects]).encode()).hexdigest()
+        earlier = next((one for one in verdicts if (one["of"], one["set"]) == (name, key)), None)
+        if earlier is not None or not subjects:
+            verdict_of[key] = earlier is None or bool(earlier["answered"])
+            continue
+        here, verdict_of[key] = {*subjects}, True
+        for other in {one["set"] for one in others} - {key}:
+            before = {*known[other]["subjects"]}
+            apart = max(len(here - before), len(before - here))
+            if known[other]["columns"] != columns:
+                apart = abs(len(here) - len(before)) or least
+            verdict_of[key] &= apart >= least
+        known[key] = {"columns": columns, "subjects": subjects}
+        verdicts.append({"of": name, "set": key, "answered": verdict_of[key]})
+    del verdicts[:-MAX_VERDICTS]
+    memory["sets"] = {key: known[key] for key in known if any(one["set"] == key for one in verdicts)}
+    return all(verdict_of.values())
+
+
+def columns_digest(schema: Schema) -> str:
+    """Return a digest of everything that gives cells their meaning: columns and levels, but not ranges."""
+    columns = [dump(column.with_(range=None)) for column in schema.columns]
+    content = [columns, schema.task, schema.classes, {name: [*names] for name, names in schema.levels.items()}]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _subject_digests(rows: ClientRows, salt: bytes) -> list[str]:
+    """Return the digest of every subject: of all its rows, in any order."""
+    cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1).numpy()
+    order, states = np.lexsort((*cells.T, rows.subjects.numpy())), dict[int, Any]()
+    for k in order.tolist():
+        state = states.setdefault(int(rows.subjects[k]), hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES))
+        state.update(cells[k].tobytes())
+    return [state.hexdigest() for state in states.values()]
 
 
 def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:

@@ -156,7 +156,7 @@ class GroupSums:
                 names = metric_names(self._task)
                 figures = {name: numbers[key] for name in names if (key := _name(kind, place, name)) in numbers}
                 rows += [(client, kind, group, name, number) for name, number in figures.items()]
-            yield from self._together(kind, group, total)
+            yield from self._merge_sites(kind, group, total)
             yield from rows
 
     # ------------------------------------------------------------------------------------------------ under masks
@@ -215,9 +215,9 @@ class GroupSums:
         if bool((np.abs(values) > count * MAX_SUM).any()) or bool((values[:, :1] < 0).any()):
             raise Broken("the sum over a group of samples is out of range: a mask was not removed")
         rows = zip(self._keys, torch.from_numpy(values), strict=True)
-        return [score for (kind, group), sums in rows for score in self._together(kind, group, sums)]
+        return [score for (kind, group), sums in rows for score in self._merge_sites(kind, group, sums)]
 
-    def _together(self, kind: str, group: str, sums: Tensor) -> Iterator[GroupScore]:
+    def _merge_sites(self, kind: str, group: str, sums: Tensor) -> Iterator[GroupScore]:
         figures = metrics_of(self._task, sums)
         if figures or float(sums[0]) > 0:
             yield FEDERATION_CLIENT, kind, group, SAMPLES_FIGURE, float(sums[0])

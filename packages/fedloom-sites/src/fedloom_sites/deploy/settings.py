@@ -30,6 +30,8 @@ from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_threshold
 
 V = TypeVar("V", bound=Value)
+SNAPSHOTS_FOLDER = "snapshots"
+"""Folder of the snapshots in the memory of a site's data."""
 
 
 def _public_key(text: str) -> str:
@@ -208,6 +210,11 @@ class Site(Shared):
         description="folder of the site's memory of its data across experiments, the same for all its "
         "deployments (None: the folder state)",
     )
+    snapshot: str | None = Field(
+        None,
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
+        description="date of the snapshot of the data that the site reads (fedloom deploy snapshot; default: the data)",
+    )
     server: Annotated[str, AfterValidator(_address)] = Field(description="address of the server, host:port")
     ca: Path = Field(
         Path("ca.crt"), description="certificate of the certificate authority that signed the server's certificate"
@@ -373,8 +380,12 @@ class Server(Shared):
         return self
 
 
-def read_site(path: Path) -> Site:
+def read_site(path: Path, *, live: bool = False) -> Site:
     """Return the settings in a site's TOML file with absolute paths, including the paths of its data.
+
+    Args:
+        path: the file.
+        live: True for the data of the site although it reads a snapshot.
 
     Raises:
         ConfigError: the file is missing or contains an invalid value.
@@ -386,6 +397,10 @@ def read_site(path: Path) -> Site:
     keys = ("path",) if source.startswith("hub:") else keys
     places = {key: site.data[key] for key in keys if isinstance(site.data.get(key), str)}
     data = site.data | {key: str(folder / Path(place).expanduser()) for key, place in places.items()}
+    if site.snapshot is not None and not live:
+        key = "path" if "path" in data else "source"
+        file = f"{site.snapshot}{Path(data[key]).suffix}"
+        data[key] = str(site.memory_folder / SNAPSHOTS_FOLDER / file)
     return site.model_copy(update={"data": data})
 
 
@@ -406,7 +421,8 @@ def check_version(shared: Shared) -> None:
     """
     if shared.version != __version__:
         raise ConfigError(
-            f"fedloom is {__version__} here, but the experiment runs {shared.version}. Install that version"
+            f"fedloom is {__version__} here, but the experiment runs {shared.version}. Install that version, or agree "
+            "on a patch release with fedloom deploy upgrade"
         )
 
 

@@ -8,6 +8,7 @@ cells are merged until every node reaches the smallest count.
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from fedloom.analyses import (
     Analysis,
     AnalysisResult,
     Bounds,
+    ClientRows,
     Info,
     Question,
     analysis_of,
@@ -41,14 +43,16 @@ from fedloom_sites.deploy.analyses import (
     AnswerForm,
     TooLarge,
     check_rules,
+    columns_digest,
+    judge_row_sets,
     schema_of_agreement,
     stem_of,
 )
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
 
-ANALYZE_ACTION, STEPS_PREFIX = "analyze", "fedloom.analysis."
-"""Flower's name of the messages, and names of a node's records of the steps that it has answered."""
+ANALYZE_ACTION, STEPS_PREFIX, SETS_RECORD = "analyze", "fedloom.analysis.", "fedloom.analyses.sets"
+"""Flower's name of the messages, and names of a node's records of answered steps and of summed sets of rows."""
 GREETING_STEP = -1
 
 
@@ -128,11 +132,15 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
     form = AnswerForm(bounds, one.clients)
     course = digest_of([json.dumps([seat, sizes, bits]).encode()])
     cells = torch.cat([rows.x, rows.y, rows.part[:, None].double(), rows.subjects[:, None].double()], 1)
-    are_same = _enter(state, one.name, step, digest_of([content]), course, digest_of([cells.numpy().tobytes()]))
+    may_answer = _enter(state, one.name, step, digest_of([content]), course, digest_of([cells.numpy().tobytes()]))
     silent = False
     try:
-        if not are_same:
-            raise Refused("the samples are not those of the first step")
+        may_answer &= _are_apart(state, one, one.analysis.row_sets(rows, public))
+        if not may_answer:
+            raise Refused(
+                "the samples are not those of the first step, or few subjects differ from a set of rows that was "
+                "summed before"
+            )
         vector, _, _ = one.answer(question, bounds, form, rows, public)
     except Exception as error:  # whatever it is, the error depends on samples, and so must not show
         sys.stderr.write(f"fedloom: step {step} of the analysis {name}: {sentence_of(error)}\n")
@@ -161,6 +169,16 @@ def _enter(state: RecordDict, name: str, step: int, question: str, course: str, 
         raise Refused(f"step {step} of the analysis {name} was already answered, for another question")
     state[f"{STEPS_PREFIX}{name}"] = ConfigRecord({"steps": json.dumps(record)})
     return bool(record["rows"] == rows)
+
+
+def _are_apart(state: RecordDict, one: AgreedAnalysis, sets: Sequence[ClientRows]) -> bool:
+    """Return whether sets of rows may be summed besides those of other analyses, and remember the verdict."""
+    kept = state.get(SETS_RECORD)
+    memory = json.loads(str(kept["memory"])) if isinstance(kept, ConfigRecord) else {"salt": secrets.token_hex(16)}
+    salt, name = bytes.fromhex(memory["salt"]), f"{one.name} {one.analysis.model_dump_json()}"
+    may_answer = judge_row_sets(memory, name, sets, columns_digest(one.schema), salt, one.rules.min_subjects)
+    state[SETS_RECORD] = ConfigRecord({"memory": json.dumps(memory)})
+    return may_answer
 
 
 def analyze(

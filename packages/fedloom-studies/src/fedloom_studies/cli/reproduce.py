@@ -87,7 +87,7 @@ def reproduce(
     if tables_of_others and page is None:
         raise typer.BadParameter("--others needs --page, the file to write")
     with errors():
-        from fedloom.engine.setting import Engine
+        from fedloom import Engine
         from fedloom.outputs import check_output_folder
         from fedloom.values import choose, make
         from fedloom_studies.appendices import check_page

@@ -50,7 +50,7 @@ def draw_table(cells: Sequence[TableCell]) -> str:
                      "paper": paper})  # fmt: skip
     y, lines = kit.name_lines("column", [c.column for c in drawn], LINE_CHARACTERS)
     names = look.LETTER_WIDTH * min(LINE_CHARACTERS, max(len(c.column) for c in drawn))
-    x = kit.number("value", axis={"tickCount": 4})
+    x = kit.number("value", axis={"tickCount": 3})
     paper_points = kit.mark("point", {"y": y, "x": {**x, "field": "paper"}}, shape="diamond", size=52,
                      color=look.ORANGE_COLOR, filled=False, strokeWidth=2, opacity=1)  # fmt: skip
     inner = kit.layer_chart(*kit.intervals({"y": y, "color": {"value": look.BLUE_COLOR}}, x, size=42), paper_points)

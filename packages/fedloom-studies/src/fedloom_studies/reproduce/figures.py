@@ -83,12 +83,12 @@ class Unit(NamedTuple):
 
     def value(self, mean: float, spread: float | None = None) -> str:
         """Render a mean, with a standard deviation if there is one: ``94.98 ± 0.20 %``."""
-        return self._named(self._shown(mean, spread), self.name)
+        return self._resolve_name(self._format_value(mean, spread), self.name)
 
     def difference(self, mean: float, half: float | None = None) -> str:
         """Render a difference with its sign, and half its interval if there is one: ``-38.1 ± 5.4 points``."""
         sign = "+" if mean > 0 else ""
-        return self._named(sign + self._shown(mean, half), self.gap)
+        return self._resolve_name(sign + self._format_value(mean, half), self.gap)
 
     def lead(self, mean: float, half: float = math.nan) -> str:
         """Render a tested difference, or a ratio from its logarithm: ``1.16 (1.08 to 1.25) times``."""
@@ -98,12 +98,12 @@ class Unit(NamedTuple):
         """Render a tested difference in words: ``38.1 ± 5.4 points below`` or ``1.2 (1.1 to 1.3) times as many``."""
         if self.ratio:
             return f"{factor(mean, half)} {self.words[0]}"
-        return f"{self._shown(abs(mean), half)} {self.words[mean < 0]}"
+        return f"{self._format_value(abs(mean), half)} {self.words[mean < 0]}"
 
-    def _named(self, text: str, name: str) -> str:
+    def _resolve_name(self, text: str, name: str) -> str:
         return text if text == "-" or not name else f"{text} {name}"
 
-    def _shown(self, value: float, spread: float | None) -> str:
+    def _format_value(self, value: float, spread: float | None) -> str:
         if not math.isfinite(value):
             return "-"
         has_spread = spread is not None and math.isfinite(spread)

@@ -146,7 +146,7 @@ def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mappin
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
     for sheet, cells in papers:
         published, fair = (combine_verdicts(side) for side in zip(*cells, strict=True)) if cells else ("", "")
-        number = _most_telling(sheet, cells)
+        number = _choose_most_telling(sheet, cells)
         lines.append(f"| [{sheet.name}](#{_anchor(sheet.name)}): {sheet.claims} | {published} | {fair} | {number} |")
     lines += ["", "</div>", "", CLOSING_TEXT]
     for sheet, cells in papers:
@@ -323,7 +323,7 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Jud
     return next((one for one in verdicts if one.claim.text.startswith(start)), None)
 
 
-def _most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
+def _choose_most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """Return the most informative number: the fair test's, else the published recipe's."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):

@@ -145,7 +145,7 @@ class Rules(Value):
     """Rules on which all parties agree before the first question of an analysis."""
 
     questions: int = Field(
-        200, ge=1, description="largest number of questions of the analysis (default at real sites: 24)"
+        200, ge=1, description="largest number of questions of the analysis (default at real sites: 24 for most)"
     )
     min_subjects: int = Field(
         1, ge=1, description="smallest number of subjects of a client or of a cell. With fewer, the client answers zero"
@@ -212,8 +212,6 @@ class Analysis(Value):
 
     Questions are asked in this order. Real sites answer no other order. The last question may be repeated.
     """
-    most_questions: ClassVar[int] = 24
-    """Largest number of questions that a real site answers, if no rules state it."""
     retried: ClassVar[Collection[str]] = ()
     """Questions that a client may be unable to answer, for instance because a step is too long. `step` then tries
     another one."""
@@ -221,6 +219,8 @@ class Analysis(Value):
     """True if a client omits its rare cells from every answer itself, so that they need no merging without masks."""
     uses_models: ClassVar[bool] = False
     """True if an answer reads `ClientRows.models`, so a run must come first."""
+    wider: ClassVar[str] = "Agree on wider ranges"
+    """What to do if numbers of an answer are outside their bounds."""
     tasks: ClassVar[Collection[str]] = ()
     """Tasks of the data that the analysis can read. Empty: every task."""
     needs_table: ClassVar[bool] = False
@@ -291,6 +291,11 @@ class Analysis(Value):
             )
 
     @property
+    def most_questions(self) -> int:
+        """Largest number of questions that a real site answers, if no rules state it."""
+        return 24
+
+    @property
     def kept_columns(self) -> Sequence[str]:
         """Return columns, or bounds of them, that a table must keep beside the models' inputs."""
         return ()
@@ -316,6 +321,13 @@ class Analysis(Value):
         A client with fewer subjects than agreed in these rows answers zeros.
         """
         return client
+
+    def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
+        """Return the sets of a client's rows that sums cover. The default is one set: `used`.
+
+        A site does not answer for a set that differs from an earlier set in few subjects.
+        """
+        return [self.used(client, terms)]
 
     def start(self, terms: AnalysisTerms) -> State:
         """Return the state before the first question."""

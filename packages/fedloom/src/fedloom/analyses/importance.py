@@ -5,24 +5,27 @@ Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10, by s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
-from fedloom.analyses.form import Analysis
-from fedloom.analyses.models import models_of
+from fedloom.analyses.form import Analysis, AnalysisTerms, Bounds, Info, Question
+from fedloom.analyses.models import models_of, outputs_of
+from fedloom.analyses.rows import ClientRows
 from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
-from fedloom.data.federation import Federation
+from fedloom.data.federation import DATA_PARTS, Federation
 from fedloom.data.tables import Table
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
-from fedloom.errors import Refused
+from fedloom.errors import DataError, Refused
 from fedloom.metrics import leading, metric
 from fedloom.seeds import generator, random_state
 from fedloom.tasks import Task
@@ -43,6 +46,93 @@ class Importance(Analysis):
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
         return importance(result), ()
+
+
+class PooledImportance(Analysis):
+    """Loss of accuracy and Brier score over all clients' test rows when a column is permuted within every client.
+
+    Both metrics are sums over rows, so real sites answer too. Metrics that rank rows, such as AUROC, are no sums:
+    `Importance` has them in a simulation.
+    """
+
+    kind: ClassVar[str] = "pooled-importance"
+    tasks: ClassVar = ("binary", "classification")
+    needs_table: ClassVar[bool] = True
+    questions: ClassVar = {"scores": {}}
+    uses_models: ClassVar[bool] = True
+
+    model_kind: Literal["global", "personal"] = Field("global", description="the model whose predictions are scored")
+
+    def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
+        return client.select(client.part == DATA_PARTS.index("test"))
+
+    def start(self, terms: AnalysisTerms) -> tuple[AnalysisTerms, Tensor | None]:
+        return terms, None
+
+    def question(self, state: tuple[AnalysisTerms, Tensor | None]) -> Question | None:
+        return Question("scores") if state[1] is None else None
+
+    def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
+        most = float(terms.most_rows)
+        numbers = 1 + 2 * (1 + len(terms.schema.columns))
+        return Bounds.between(torch.zeros(numbers), torch.full((numbers,), 2 * most))
+
+    def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        rows, columns = self.used(client, terms), terms.schema.columns
+        widths = torch.tensor([max(column.levels, 1) + column.flag for column in columns])
+        if not len(rows):
+            return torch.zeros(1 + 2 * (1 + len(columns)), dtype=torch.float64)
+        inputs, ends = rows.inputs, widths.cumsum(0).tolist()
+        scores = [self._scores(rows, inputs, len(terms.schema.classes))]
+        for high, width in zip(ends, widths.tolist(), strict=True):
+            total = torch.zeros(2, dtype=torch.float64)
+            for source in _permutations(rows):
+                permuted_inputs = inputs.clone()
+                permuted_inputs[:, high - width : high] = inputs[source, high - width : high]
+                total += self._scores(rows, permuted_inputs, len(terms.schema.classes))
+            scores.append(total / PERMUTATION_REPEATS)
+        return torch.cat([torch.tensor([float(len(rows))], dtype=torch.float64), *scores])
+
+    def step(
+        self, state: tuple[AnalysisTerms, Tensor | None], total: Tensor, info: Info
+    ) -> tuple[AnalysisTerms, Tensor | None]:
+        if not total[0]:
+            raise DataError("no client has test rows; give the partition a test part")
+        return state[0], total
+
+    def result(self, state: tuple[AnalysisTerms, Tensor | None]) -> pa.Table:
+        terms, total = state
+        assert total is not None
+        means = total[1:].view(-1, 2) / total[0]
+        worse = (means[0] - means[1:]) * torch.tensor([1.0, -1.0], dtype=torch.float64)
+        lines = [
+            (column.name, name, *map(float, (worse[k, j], means[0, j], total[0])))
+            for k, column in enumerate(terms.schema.columns)
+            for j, name in enumerate(("accuracy", "brier"))
+        ]
+        numbers = dict.fromkeys(("value", "unpermuted", "rows"), NUMBER_TYPE)
+        return table_of(lines, column=TEXT_TYPE, metric=TEXT_TYPE, **numbers)
+
+    def _scores(self, rows: ClientRows, inputs: Tensor, classes: int) -> Tensor:
+        """Return the number of hits, and the sum of squared errors of probabilities (half of it for two classes)."""
+        outputs, label = outputs_of(rows, self.model_kind, inputs), rows.y[:, 0].long()
+        if classes == 2 and outputs.shape[1] == 1:
+            outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
+        p = outputs.softmax(1)
+        errors = (p - torch.nn.functional.one_hot(label, classes)).square().sum() / (2 if classes == 2 else 1)
+        return torch.stack([(p.argmax(1) == label).sum().double(), errors])
+
+
+def _permutations(rows: ClientRows) -> Iterator[Tensor]:
+    """Yield sources ``[N]`` of permuted rows: the next row in an order of digests, which no order of rows changes."""
+    cells = torch.cat([rows.x, rows.y], 1).numpy()
+    for repeat in range(PERMUTATION_REPEATS):
+        key = f"importance {repeat}".encode()
+        digests = [hashlib.blake2b(row.tobytes(), key=key, digest_size=8).digest() for row in cells]
+        order = torch.tensor(sorted(range(len(digests)), key=digests.__getitem__))
+        source = torch.empty_like(order)
+        source[order] = order.roll(-1)
+        yield source
 
 
 def check_importance(fed: Federation) -> Table:

@@ -15,6 +15,7 @@ from fedloom.analyses.form import Analysis
 from fedloom.analyses.models import models_of
 from fedloom.analyses.rows import Schema
 from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.data.dataset import CLASS_TASKS
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
@@ -34,7 +35,7 @@ class Confusion(Analysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         super().check(schema, setting)
-        if not schema.classes:
+        if schema.task not in CLASS_TASKS:
             raise Refused(
                 f"confusion counts predicted classes, but {schema.name} is a {schema.task}",
                 rule="confusion-needs-classes",

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.errors import Refused
+
 if TYPE_CHECKING:
+    from fedloom.analyses.rows import ClientRows
     from fedloom.engine.result import Result
 
 MODELS_TOGETHER = 32
@@ -52,3 +56,23 @@ def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tens
         return run
 
     return lambda client: {kind: function_of(kind, client) for kind in kinds}
+
+
+def outputs_of(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
+    """Return outputs ``[N, k]`` of a model on inputs ``[N, *shape]`` of a client's rows, float64.
+
+    They are computed in the order of the rows' cells. Otherwise float32 sums of a batch would depend on the order.
+
+    Args:
+        client: rows of the client.
+        kind: kind of the model.
+        inputs: inputs of the rows, for instance with a permuted column.
+
+    Raises:
+        Refused: the run has no model of this kind.
+    """
+    if kind not in client.models:
+        raise Refused(f"the run has no {kind} model; take model_kind = {next(iter(client.models))!r}")
+    order = torch.from_numpy(np.lexsort(torch.cat([client.x, client.y], 1).numpy().T))
+    outputs = client.models[kind](inputs[order.to(inputs.device)]).double().cpu()
+    return outputs[torch.argsort(order)]

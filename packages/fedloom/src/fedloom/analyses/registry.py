@@ -50,6 +50,7 @@ ANALYSES = AnalysisRegistry(
         "confusion": "fedloom.analyses.inspection:Confusion",
         "groups": "fedloom.analyses.patients:Groups",
         "importance": "fedloom.analyses.importance:Importance",
+        "pooled-importance": "fedloom.analyses.importance:PooledImportance",
         "predictions": "fedloom.analyses.patients:KeptPredictions",
         "tsne": "fedloom.analyses.inspection:Tsne",
     }

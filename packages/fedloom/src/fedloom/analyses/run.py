@@ -246,7 +246,7 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
     if info.clipped:
         raise DataError(
             f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers of answers were "
-            "outside their bounds, so the result would be wrong. Agree on wider ranges"
+            f"outside their bounds, so the result would be wrong. {analysis.wider}"
         )
 
 

@@ -76,7 +76,7 @@ def score(
         if y.std() == 0:
             return SingleColumnScore(0.0, "")
         value = float(1 - ((y - _across(groups, y)) ** 2).mean() / y.var())
-        if observed.sum() > len(y) / 2 and x[observed].std() > 0 and y[observed].std() > 0:
+        if observed.sum() > len(y) / 2 and np.ptp(x[observed]) > 0 and np.ptp(y[observed]) > 0:
             value = max(value, float(np.corrcoef(x[observed], y[observed])[0, 1] ** 2))
             ranks = float(np.corrcoef(rankdata(x[observed]), rankdata(y[observed]))[0, 1] ** 2)
             value = max(value, ranks)  # as a logarithm of the target has

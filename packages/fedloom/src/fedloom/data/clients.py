@@ -12,8 +12,10 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.partitions import Natural
 from fedloom.data.samples import find_pair
 from fedloom.data.sides import are_many, batches_given, common_classes, join_roles, refuse_unlike, side_of
+from fedloom.data.sources.rereading import Rereading
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.errors import ConfigError, DataError
+from fedloom.values import has_type
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 CLIENTS_EXAMPLE = (
     "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], from which test parts are cut"
 )
+
 """Example of the argument `clients`."""
 
 
@@ -56,7 +59,7 @@ def as_federation(
             f"{name}: a tuple of two is one data set (x, y), or one client's training and test set. "
             f"For several clients, give {CLIENTS_EXAMPLE}"
         )
-    if not isinstance(clients, Iterable) or isinstance(clients, str | bytes):
+    if not has_type(clients, Iterable) or has_type(clients, str, bytes):
         raise ConfigError(
             f"{name}: clients must be a list or a table by name, got {clients!r:.80}. Give {CLIENTS_EXAMPLE}"
         )
@@ -109,6 +112,8 @@ def as_federation(
     options = {**join_roles(in_order, name), **options}
     options = {"clients": np.array(owners), "name": name, "classes": classes, "channels_last": False, **options}
     data = Dataset.create(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
+    every = (parts[k] for k in range(len(sides[0])) for parts in sides)
+    data = Rereading.attach(data, [(len(part.x), part.reader) for part in every])
     cut = Natural(test=0.0 if both else test, validation=validation, test_from="clients" if both else "own")
     fed = cut(data, seed)
     everyone = list(named)

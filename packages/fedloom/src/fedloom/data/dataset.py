@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedloom.data.subjects.design import Design
     from fedloom.data.tables import Fitted
 
-Task = Literal["classification", "binary", "regression", "survival", "count"]
+Task = Literal["classification", "binary", "multilabel", "regression", "survival", "count"]
 CLASS_TASKS = ("classification", "binary")
 """Tasks whose targets are classes."""
 MISSING_LEVEL = ""
@@ -61,6 +61,14 @@ class Prepare(Protocol):
         ...
 
 
+class Rereads(Protocol):
+    """Samples that are read again, because they change at random (`fedloom.data.sources.rereading.Rereading`)."""
+
+    def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new ones, drawn from ``rng``."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Samples and targets of one source.
@@ -69,10 +77,11 @@ class Dataset:
         name: name of the source.
         x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float. Or tokens [N, length], int32
             or int64, numbers in `vocabulary`, with 0 for padding at the end of a sequence.
-        y: class numbers [N] int64. Float targets [N, k] of a regression, counts [N, 1], or times from 0 on and events 0
-            or 1 [N, 2] of a survival task, for tokens also one label per position [N, length], with -1 for no label.
-        task: ``"classification"``, ``"binary"``, ``"regression"``, ``"survival"`` or ``"count"``.
-        classes: names of the classes. Empty if targets are numbers.
+        y: class numbers [N] int64, for tokens also one label per position [N, length], with -1 for no label. Float
+            targets [N, k] of a regression, 0 or 1 [N, k] for every label, counts [N, 1], or times from 0 on and events
+            0 or 1 [N, 2] of a survival task.
+        task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
+        classes: names of the classes or labels. Empty if targets are numbers.
         mean: mean per channel [C] or over everything [1]. It is subtracted after bytes are divided by 255. None: 0.
         std: same shape as `mean`. It divides after the subtraction. None: 1.
         test: positions [k] of the source's official test set in `x`. None without such a test set.
@@ -96,6 +105,9 @@ class Dataset:
         design: rows that belong together, their order, and the rows of the test part. None: every row is independent.
         original_dtype: numpy's name of the type of the features before they became `x`, such as ``"int64"``, or
             ``"uint8"`` if `x` contains bytes divided by 255. Empty: the type did not change.
+
+        rereading: rereading of samples that change at random, for every step of a training. `x` contains one draw of
+            each, for all other purposes. None: samples never change.
 
     Raises:
         DataError: lengths disagree, labels are outside 0..C-1, values are not finite, or types are wrong.
@@ -124,6 +136,7 @@ class Dataset:
     conversion: Mapping[str, Any] = field(default_factory=dict[str, Any])
     original_dtype: str = ""
     design: Design | None = None
+    rereading: Rereads | None = None
 
     def __post_init__(self) -> None:
         n = len(self.x)
@@ -165,7 +178,8 @@ class Dataset:
 
     def __repr__(self) -> str:
         size = "x".join(map(str, self.shape)) or "1"
-        kinds = f" of {len(self.classes)} classes" if self.classes else ""
+        what = "classes" if self.classed else "labels"
+        kinds = f" of {len(self.classes)} {what}" if self.classes else ""
         more = [f"{len(self.test)} of them the official test set"] if self.test is not None else []
         more += [f"{len(self.user_names)} users"] if self.user_names else []
         return (
@@ -179,10 +193,10 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs that a model of this task needs: one per class, k for a regression, otherwise 1."""
+        """Number of outputs of a model: one per class or label, k for a regression, otherwise 1."""
         if self.task == "classification":
             return len(self.classes)
-        return self.y.shape[1] if self.task == "regression" else 1
+        return self.y.shape[1] if self.task in ("multilabel", "regression") else 1
 
     @property
     def classed(self) -> bool:
@@ -240,8 +254,26 @@ class Dataset:
             facts["vocabulary"], facts["tokens"] = len(self.vocabulary), int((self.x != 0).sum())
         return facts
 
+    def refuse_random(self, what: str) -> None:
+        """Raise if samples are read again for every step, which would undo a change of the stored samples.
+
+        Raises:
+            DataError: they are.
+        """
+        if self.rereading is not None:
+            raise DataError(
+                f"{self.name}: its samples change at random whenever they are read, so {what} cannot use them. Leave "
+                "random transforms out of the data set, or, to keep one draw of each sample on purpose, give [d[i] for "
+                "i in range(len(d))] of the data set d"
+            )
+
     def extended(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:
-        """Return the data set with copies of the samples at `index` ``[k]``, with features ``x`` and targets ``y``."""
+        """Return the data set with copies of the samples at `index` ``[k]``, with features ``x`` and targets ``y``.
+
+        Raises:
+            DataError: samples are read again for every step.
+        """
+        self.refuse_random("a backdoor")
 
         def more(values: Tensor | None) -> Tensor | None:
             return None if values is None else torch.cat([values, values[index.to(values.device)]])
@@ -295,6 +327,11 @@ class Dataset:
             yield "NaN or Inf in the targets. Remove or repair those samples"
         else:
             yield from _wrong_numbers(self.task, self.y)
+            if self.task == "multilabel" and not 1 < len(self.classes) == self.y.shape[1]:
+                yield (
+                    f"a multilabel task has at least two labels, with a name each: got {self.y.shape[1]} labels, "
+                    f"{len(self.classes)} names"
+                )
 
     def _wrong_scale(self) -> Iterator[str]:
         for what, values in (("mean", self.mean), ("std", self.std)):
@@ -320,7 +357,7 @@ def refuse(where: str, problems: Sequence[str]) -> None:
 
 
 def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
-    """Yield the errors in times and events, or in counts."""
+    """Yield the errors in times and events, in labels, or in counts."""
     if task == "survival" and y.shape[1] != 2:
         yield f"targets of a survival task are a time and an event in every row, got {y.shape[1]} columns"
     elif task == "survival":
@@ -329,6 +366,13 @@ def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
             yield f"{int(early.sum())} times are negative (first: sample {int(early.int().argmax())}). Repair them"
         if bool(odd.any()):
             yield f"events must be 1, or 0 if the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
+    elif task == "multilabel":
+        odd = ((y != 0) & (y != 1)).any(1)
+        if bool(odd.any()):
+            yield (
+                f"every label must be 1 or 0, present or not. {int(odd.sum())} samples have others (first: sample "
+                f"{int(odd.int().argmax())}, {y[int(odd.int().argmax())].tolist()}). Repair them, or leave them out"
+            )
     elif task == "count":
         odd = ((y < 0) | (y != y.floor())).any(1)
         if y.shape[1] != 1 or bool(odd.any()):

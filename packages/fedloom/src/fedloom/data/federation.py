@@ -204,19 +204,31 @@ class Federation:
 
     def fetch(self, index: Tensor) -> Tensor:
         """Return the normalized samples at positions `index`: ``[..., *shape]`` of `dtype`, or int64 tokens."""
-        where = index.reshape(-1)
-        if self._affine is not None and self._flat.dtype == torch.uint8 and self._flat.device.type == "cpu":
+        return self._scale(self._flat, index.reshape(-1)).view(*index.shape, *self.data.shape)
+
+    def fetch_anew(self, index: Tensor, rng: torch.Generator) -> Tensor:
+        """Return samples as `fetch`, with random changes drawn from ``rng``, if the data set reads them again."""
+        if self.data.rereading is None:
+            return self.fetch(index)
+        x = self.data.x[index].cpu()
+        self.data.rereading.read_into(x, index.cpu(), rng)
+        rows = torch.arange(len(x), device=self.device)
+        return self._scale(x.to(self.device).flatten(1), rows).view(-1, *self.data.shape)
+
+    def _scale(self, flat: Tensor, where: Tensor) -> Tensor:
+        """Return normalized rows ``[k, p]`` of stored samples ``[N, p]``."""
+        if self._affine is not None and flat.dtype == torch.uint8 and flat.device.type == "cpu":
             from fedloom import kernels
 
-            out = torch.empty(len(where), self._flat.shape[1], dtype=self.dtype)
-            kernels.gather(self._flat.numpy(), where.numpy(), *(part.numpy() for part in self._affine), out.numpy())
+            out = torch.empty(len(where), flat.shape[1], dtype=self.dtype)
+            kernels.gather(flat.numpy(), where.numpy(), *(part.numpy() for part in self._affine), out.numpy())
         else:
-            out = torch.index_select(self._flat, 0, where)
+            out = torch.index_select(flat, 0, where)
             out = out.long() if self.data.vocabulary else out.to(self.dtype)
             if self._affine is not None:
                 scale, shift = self._affine
                 torch.addcmul(shift, out, scale, out=out)
-        return out.view(*index.shape, *self.data.shape)
+        return out
 
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return all stored samples [N, p], and the scale and shift [p] that convert them to the result of `fetch`."""
@@ -290,11 +302,16 @@ class Federation:
         return (counts @ rare) / counts.sum(1).clamp(min=1)
 
     def class_counts(self, part: str = "train") -> Tensor:
-        """Return the number of samples, or labeled positions, of each class at each client: ``[n, C]`` int64."""
+        """Return the number of samples, or labeled positions, of each class at each client: ``[n, C]`` int64.
+
+        Of several labels per sample, it counts the samples with each label.
+        """
         classes = len(self.data.classes)
         if not classes:
             return torch.zeros(self.n, 0, dtype=torch.int64)
         owner, y = self.owner(part), self.targets(self.parts[part].index)
+        if not self.data.classed:
+            return y.new_zeros(self.n, classes).index_add(0, owner, y).long()
         if self.data.each:
             owner = owner.repeat_interleave(self.data.y.shape[1])[y >= 0]
             y = y[y >= 0]

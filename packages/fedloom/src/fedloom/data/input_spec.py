@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from fedloom.data.tables import Table, TableColumn
 from fedloom.data.text import NO_LABEL, UNKNOWN_TOKEN, recoded, wrong_tokens
 from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.seeds import numpy_generator
-from fedloom.values import Value
+from fedloom.values import Value, has_type
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts of a sample that a server and its sites compare."""
@@ -41,8 +42,8 @@ class InputSpec(Value):
     """Shape, classes, scaling and columns of a data set. It contains no sample."""
 
     shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
-    task: Task = Field(description="classification, binary, regression, survival or count")
-    classes: tuple[str, ...] = Field((), description="names of the classes")
+    task: Task = Field(description="classification, binary, multilabel, regression, survival or count")
+    classes: tuple[str, ...] = Field((), description="names of the classes or labels")
     targets: int = Field(1, ge=1, description="values per sample, for numbers")
     centre: float = Field(0.0, description="subtracted from the targets of a regression")
     unit: float = Field(1.0, gt=0, description="divisor of the targets after the subtraction")
@@ -89,7 +90,7 @@ class InputSpec(Value):
             shape=(table.width,),
             task=agreement.task,
             classes=agreement.classes,
-            targets=2 if agreement.task == "survival" else 1,
+            targets={"survival": 2, "multilabel": len(agreement.classes)}.get(agreement.task, 1),
             centre=agreement.centre,
             unit=agreement.divisor,
             table=table,
@@ -103,7 +104,14 @@ class InputSpec(Value):
     @property
     def outputs(self) -> int:
         """Number of outputs, as `Dataset.outputs`."""
-        return {"classification": len(self.classes), "regression": self.targets}.get(self.task, 1)
+        return {"classification": len(self.classes)}.get(
+            self.task, self.targets if self.task in ("multilabel", "regression") else 1
+        )
+
+    @property
+    def positions(self) -> int:
+        """Number of labels of a sample that has one for each token, time step or pixel."""
+        return self.shape[0] if self.vocabulary or len(self.shape) < 3 else math.prod(self.shape[1:])
 
     @property
     def classed(self) -> bool:
@@ -144,8 +152,9 @@ class InputSpec(Value):
             data: data set from any source. Labels may contain only some of the known classes.
 
         Raises:
-            DataError: classes, columns, shape, or range of values differ.
+            DataError: classes, columns, shape, or range of values differ, or samples change at random.
         """
+        data.refuse_random("a trained model")
         return Dataset(
             data.name,
             self.raw(data),
@@ -221,6 +230,13 @@ class InputSpec(Value):
                 raise DataError(
                     f"{data.name}: {data.y.shape[1]} values per sample, but the model predicts {self.targets}"
                 )
+            if data.classes != self.classes and {*data.classes} == {*self.classes}:
+                return data.y[:, [data.classes.index(name) for name in self.classes]]
+            if data.classes not in (self.classes, tuple(map(str, range(self.targets)))):
+                raise DataError(
+                    f"{data.name}: its labels are {', '.join(data.classes)}, but the model predicts "
+                    f"{', '.join(self.classes)}"
+                )
             return (data.y * data.unit + data.centre - self.centre) / self.unit
         if data.each != self.each:
             what = {True: "one label per position", False: "one label per sample"}
@@ -273,7 +289,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
     Raises:
         ConfigError: holdout is out of range.
     """
-    if not isinstance(holdout, int | float) or not 0 <= holdout < 1:
+    if not has_type(holdout, int, float) or not 0 <= holdout < 1:
         raise ConfigError(f"holdout must be a number of at least 0 and less than 1, got {holdout!r:.80}")
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
     y = None if data.labels is None else data.labels.numpy()

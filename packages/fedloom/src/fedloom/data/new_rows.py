@@ -85,7 +85,7 @@ def new_rows(
         new = _read_columns(facts, rows.names, rows.cells, rows.problems, users, factors, keep)
     elif is_frame(rows):
         names, problems = frame_names(rows), Problems(name, first=0)
-        cells = _with_days(names, frame_cells(rows), problems, days_since, facts)
+        cells = _replace_dates(names, frame_cells(rows), problems, days_since, facts)
         new = _read_columns(facts, names, cells, problems, users, factors, keep)
     elif isinstance(rows, Mapping):
         arrays = {str(c): plain(values, f"{name}, column {c!r}", mixed=True) for c, values in rows.items()}
@@ -99,7 +99,7 @@ def new_rows(
                 f"{name}: columns have different lengths: {', '.join(f'{len(v)} ({c})' for c, v in columns.items())}"
             )
         names, problems = list(columns), Problems(name, first=0)
-        cells = _with_days(names, (Piece(0, c, v) for c, v in columns.items()), problems, days_since, facts)
+        cells = _replace_dates(names, (Piece(0, c, v) for c, v in columns.items()), problems, days_since, facts)
         new = _read_columns(facts, names, cells, problems, users, factors, keep)
     elif facts.vocabulary:
         new = _sequences(facts, plain(rows, name), name)
@@ -112,7 +112,7 @@ def new_rows(
     return new
 
 
-def _with_days(
+def _replace_dates(
     names: Sequence[str],
     cells: Iterator[Piece],
     problems: Problems,

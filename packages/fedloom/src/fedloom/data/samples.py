@@ -13,8 +13,9 @@ from torch.utils.data import IterableDataset
 
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.array_data import as_array, has_channels_last, plain
-from fedloom.data.sources.rereading import is_picture, steady
+from fedloom.data.sources.rereading import REREAD_SAMPLES, ChangedSamples, Reader, is_picture, read_at_random, steady
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of
+from fedloom.seeds import preserve_rng
 
 FEATURE_TARGET_NAMES = (
     ("x", "y"),
@@ -29,6 +30,10 @@ FEATURE_TARGET_NAMES = (
 """Names of features and targets in dictionaries and NPZ files."""
 
 
+TARGET_READINGS = 8
+"""Number of readings of some samples in which targets must not change."""
+
+
 class Stack(NamedTuple):
     """Stacked samples.
 
@@ -37,12 +42,14 @@ class Stack(NamedTuple):
         y: targets in their original form.
         dtype: numpy's name of the type of the first sample.
         pictures: True if samples were pictures, whose channels have been moved to the first axis.
+        reader: function that reads samples with other random changes. None: samples do not change.
     """
 
     x: NDArray[Any]
     y: list[Any]
     dtype: str
     pictures: bool
+    reader: Reader | None = None
 
 
 def find_pair(obj: Any) -> tuple[Any, Any] | None:
@@ -99,7 +106,7 @@ def _numbers(value: object) -> NDArray[Any]:
 
 
 def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> Stack:
-    """Return the stacked samples of a torch data set.
+    """Return the stacked samples of a torch data set. If they change at random, one draw, and a reader of others.
 
     Args:
         obj: the data set, whose samples are pairs (features, target), or, if not ``labelled``, also features alone.
@@ -108,14 +115,37 @@ def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> S
 
     Raises:
         ConfigError: the data set has no length.
-        DataError: a sample cannot be read, is not a pair, or differs in a second reading.
+        DataError: a sample cannot be read, is not a pair, or its target, shape or type changes at random. Features may
+            change if the data set has positions and the global generators decide.
     """
 
     def pairs(places: Sequence[int] | None = None) -> Iterator[tuple[Any, Any]]:
         return paired(_samples(obj, name, places), name, labelled, places)
 
     again = None if isinstance(obj, IterableDataset) else pairs
-    return stacked(steady(pairs(), again, lambda: pairs(), name), name)
+    try:
+        return stacked(steady(pairs(), again, lambda: pairs(), name), name)
+    except ChangedSamples:
+        if again is None or not labelled or not hasattr(obj, "__getitem__"):
+            raise
+        count = len(obj)  # type: ignore[arg-type]  # checked by _samples
+        with preserve_rng():
+            some = range(min(count, REREAD_SAMPLES))
+            targets = {plain(stacked(pairs(some), name).y, name).tobytes() for _ in range(TARGET_READINGS)}
+        if len(targets) > 1:
+            raise
+    drawn = read_at_random(lambda places: stacked(pairs(places), name), lambda stack: stack.x.tobytes(), count, name)
+
+    def read(places: Sequence[int]) -> NDArray[Any]:
+        new = stacked(pairs(places), name)
+        if (new.x.dtype, new.x.shape[1:]) != (drawn.x.dtype, drawn.x.shape[1:]):
+            raise DataError(
+                f"{name}: samples {new.x.dtype} of shape {new.x.shape[1:]} were {drawn.x.dtype} of shape "
+                f"{drawn.x.shape[1:]} in the first reading; give all one size and type"
+            )
+        return new.x
+
+    return drawn._replace(reader=read)
 
 
 def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = None) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fedloom.data.samples import FEATURE_TARGET_NAMES, Stack, find_pair, paired, stacked, stacked_hub, stacked_torch
 from fedloom.data.sources.array_data import channels_first, plain
+from fedloom.data.sources.rereading import Reader
 from fedloom.data.sources.table.frames import class_names, frame_names, is_frame, is_hub
 from fedloom.data.subjects.design import SAMPLE_ROLES
 from fedloom.errors import ConfigError, DataError
@@ -46,6 +47,7 @@ class Side(NamedTuple):
     notes: tuple[str, ...] = ()
     dtype: str = ""
     pictures: bool = False
+    reader: Reader | None = None
 
     @classmethod
     def create(cls, x: object, y: object, name: str, users: object = None) -> Side:
@@ -58,11 +60,21 @@ class Side(NamedTuple):
     @classmethod
     def stacked(cls, stack: Stack, name: str, **more: Any) -> Side:
         """Return a side of stacked individual samples."""
-        return cls(stack.x, plain(stack.y, name), dtype=stack.dtype, pictures=stack.pictures, **more)
+        more |= {"dtype": stack.dtype, "pictures": stack.pictures}
+        return cls(stack.x, plain(stack.y, name), reader=stack.reader, **more)
 
     def placed(self, channels_last: bool | None, place: str) -> Side:
         """Return the side with the channels of images moved to the front, see `channels_first`."""
-        return self if self.pictures else self._replace(x=channels_first(self.x, channels_last, place))
+        read = self.reader
+        if self.pictures:
+            return self
+
+        def placed(places: Sequence[int]) -> NDArray[Any]:
+            assert read is not None
+            return np.ascontiguousarray(channels_first(read(places), channels_last, place))
+
+        x = channels_first(self.x, channels_last, place)
+        return self._replace(x=x, reader=None if read is None else placed)
 
 
 def common_classes(sides: Iterable[Side]) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ def _columns(
     for place in places:
         kept, justify = names and place == 0, "right" if titles[place] in right else "left"
         longest = max((cell_len(row[place]) for row in rows), default=0) if kept else None
-        shown.add_column(titles[place], justify=justify, overflow="fold", no_wrap=kept, min_width=longest)  # type: ignore[arg-type]
+        shown.add_column(Text(titles[place]), justify=justify, overflow="fold", no_wrap=kept, min_width=longest)  # type: ignore[arg-type]
     for row in rows:
         shown.add_row(*(Text(row[place]) for place in places))
     return shown

@@ -172,14 +172,14 @@ def _build(
     if odd:
         raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}). Give real and imaginary parts")
     if tokens == (0, True) and len(shape) > 2:
-        module.register_forward_hook(_by_pixel)
+        module.register_forward_hook(_flatten_pixels)
     lazy = any(isinstance(p, UninitializedParameter) for p in module.parameters())
     with nullcontext() if lazy else unchanged(module):  # a pass gives lazy modules their attributes
         try_out(module.float(), shape, outputs, name, tokens)
     return module
 
 
-def _by_pixel(module: nn.Module, inputs: object, output: object) -> Any:
+def _flatten_pixels(module: nn.Module, inputs: object, output: object) -> Any:
     """Return the outputs of an image ``[b, k, height, width]`` pixel by pixel, ``[b, height width, k]``."""
     return output.flatten(2).mT if isinstance(output, Tensor) and output.ndim > 3 else output
 

@@ -97,7 +97,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
         Raises:
             ConfigError: the model does not fit ``shape``, memory, its weight file or its adapters.
         """
-        module = self._drawn(shape, outputs, seed, tokens)
+        module = self._draw_model(shape, outputs, seed, tokens)
         if self.init_from is not None:
             load_weights(module, self.init_from)
         if self.adapters is None:
@@ -105,7 +105,9 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
         with _drawing(seed, "adapters"):
             return add_adapters(module, self.adapters)
 
-    def _drawn(self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None) -> nn.Module:
+    def _draw_model(
+        self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None
+    ) -> nn.Module:
         if outputs < 1 or not shape or min(shape) < 1:
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with _drawing(seed, "model"):

@@ -198,7 +198,7 @@ class Group:
             packed = self._exchange(*self._here, packed)
         values = []
         for r, (forms, data) in enumerate(parcel.unpack(packed)):
-            received = self._received(r, forms, data, tensors)
+            received = self._receive_tensors(r, forms, data, tensors)
             values.append(value if r == self.rank else parcel.decode_value(forms, received))
         return values
 
@@ -239,7 +239,7 @@ class Group:
             for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
 
-    def _received(self, source: int, text: bytes, data: Tensor, own_tensors: list[Tensor]) -> list[Tensor]:
+    def _receive_tensors(self, source: int, text: bytes, data: Tensor, own_tensors: list[Tensor]) -> list[Tensor]:
         """Receive the tensors of a parcel. Tensors between GPUs are sent now."""
         forms = parcel.forms(text)
         linked = iter(parcel.cut(data, [f for f in forms if not self._uses_gpu(f.place)]))

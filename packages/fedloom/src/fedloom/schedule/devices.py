@@ -175,7 +175,7 @@ class Trace(Devices):
     )
 
     @model_validator(mode="after")
-    def _named(self) -> Self:
+    def _resolve_names(self) -> Self:
         if not self.file.endswith((".parquet", ".csv", ".csv.gz")):
             raise ValueError(f"file must end in .parquet, .csv or .csv.gz, got {self.file!r}")
         return self

@@ -2,7 +2,7 @@
 
 from fedloom.lazy import lister
 from fedloom.tasks.chosen import Chosen, number, task_of
-from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
+from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 from fedloom.tasks.objective import Objective
 from fedloom.tasks.survival import Survival
 
@@ -11,6 +11,7 @@ __all__ = [
     "Chosen",
     "Classification",
     "Count",
+    "MultiLabel",
     "Objective",
     "Regression",
     "Survival",

@@ -18,15 +18,15 @@ from fedloom.hints import unknown
 from fedloom.imports import Function
 from fedloom.metrics import declare
 from fedloom.tasks.calibration import calibration
-from fedloom.tasks.figures import class_metrics, labelled, masked, owner_mean, wide
-from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
+from fedloom.tasks.figures import class_metrics, label_metrics, labelled, masked, owner_mean, wide
+from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 from fedloom.tasks.objective import Objective
 from fedloom.tasks.survival import Survival
 
 TASK_LOG = logging.getLogger("fedloom")
 
-Base = Classification | Binary | Regression | Survival | Count
-Kinds = Literal["classification", "binary", "regression", "survival", "count"]
+Base = Classification | Binary | MultiLabel | Regression | Survival | Count
+Kinds = Literal["classification", "binary", "multilabel", "regression", "survival", "count"]
 
 
 class Labelled(Protocol):
@@ -61,6 +61,8 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
             base = Classification(classes=len(dataset.classes))
         case "binary":
             base = Binary()
+        case "multilabel":
+            base = MultiLabel(labels=tuple(dataset.classes))
         case "regression":
             base = Regression(outputs=dataset.y.shape[1])
         case "survival":
@@ -107,7 +109,7 @@ class Chosen:
         twice = next((name for name in own_names if own_names.count(name) > 1), None)
         if twice:
             raise ConfigError(f"task.metrics: two metrics are called {twice!r}. Rename one function")
-        _check_weights(objective.class_weights, classes)
+        _check_weights(objective.class_weights, () if isinstance(base, MultiLabel) else classes)
         if objective.calibrate and not isinstance(base, Binary):
             raise ConfigError(
                 "task.calibrate works only for binary tasks",
@@ -166,6 +168,8 @@ class Chosen:
         if isinstance(self.base, Classification | Binary):
             p, guess = self.base.probabilities(z), self.base.predict(z)
             more = class_metrics(self.extra, p, guess, target, who, n, labels(self.classes))
+        if isinstance(self.base, MultiLabel):
+            more = label_metrics(self.extra, z, wide(target), who, n, labels(self.classes))
         if calibration_metrics := {"calibration_slope", "calibration_intercept"} & {*self.extra}:
             more |= {
                 name: value for name, value in calibration(z, target, who, n).items() if name in calibration_metrics

@@ -126,6 +126,42 @@ def class_metrics(
     return figures
 
 
+def label_metrics(
+    wanted: Collection[str], z: Tensor, y: Tensor, owner: Tensor, n: int, names: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Return metrics ``[n]`` of samples that have several labels.
+
+    Args:
+        wanted: names among the metrics of `fedloom.tasks.MultiLabel`.
+        z: ``[N, k]`` logits.
+        y: ``[N, k]`` 1 for a label that is present, else 0.
+        owner: ``[N]`` clients.
+        n: number of clients.
+        names: names of the labels, for metrics by label.
+    """
+    guess = (z > 0).double()
+    true, guessed, hits = (owner_total(values, owner, n) for values in (y, guess, y * guess))
+    figures = label_counts(true, guessed, hits, names)
+    if any(name.endswith(("_auroc", "_auprc")) for name in wanted):
+        each = [torch.stack(ranking(scores, label, owner, n)) for scores, label in zip(z.T, y.T, strict=True)]
+        for name, values in zip(("auroc", "auprc"), torch.stack(each, -1), strict=True):
+            figures[f"macro_{name}"] = values.nanmean(-1)
+            figures |= {class_metric_name(f"label_{name}", label): values[:, k] for k, label in enumerate(names)}
+    figures["exact_match"] = owner_mean((guess == y).all(1).double(), owner, n)
+    return {name: values for name, values in figures.items() if name.partition("[")[0] in wanted}
+
+
+def label_counts(true: Tensor, guessed: Tensor, hits: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return metrics ``[...]`` from numbers of samples by label ``[..., k]``: with it, predicted, and both."""
+    shown = {"recall": "recall", "precision": "precision", "label_f1": "dice"}
+    each = {name: CLASS_RATIOS[ratio](true, guessed, hits) for name, ratio in shown.items()}
+    figures = {
+        class_metric_name(name, label): values[..., k] for name, values in each.items() for k, label in enumerate(names)
+    }
+    micro = 2 * hits.sum(-1) / (true + guessed).sum(-1)
+    return {"micro_f1": micro, "macro_f1": macro_f1(true, guessed, hits), **figures}
+
+
 def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
     """Return the mean F1 ``[...]`` over the targets' classes, from numbers of samples by class ``[..., C]``."""
     present = true > 0

@@ -18,6 +18,7 @@ from fedloom.tasks.figures import (
     COUNT_METRICS,
     calibration_error,
     count_by_class,
+    label_metrics,
     labelled,
     macro_f1,
     masked,
@@ -191,6 +192,47 @@ class Binary(TaskKind):
             "calibration_error": calibration_error(z.squeeze(-1).sigmoid(), label, owner, n),
         }
         return masked(values, z, owner, n)
+
+
+class MultiLabel(TaskKind):
+    """Several labels of a sample, each present or not. The mean over the k labels of the logistic losses, in nats.
+
+    Metrics: ``loss``. ``micro_f1``, F1 over all pairs of sample and label; ``macro_f1``, the mean F1 over the labels
+    that a client's targets contain; ``macro_auroc`` and ``macro_auprc``, means over the labels for which they are
+    defined. A label is predicted if its logit is positive.
+    """
+
+    further: ClassVar[tuple[str, ...]] = (
+        *("label_auroc", "label_auprc", "label_f1", "recall", "precision"),
+        "exact_match",
+    )
+
+    labels: tuple[str, ...] = Field(min_length=2, description="names of the labels")
+
+    @property
+    def outputs(self) -> int:
+        """One logit per label."""
+        return len(self.labels)
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Logistic loss: sum_j (log(1 + exp(z_j)) - y_j z_j) / k."""
+        return (functional.softplus(output) - y.to(output.dtype) * output).mean(-1)
+
+    def dloss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return (sigmoid(z) - y) / k."""
+        return (output.sigmoid() - y.to(output.dtype)) / self.outputs
+
+    def predict(self, output: Tensor) -> Tensor:
+        """Return 1 for every label with a positive logit, else 0, ``[..., b, k]``."""
+        return (output > 0).long()
+
+    def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+        """Return loss, F1, AUROC and AUPRC, see `Task.metrics`."""
+        z, y, owner = wide(output), wide(y), owner.cpu()
+        wanted = ("micro_f1", "macro_f1", "macro_auroc", "macro_auprc")
+        return masked(
+            {"loss": owner_mean(self.loss(z, y), owner, n), **label_metrics(wanted, z, y, owner, n)}, z, owner, n
+        )
 
 
 class Regression(TaskKind):

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from fedloom.metrics import class_metric_name
 from fedloom.tasks.chosen import Chosen, labels
-from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS, owner_total, wide
-from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
+from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS, label_counts, owner_total, wide
+from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
 """A target is constant up to rounding if its spread is below this part of its sum of squares."""
@@ -42,6 +42,11 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
         counts = [torch.bincount(of, minlength=classes).double() for of in (y, guess, y[hit])]
         return torch.cat([count, base.loss(z, y).sum()[None], gap[None], bins, *counts])
     target = wide(y)
+    if isinstance(base, MultiLabel):
+        guess = base.predict(z).double()
+        return torch.cat(
+            [count, base.loss(z, target).sum()[None], target.sum(0), guess.sum(0), (target * guess).sum(0)]
+        )
     if isinstance(base, Regression):
         error = z - target
         sums = [error.abs().mean(1).sum()[None], target.sum(0), target.square().sum(0), error.square().sum(0)]
@@ -61,6 +66,9 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
         return {}
     if isinstance(base, Classification | Binary):
         figures = _class_sums(task, size, rest[0])
+    elif isinstance(base, MultiLabel):
+        loss, true, guessed, hits = rest[0].split([1, *[base.outputs] * 3])
+        figures = {"loss": loss / size, **label_counts(true, guessed, hits, labels(base.labels))}
     elif isinstance(base, Regression):
         mae, linear, square, error = rest[0].split([1, *[base.outputs] * 3])
         spread, mse = square - linear.square() / size, error.mean() / size
@@ -100,7 +108,8 @@ def _no_targets(task: Task) -> Tensor:
     base = base_of(task)
     if isinstance(base, Classification | Binary):
         return torch.zeros(0, dtype=torch.long)
-    return torch.zeros(0, task.outputs if isinstance(base, Regression) else 2 if not isinstance(base, Count) else 1)
+    many = isinstance(base, MultiLabel | Regression)
+    return torch.zeros(0, task.outputs if many else 2 if not isinstance(base, Count) else 1)
 
 
 def _class_sums(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:

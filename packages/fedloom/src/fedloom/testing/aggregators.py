@@ -77,7 +77,8 @@ def shapes(s: LawUploads) -> None:
                 value.shape == uploads.rows[name].shape[1:],
                 f"the aggregate of {name} must be [{uploads.rows[name].shape[1]}], got {[*value.shape]}",
             )
-            demand(value.dtype == dtype, f"the aggregate of {name} of rows in {dtype} is in {value.dtype}")
+            wide = f"the aggregate of {name} of rows in {dtype} is in {value.dtype}"
+            demand(value.dtype == dtype, f"{wide}; weights are in float64: take weights.to(rows[primary])")
             demand(value.isfinite().all(), f"the aggregate of {name} is not finite")
         tensors = isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())
         demand(tensors, f"the state must be a dict of tensors, got {state!r:.80}")

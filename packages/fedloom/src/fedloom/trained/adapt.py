@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,6 +19,7 @@ from fedloom.local.rows import rows_of
 from fedloom.seeds import derive
 from fedloom.tasks import task_of
 from fedloom.trained.model import ModelRecipe
+from fedloom.values import has_type
 
 
 class ServerSide(NamedTuple):
@@ -73,7 +75,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     algorithm, t, n = side.algorithm, side.round, len(side.weight)
     if not has_personal(algorithm):
         raise ConfigError(f"{type(algorithm).__name__} has no personal models: every client uses its global model")
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= MAX_ROUNDS:
+    if has_type(rounds, bool) or not has_type(rounds, int, np.integer) or not 1 <= rounds <= MAX_ROUNDS:
         raise ConfigError(f"rounds must be a whole number from 1 to {MAX_ROUNDS:,}, got {rounds!r:.80}")
     if side.local.lr_at(t + rounds) == 0:
         raise ConfigError(f"the learning rate is 0 in round {t + rounds} by the run's schedule. Give lr")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -232,7 +231,7 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     except ImportError as error:
         raise ConfigError(f"export to ONNX needs {error.name}: pip install 'fedloom[export]'") from None
     facts = model.recipe.facts
-    output = "probabilities" if facts.classed else "values"
+    output = "probabilities" if facts.classes else "values"
     with _quietly():
         program: Any = torch.onnx.export(
             raw,
@@ -334,6 +333,5 @@ def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshol
         graph.node.append(node("GreaterOrEqual", ["probability of the second", "threshold"], ["is the second"]))
         graph.node.append(node("Cast", ["is the second"], ["best"], to=onnx.TensorProto.INT64))
     graph.node.append(node("Gather", ["classes", "best"], ["class"]))
-    length = facts.shape[:1] if facts.vocabulary or len(facts.shape) < 3 else (math.prod(facts.shape[1:]),)
-    places = ["batch", *(length if facts.each else ())]
+    places = ["batch", *([facts.positions] if facts.each else [])]
     graph.output.append(onnx.helper.make_tensor_value_info("class", onnx.TensorProto.STRING, places))

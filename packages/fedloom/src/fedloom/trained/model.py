@@ -154,13 +154,13 @@ class Model:
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
         """Return probabilities ``[N, C]`` in the order of ``recipe.facts.classes``. Arguments and errors as `predict`.
 
-        With a label per position ``[N, L, C]``.
+        With a label per position ``[N, L, C]``. For a multilabel task the probability of every label.
 
         Raises:
             ConfigError: also for a task without classes.
         """
         facts = self.recipe.facts
-        if not facts.classed:
+        if not facts.classes:
             raise ConfigError(f"a {facts.task} has no class probabilities. Use predict")
         return self.scores(self._raw_rows(rows))
 

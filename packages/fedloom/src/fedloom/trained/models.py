@@ -25,6 +25,7 @@ from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model, ModelRecipe, running_statistics
 from fedloom.trained.model_source import ModelSource
 from fedloom.trained.saved import files, write_models
+from fedloom.values import has_type
 
 MAX_NAMED_CLIENTS = 20
 """Largest number of clients that a message names."""
@@ -81,7 +82,7 @@ class Models:
             ConfigError: the method has no such model, or the client does not exist.
         """
         ids = None if clients is None else torch.tensor([self._place(int(i)) for i in clients], dtype=torch.int64)
-        return self._both(kind, ids)[0]
+        return self._read_rows_and_statistics(kind, ids)[0]
 
     @default_to_cpu()
     def model(self, kind: str, client: int | str | None = None) -> Model:
@@ -98,7 +99,7 @@ class Models:
         if client is None and kind != "global":
             raise ConfigError(f"{kind} models belong to clients. Give a client: {self.clients_phrase()}")
         place = None if client is None else self._place(client)
-        row, statistics = self._both(kind, None if place is None else torch.tensor([place]))
+        row, statistics = self._read_rows_and_statistics(kind, None if place is None else torch.tensor([place]))
         row, statistics = (row, statistics) if kind == "global" else (row[0], statistics[0])
         fitted = self._source.fitted
         about = {**self._source.about, "kind": kind, **({} if place is None else {"client": self.names[place]})}
@@ -275,7 +276,7 @@ class Models:
         """Names of the files that `save` writes."""
         return files(self._source)
 
-    def _both(self, kind: str, clients: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _read_rows_and_statistics(self, kind: str, clients: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return rows and running statistics."""
         self._check(kind)
         source = self._source
@@ -290,7 +291,7 @@ class Models:
         return row, statistics
 
     def _check(self, kind: str) -> None:
-        if not isinstance(kind, str) or kind not in self.kinds():
+        if not has_type(kind, str) or kind not in self.kinds():
             name = self._source.about["algorithm"]
             raise ConfigError(f"{name} has no {kind!r} model. Its models: {', '.join(self.kinds()) or 'none'}")
 

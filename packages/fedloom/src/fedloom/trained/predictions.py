@@ -38,6 +38,7 @@ class Predictions:
         kept: columns that are passed on.
         threshold: probability from which the second class of a binary task is predicted. None: 1/2.
         far: columns whose median lies far beyond the training data, as in another unit.
+        set_threshold: threshold of a conformal analysis, for sets of classes. None: no sets.
     """
 
     facts: InputSpec
@@ -49,6 +50,7 @@ class Predictions:
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     threshold: float | None = None
     far: tuple[str, ...] = ()
+    set_threshold: float | None = None
 
     def __repr__(self) -> str:
         return f"Predictions({len(self.scores):,} rows, {self.facts.task}: {'; '.join(self.notes)})"
@@ -58,20 +60,34 @@ class Predictions:
         """Names of the most probable classes ``[N]``, or values ``[N]`` (``[N, k]`` for several targets)."""
         return labels_of(self.facts, self.scores, self.threshold)
 
-    def decided(self, threshold: float | None) -> Predictions:
-        """Return the predictions with another threshold.
+    @property
+    def sets(self) -> list[list[str]]:
+        """Names of the classes in the set of every row: classes whose probability is at least 1 - `set_threshold`."""
+        assert self.set_threshold is not None
+        names = list(map(str, self.facts.classes))
+        inside = (1 - self.scores <= self.set_threshold).tolist()
+        return [[name for name, one in zip(names, row, strict=True) if one] for row in inside]
+
+    def decided(self, threshold: float | None, set_threshold: float | None = None) -> Predictions:
+        """Return the predictions with another threshold, and with sets of classes by a conformal threshold.
 
         Raises:
-            ConfigError: see `check_threshold`.
+            ConfigError: see `check_threshold`, or the predictions are not one class per row.
         """
         check_threshold(self.facts, threshold)
-        return replace(self, threshold=threshold)
+        if set_threshold is not None and (not self.facts.classed or self.not_padding is not None):
+            raise ConfigError(f"sets are of classes, one per row, and the models predict a {self.facts.task}")
+        if set_threshold is not None and not set_threshold > 0:
+            raise ConfigError(
+                f"a threshold of sets is above 0, got {set_threshold:g}; the table of the analysis conformal has it"
+            )
+        return replace(self, threshold=threshold, set_threshold=set_threshold)
 
     def table(self) -> pa.Table:
         """Return the predictions as a table, one row per sample.
 
-        Its columns are ``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]`` and
-        ``probability of <c>``.
+        Its columns are ``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]`` (of several
+        labels ``prediction of <label>``), ``set`` with a threshold of sets, and ``probability of <c>``.
         With a label per position, there is one row per position with ``position`` from 1, without padding.
         """
         scores = self.scores
@@ -83,12 +99,17 @@ class Predictions:
             row, position = np.nonzero(self.not_padding)
             scores = scores[row, position]
             columns = {"row": rows[row], "position": position + 1, "model": owners[row].tolist()}
+        if self.facts.task == "multilabel":
+            each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
+            found = {f"prediction of {c}": y for c, y in zip(self.facts.classes, self.labels.T, strict=True)}
+            return pa.table({**columns, **found, **each})
         if not self.facts.classed:
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
             return pa.table(columns | dict(zip(names, scores.T, strict=True)))
         each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
         labels = self.labels if self.not_padding is None else self.labels[row, position]
-        return pa.table({**columns, "prediction": labels.tolist(), **each})
+        sets = {} if self.set_threshold is None else {"set": [" | ".join(row) for row in self.sets]}
+        return pa.table({**columns, "prediction": labels.tolist(), **sets, **each})
 
 
 class Assignment(NamedTuple):

@@ -20,7 +20,8 @@ class RawModel(nn.Module):
     It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN for missing cells), or samples
     ``[b, *shape]``: tokens of sequences as int64, else floats. A model trained on bytes also takes bytes.
 
-    It returns class probabilities ``[b, C]``, or ``[b, L, C]`` with a label per position. For numbers it returns values
+    It returns class probabilities ``[b, C]``, or ``[b, L, C]`` with a label per position, and for several labels of a
+    sample the probability of each, ``[b, k]``. For numbers it returns values
     ``[b, k]`` of a regression in the units of its label, the mean ``[b, 1]`` of a count, and for a survival task the
     probability ``[b, 1]`` of the event by the horizon, or without a horizon the log of the hazard relative to the
     baseline.
@@ -70,6 +71,8 @@ class RawModel(nn.Module):
             return out.double().exp()
         if self.task == "regression":
             return out.double() * self.unit + self.centre
+        if self.task == "multilabel":
+            return out.double().sigmoid()
         if self.task == "binary":
             out = torch.cat([-out / 2, out / 2], -1)
         return out.double().softmax(-1)
@@ -119,11 +122,16 @@ class Scaling(nn.Module):
 def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | None = None) -> NDArray[Any]:
     """Return the prediction of every row, or of every position ``[N, L]``, from its probabilities or values.
 
+    For several labels of a row, 1 or 0 for each, ``[N, k]``.
+
     Args:
         facts: facts of the data.
         scores: see `RawModel`.
-        threshold: probability from which the second of two classes is predicted. None: the more probable class.
+        threshold: probability from which the second of two classes, or a label, is predicted. None: the more probable
+            class, or 0.5.
     """
+    if facts.task == "multilabel":
+        return (scores >= (0.5 if threshold is None else threshold)).astype(int)
     if not facts.classed:
         return scores[:, 0] if scores.shape[1] == 1 else scores
     places = scores.argmax(-1) if threshold is None else (scores[..., 1] >= threshold).astype(int)
@@ -135,9 +143,9 @@ def check_threshold(facts: InputSpec, threshold: float | None) -> None:
     """Raise if a threshold has no effect.
 
     Raises:
-        ConfigError: it is not between 0 and 1, or the task is not binary.
+        ConfigError: it is not between 0 and 1, or the task is neither binary nor multilabel.
     """
-    if threshold is not None and facts.task != "binary":
+    if threshold is not None and facts.task not in ("binary", "multilabel"):
         raise ConfigError(f"a threshold decides between two classes, but this is a {facts.task}. Leave it out")
     if threshold is not None and not 0 <= threshold <= 1:
         raise ConfigError(f"threshold must be a probability from 0 to 1, got {threshold}")

@@ -175,7 +175,8 @@ def _data(site: Site) -> Iterator[Finding]:
             "note", f"labels: no training sample of {', '.join(lacking)}. The site can train all the same{unscored}"
         )
     else:
-        yield Finding("ok", f"labels: all {len(counts)} classes, the rarest with {min(counts)} training samples")
+        what = "classes" if fed.data.classed else "labels"
+        yield Finding("ok", f"labels: all {len(counts)} {what}, the rarest with {min(counts)} training samples")
 
 
 def _share(site: Site, train: int) -> Iterator[Finding]:

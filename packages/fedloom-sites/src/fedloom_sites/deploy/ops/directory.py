@@ -90,6 +90,14 @@ class Location(Value):
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.proxy_port}"
 
 
+def machine_folders(folder: Path) -> dict[str, Path]:
+    """Return ``home`` and ``programs`` of a deployment by the units in its server's folder, or {} without units."""
+    unit = next(iter(sorted(folder.glob("units/*-superlink.service"))), None)
+    lines = dict(line.partition("=")[::2] for line in unit.read_text().splitlines()) if unit is not None else {}
+    home, words = Path(lines.get("WorkingDirectory", "")), lines.get("ExecStart", "").split()
+    return {"home": home.parent, "programs": Path(words[0]).parent} if words and home.is_absolute() else {}
+
+
 def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
     """Write the directory completely or not at all.
 

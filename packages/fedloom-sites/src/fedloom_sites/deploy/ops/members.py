@@ -27,9 +27,10 @@ from fedloom.storage.toml_files import document_of
 from fedloom.values import fields_of, make
 from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE, read_agreed
 from fedloom_sites.deploy.ops import keys
-from fedloom_sites.deploy.ops.directory import Location, site_files, write_files, write_side
+from fedloom_sites.deploy.ops.directory import SECRET_FILES, Location, site_files, write_files, write_side
 from fedloom_sites.deploy.ops.plan import further_data_table
 from fedloom_sites.deploy.ops.status import server_file
+from fedloom_sites.deploy.protocol.identity import public_line
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.pending import PendingSums
 from fedloom_sites.deploy.secure.protocol import safe_threshold
@@ -54,6 +55,8 @@ FIXED_FIELDS = (
     "data_name",
 )
 """Fields of an agreement that a new member does not change."""
+KEY_FILES = ("node-key", "node-key.pub", "signing-key")
+"""Files of a site's keys in the folder of an amendment."""
 
 
 class Change(NamedTuple):
@@ -100,7 +103,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         "fedloom deploy add", Member.model_fields,
     )  # fmt: skip
     members = (*server.sites, member)
-    _check_idle(server)  # it creates a lock, so it comes after the checks of the name
+    check_idle(server)  # it creates a lock, so it comes after the checks of the name
     document, start = read_toml(server.experiment, "experiment file"), _last_model(server)
     done = (Checkpoints(server.checkpoints).meta() or {}).get("round", 0)
     method = document["method"][0]
@@ -176,7 +179,8 @@ def proposed(folder: Path, change: Path) -> Proposal:
         change: folder of the new agreement (``approval`` of a change).
 
     Raises:
-        ConfigError: the agreement is for other sites, or changes more than members, remaining rounds and initial model.
+        ConfigError: the agreement is for other sites, or changes more than members, remaining rounds and initial model,
+            or, for the same members, more than the patch release and the keys of one site.
         RunDirError: a secure session is under way.
     """
     site = read_site(folder / "site.toml")
@@ -193,28 +197,30 @@ def proposed(folder: Path, change: Path) -> Proposal:
     except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         sentence = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(f"{change} contains no new agreement: {sentence}") from None
-    header = experiment.partition(b"\n")[0].decode(errors="replace")
-    files = {"experiment.toml": experiment} | (
-        {} if new.start is None else {INITIAL_MODEL_FILE: content_of(change / INITIAL_MODEL_FILE)}
-    )
-    start = digest(files[INITIAL_MODEL_FILE]) if INITIAL_MODEL_FILE in files else None
-    wrong = [
-        what
-        for what, holds in {
-            f"it changes settings that belong to the site ({', '.join(sorted(foreign))})": not foreign,
-            "it is not a change of this site's agreement": site.fingerprint in (former, new.fingerprint),
-            "the experiment file has changed": digest(experiment) == new.fingerprint,
+    files = {"experiment.toml": experiment}
+    rules = {
+        f"it changes settings that belong to the site ({', '.join(sorted(foreign))})": not foreign,
+        "it is not a change of this site's agreement": site.fingerprint in (former, new.fingerprint),
+        "the experiment file has changed": digest(experiment) == new.fingerprint,
+        "the experiment changes": document == before and rounds[0] <= rounds[1],
+    }
+    if new.fingerprint == site.fingerprint and new.clients == site.clients:
+        files |= {name: content_of(change / name) for name in KEY_FILES if (change / name).exists()}
+        rules |= _amendment_rules(site, new, members, files.get("signing-key"))
+    else:
+        files |= {} if new.start is None else {INITIAL_MODEL_FILE: content_of(change / INITIAL_MODEL_FILE)}
+        start = digest(files[INITIAL_MODEL_FILE]) if INITIAL_MODEL_FILE in files else None
+        header = experiment.partition(b"\n")[0].decode(errors="replace")
+        rules |= {
             "the experiment file names other members": header.endswith(keys_digest(members)),
-            "the experiment changes": document == before and rounds[0] <= rounds[1],
             "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in FIXED_FIELDS),
             "the change does not add exactly one member": [m.client for m in members][-1:] == [new.clients - 1]
             and new.clients == site.clients + 1,
             "the keys or the threshold of secure aggregation change": _keeps(site.secure, new.secure, members),
             "the initial model has changed": start == new.start,
             "the sites share the data of one partition": site.share == "all",
-        }.items()
-        if not holds
-    ]
+        }
+    wrong = [what for what, holds in rules.items() if not holds]
     if wrong:
         raise ConfigError(f"{change} cannot be approved: {'; '.join(wrong)}")
     record = read_checked(site.folder / "session" / "session.json") or {}
@@ -241,7 +247,10 @@ def take(folder: Path, change: Path, digest: str) -> Site:
         make_folder(later)
         write_atomic(later / LEDGER, content_of(ledger))
     for name in sorted(files, key=lambda name: name == "site.toml"):  # which counts, last
-        write_atomic(folder / name, files[name])
+        path = {"node-key": before.node_key, "signing-key": before.signing_key}.get(name, folder / name)
+        write_atomic(path, files[name])
+        if name in SECRET_FILES:
+            path.chmod(0o600)
     return read_site(folder / "site.toml")
 
 
@@ -254,8 +263,8 @@ def remove(folder: Path, name: str) -> Server:
     """
     file = server_file(folder)
     server, settings = read_server(file), read_toml(file, "server file")
-    _member(server, name)
-    _check_idle(server)
+    member_of(server, name)
+    check_idle(server)
     rest = [m for m in settings["sites"] if m["site"] != name]
     least = 1 if server.secure is None else server.secure.threshold
     if len(rest) < least:
@@ -266,14 +275,19 @@ def remove(folder: Path, name: str) -> Server:
     return read_server(file)
 
 
-def _member(server: Server, name: str) -> Member:
+def member_of(server: Server, name: str) -> Member:
+    """Return a site of the server's settings.
+
+    Raises:
+        ConfigError: there is no site of this name.
+    """
     for member in server.sites:
         if member.site == name:
             return member
     raise ConfigError(f"no site is called {name}; sites: {', '.join(m.site for m in server.sites)}")
 
 
-def _check_idle(server: Server) -> None:
+def check_idle(server: Server) -> None:
     """Raise if a run is under way, or a masked sum whose shares were requested.
 
     Raises:
@@ -291,6 +305,36 @@ def _check_idle(server: Server) -> None:
                 f"a secure session is in progress: the sum of round {one.round} was requested and is "
                 "not decrypted yet. Run the server to its end first"
             )
+
+
+def is_patch_of(version: str, agreed: str) -> bool:
+    """Return whether two versions of fedloom differ in no more than the last of three numbers."""
+    return version.split(".")[:2] == agreed.split(".")[:2] and len(version.split(".")) == len(agreed.split(".")) == 3
+
+
+def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: bytes | None) -> dict[str, bool]:
+    """Return what must hold for an agreement of the same members, by the sentence for a fault.
+
+    Args:
+        site: settings of the site.
+        new: its settings under the new agreement.
+        members: sites of the new agreement.
+        key: new private signing key of the site, if the folder of the agreement contains one.
+    """
+    agreed, before, after = {*Shared.model_fields} - {"version", "experiment", "secure"}, site.secure, new.secure
+    keeps, own = before is after, [m.signing_key for m in members if m.client == site.client]
+    if before is not None and after is not None:
+        changed = sum(one != other for one, other in zip(before.keys, after.keys, strict=False))
+        keeps = changed <= 1 and after.with_(keys=before.keys) == before
+        keeps &= all(after.keys[m.client] == m.signing_key for m in members)
+    known = content_of(site.signing_key, "the signing key") if key is None else key
+    return {
+        "the release is no patch release of the agreed one": is_patch_of(new.version, site.version),
+        "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in agreed),
+        "secure aggregation changes in more than the keys of one site": keeps,
+        "the signing key of this site is another one. Take the folder with the site's new keys": own
+        in ([], [public_line(known)]),
+    }
 
 
 def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member]) -> bool:

@@ -43,7 +43,7 @@ from fedloom_sites.deploy.protocol.envelope import (
 )
 from fedloom_sites.deploy.protocol.identity import is_signed
 from fedloom_sites.deploy.protocol.lengths import lengths, out_of_range
-from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, UnableReply, plain
+from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, LateReply, Rejected, UnableReply, plain
 from fedloom_sites.deploy.settings import Server, bound_of
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
@@ -260,7 +260,8 @@ class Checks:
         if head["samples"] != declared:
             raise Rejected(
                 9,
-                f"the site reports {head['samples']} training samples, but declared {declared} at the start of the run",
+                f"the site reports {head['samples']} training samples, but declared {declared} at the start of the "
+                f"run. {GROWTH_HINT}",
             )
         work = head.get("work", [0, 0, 0])
         if len(work) != 3 or not all(type(k) is int and 0 <= k <= MAX_WORK_COUNT for k in work):
@@ -322,7 +323,7 @@ class Checks:
             raise LateReply
         return draft
 
-    def _once(self, draft: _Draft) -> _Draft:
+    def _reject_repeated(self, draft: _Draft) -> _Draft:
         client = draft.head["client"]
         if not draft.is_late and client in draft.answered:
             raise Rejected(12, f"client {client} has already answered")
@@ -342,5 +343,5 @@ class Checks:
         (10, "metrics of the run, within their bounds", _metrics),
         (11, "the length of the difference, and the range of every number of a field", _length),
         (1, "in time", _check_time),
-        (12, "one reply of a client", _once),
+        (12, "one reply of a client", _reject_repeated),
     )

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
 
 from fedloom.errors import ConfigError
 from fedloom.storage.files import content_of
@@ -37,6 +42,15 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} is not an Ed25519 key. Replies must be signed with Ed25519")
     return key
+
+
+def public_line(private: bytes) -> str:
+    """Return the public key of a private key in OpenSSH form as an OpenSSH line, or "" if it is no key."""
+    try:
+        key = load_ssh_private_key(private, None)
+    except (ValueError, UnsupportedAlgorithm):
+        return ""
+    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
 
 
 def verifying_key(line: str, site: str) -> Ed25519PublicKey:

@@ -7,6 +7,9 @@ import re
 from fedloom.errors import FedloomError
 from fedloom_sites.deploy.protocol.envelope import MAX_REASON_CHARACTERS
 
+GROWTH_HINT = "If the data grow, declare a snapshot at the site: fedloom deploy snapshot"
+"""Advice for a site whose number of samples has changed."""
+
 
 class Rejected(FedloomError):
     """Error: a reply does not count.

@@ -114,7 +114,7 @@ class SessionMember:
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Return shares of this site's secrets, sealed for every other site that advertised (step 2)."""
         record = self._session(round, nonce, "shares")
-        self._once(record, "adverts", message.hex())
+        self._store_once(record, "adverts", message.hex())
         if "shares" not in record:
             session, secrets = self._agreed_by(record, message), _secrets(record)
             parts = shares.share(session, self._client, secrets, self._key)
@@ -145,14 +145,14 @@ class SessionMember:
             session is over at this site.
         """
         record = self._session(round, nonce, "masked")
-        self._once(record, "inbox", message.hex())
-        self._once(record, "terms", terms.digest.hex())
-        self._once(record, "sums", terms.sums)
-        self._once(record, "asked", terms.model_digests)
-        self._once(record, "question", terms.question.content if terms.question else "")
-        self._once(record, "weights", {str(c): [*values] for c, values in weights.items()})
-        self._once(record, "noisy", is_noisy)
-        self._once(record, "bases", {str(c): t for c, t in terms.bases.items()})
+        self._store_once(record, "inbox", message.hex())
+        self._store_once(record, "terms", terms.digest.hex())
+        self._store_once(record, "sums", terms.sums)
+        self._store_once(record, "asked", terms.model_digests)
+        self._store_once(record, "question", terms.question.content if terms.question else "")
+        self._store_once(record, "weights", {str(c): [*values] for c, values in weights.items()})
+        self._store_once(record, "noisy", is_noisy)
+        self._store_once(record, "bases", {str(c): t for c, t in terms.bases.items()})
         if "held" not in record and "accuses" not in record:
             session, secrets = self._agreed_by(record), _secrets(record)
             sealed = _read(message, shares.SEALED_SHARE_BYTES)
@@ -186,8 +186,8 @@ class SessionMember:
         """
         record = self._session(round, nonce, "masked")
         progress_of(record).require_stage(Stage.RECEIVED)
-        self._once(record, "counters", [*counts])
-        self._once(record, "vector", hashlib.sha256(vector.data).hexdigest())
+        self._store_once(record, "counters", [*counts])
+        self._store_once(record, "vector", hashlib.sha256(vector.data).hexdigest())
         self._save(record)
         peers, bound = [int(c) for c in record["held"]], self._bound(record)
         sent = secure.masked(self._agreed_by(record), bound, self._client, _secrets(record), peers, vector)
@@ -217,7 +217,7 @@ class SessionMember:
         record = self._session(round, nonce, "agree")
         arrived = self._arrived(record, _read(message, 0))
         self._check_change(record, arrived)
-        self._once(record, "arrived", message.hex())
+        self._store_once(record, "arrived", message.hex())
         self._save(record)
         return self._key.sign(secure.statement(self._bound(record), arrived))
 
@@ -232,11 +232,11 @@ class SessionMember:
             raise Broken("the sum of this session is decrypted without counters")
         signed = _read(message, SIGNATURE_BYTES)
         if "counted" not in record:
-            held, arrived = _held_shares(record), self._enter(record, signed)
+            held, arrived = _list_held_shares(record), self._enter(record, signed)
             answer = secure.join_parts(shares.reveal_shares(held, arrived, of_counters=True))
             record |= {"counted": answer.hex(), "survivors": _listed(signed)}
             self._save(record)
-        self._once(record, "survivors", _listed(signed))
+        self._store_once(record, "survivors", _listed(signed))
         return self._bytes(record, "counted")
 
     def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", openers: bytes = b"") -> bytes:
@@ -257,14 +257,14 @@ class SessionMember:
         signed = _read(message, SIGNATURE_BYTES)
         survivors = _listed(signed)
         if REVEALED_ENTRY not in record:
-            held = _held_shares(record)
+            held = _list_held_shares(record)
             if record["counters"]:
                 self._check_counters(record, [*signed], counted, openers)
             arrived = self._enter(record, signed)
             answer = secure.join_parts(shares.reveal_shares(held, arrived)).hex()
             record = {"name": record["name"], REVEALED_ENTRY: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
-        self._once(record, "survivors", survivors)
+        self._store_once(record, "survivors", survivors)
         return self._bytes(record, REVEALED_ENTRY)
 
     # ---------------------------------------------------------------------------------------------------- inside
@@ -353,7 +353,7 @@ class SessionMember:
         (progress_of(record) if same else Progress()).after(kind)
         return record
 
-    def _once(self, record: dict[str, Any], name: str, value: object) -> None:
+    def _store_once(self, record: dict[str, Any], name: str, value: object) -> None:
         """Store a value the first time, and raise if a later value differs. A session never changes a stored value."""
         if record.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")
@@ -405,7 +405,7 @@ def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]
     return {what: weights if what == "uploads" else alike for what in record["sums"]}
 
 
-def _held_shares(record: dict[str, Any]) -> dict[int, bytes]:
+def _list_held_shares(record: dict[str, Any]) -> dict[int, bytes]:
     """Return the other sites' shares that a site stores, by owner."""
     return {int(c): bytes.fromhex(part) for c, part in record["held"].items()}
 

@@ -72,7 +72,7 @@ class OpenedSums:
         if before == name.hex():
             return
         with self._open() as record:
-            experiment = self._of_experiment(record)
+            experiment = self._read_experiment(record)
             if name.hex() in experiment["past"]:
                 raise Broken("this session is over")
             if before is not None and _ended(experiment, before):
@@ -124,7 +124,7 @@ class OpenedSums:
                 same round.
         """
         with self._open() as record:
-            experiment, bases = self._of_experiment(record), {self._name(c): t for c, t in bases.items()}
+            experiment, bases = self._read_experiment(record), {self._name(c): t for c, t in bases.items()}
             is_new = False
             for what, t in sums.items():
                 opened: dict[str, Any] = experiment["opened"].setdefault(what, {})
@@ -143,7 +143,7 @@ class OpenedSums:
                     )
                 if before != new:
                     raise Broken(f"the {what} of round {t} were already summed, on another model or from other states")
-                for other in self._on_same_models(record, what, models[what]):
+                for other in self._find_same_models(record, what, models[what]):
                     apart = sum(bases.get(c) != other["bases"].get(c) for c in {*bases, *other["bases"]})
                     if 0 < apart < threshold:
                         raise Broken(
@@ -187,7 +187,7 @@ class OpenedSums:
         return Changes(record["sites"], self._limit, self._steady)
 
     @staticmethod
-    def _on_same_models(record: Mapping[str, Any], what: str, models: str) -> Iterator[Mapping[str, Any]]:
+    def _find_same_models(record: Mapping[str, Any], what: str, models: str) -> Iterator[Mapping[str, Any]]:
         """Yield the sums on the same models, of all experiments."""
         for experiment in record["experiments"].values() if models else ():
             for one in experiment["opened"].get(what, {}).values():
@@ -214,7 +214,7 @@ class OpenedSums:
         kept = [*(e for e in other_sums if e != own_sums), own_sums][-EXPERIMENTS_REMEMBERED:]
         write_checked(self._memory / OPENED_FILE, {**record, "experiments": {e: other_sums[e] for e in kept}})
 
-    def _of_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
+    def _read_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return this experiment's part of the record.
 
         Without such a part, all rounds up to the newest round count as summed.

@@ -131,7 +131,7 @@ class SecureSums:
     def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
         """Run all steps except the last, and return the masked sum. Nothing is revealed at this point."""
         while True:
-            cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
+            cohort = self._exclude_revealing(terms, [c for c in terms.cohort if c not in self._out])
             cohort = self._same_sites(terms, weights, cohort)
             self._check_summands(terms.round, weights, cohort)
             session_sum = self._begun(terms, weights, cohort, request, length, counted)
@@ -170,7 +170,7 @@ class SecureSums:
         if accusations and self._judge(course, session, accusations, sealed):
             return None
         vectors: dict[int, tuple[bytes, Integers, bytes]] = {c: a for c, a in answers.items() if c not in accusations}
-        if self._apart(terms, [*vectors]) != [*vectors]:
+        if self._exclude_revealing(terms, [*vectors]) != [*vectors]:
             raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal the upload of a single site")
         self._check_summands(t, weights, vectors)
         self._check_leaving(terms, weights, vectors)
@@ -241,7 +241,7 @@ class SecureSums:
                 )
         return len(self._out) > before
 
-    def _apart(self, terms: Terms, clients: Collection[int]) -> list[int]:
+    def _exclude_revealing(self, terms: Terms, clients: Collection[int]) -> list[int]:
         """Return the sites that may be summed.
 
         After a sum of the same models in another round, these are the sites of that sum.

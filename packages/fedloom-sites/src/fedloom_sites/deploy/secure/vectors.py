@@ -67,7 +67,7 @@ class UploadVector:
         """
         work = output.work[0].numpy().view(np.uint64)
         if self._noise is not None:
-            row = np.concatenate([self._some(name, getattr(output.upload, name)[0]) for name in self._fields])
+            row = np.concatenate([self._select_sent(name, getattr(output.upload, name)[0]) for name in self._fields])
             counter = [np.array([is_cut], dtype=np.uint64)] if self.is_counted else []
             return np.concatenate([self._noise.share(row).view(np.uint64), work, *counter]), {}, 0
         parts, rows, clipped = [], dict[str, Tensor](), 0
@@ -76,7 +76,7 @@ class UploadVector:
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
                 last = old[name].numpy().view(np.uint64)
-                row = mass * self._some(name, field.weighted(output.upload)[0])
+                row = mass * self._select_sent(name, field.weighted(output.upload)[0])
                 steps, cut = (last, 0) if is_neutral else integers.encode(row)
                 rows[name] = torch.from_numpy(steps.view(np.int64))
                 parts.append(steps - last)
@@ -85,7 +85,7 @@ class UploadVector:
                 cut = 0
             else:
                 up = output.upload._replace(**{name: getattr(output.upload, name).double()})
-                steps, cut = integers.encode(self._some(name, field.partial(up, None, *weights)))
+                steps, cut = integers.encode(self._select_sent(name, field.partial(up, None, *weights)))
                 parts.append(steps)
             clipped += cut
         counter = [np.array([is_cut or clipped > 0], dtype=np.uint64)] if self.is_counted else []
@@ -97,7 +97,7 @@ class UploadVector:
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
                 rows = type(template)(*[f[None] for f in template])
-                steps, _ = integers.encode(mass * self._some(name, field.weighted(rows)[0]))
+                steps, _ = integers.encode(mass * self._select_sent(name, field.weighted(rows)[0]))
                 start_rows[name] = torch.from_numpy(steps.view(np.int64))
         return start_rows
 
@@ -134,7 +134,7 @@ class UploadVector:
             sums[name] = value
         return sums, work, clipped
 
-    def _some(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
+    def _select_sent(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
         """Return the transmitted coordinates of a field."""
         masks = self._job.messages.masks
         numbers: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()

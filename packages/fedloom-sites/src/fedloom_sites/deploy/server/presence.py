@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from fedloom_sites.deploy.protocol.rejected import Rejected
+from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, Rejected
 from fedloom_sites.deploy.settings import Member
 from fedloom_sites.transport.roll import Roll
 
@@ -81,7 +81,7 @@ class NodePresence(Roll):
             raise Rejected(
                 9,
                 f"the site has {sizes} training, validation and test samples, but had {earlier.tolist()} "
-                "at the start of the run",
+                f"at the start of the run. {GROWTH_HINT}",
             )
         self.enter(client, node)
         self.sizes[client] = counts

@@ -13,6 +13,7 @@ import torch
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedloom.analyses.registry import ANALYSES, name_of
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
@@ -161,6 +162,15 @@ def check_deployable(
             fix="leave {model.init_from} out, or give a function of a package that every site has, "
             "{model.kind = 'package.module:function'}",
         )
+    for analysis in experiment.analyses:
+        if not analysis.by_sums and name_of(analysis) != "groups":
+            name, summed = name_of(analysis), f"pooled-{name_of(analysis)}"
+            what = "further runs" if analysis.runs_further else "rows or figures of single clients"
+            raise Refused(
+                f"the analysis {name!r} reads {what}, which sites do not send as sums",
+                rule="deploy-analysis",
+                fix=f"take the analysis {summed!r}" if summed in ANALYSES else "leave its table out to deploy",
+            )
     setting = method.setting.resolved()
     check_stream(setting, clients)
     check_privacy(

@@ -6,13 +6,12 @@ the step before it looks at its rows. Nothing else that the server receives depe
 length, no further message.
 
 Across experiments on data of one name, a site remembers which experiments have asked an analysis, and the subjects of
-every snapshot. Two snapshots that differ in a few subjects would reveal these subjects. In that case, a site answers
-only for the first snapshot.
+every set of rows that an analysis sums. Two analyses of sets that differ in a few subjects would reveal these subjects.
+In that case, a site answers only the first analysis. It records a set with its verdict before it answers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -20,15 +19,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.analyses import ClientRows, client_rows
+from fedloom.analyses import AnalysisTerms, ClientRows, client_rows
 from fedloom.engine.clients.scores import personal_models
 from fedloom.errors import Refused, WireError, sentence_of
 from fedloom.storage import write_atomic
-from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, agreed_analyses, empty_rows, stem_of
+from fedloom_sites.deploy.analyses import (
+    AgreedAnalysis,
+    AnswerForm,
+    agreed_analyses,
+    columns_digest,
+    empty_rows,
+    judge_row_sets,
+    stem_of,
+)
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
@@ -40,14 +46,9 @@ from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.trainer import Trainer
 
 MEMORY_FILE = "analyses.json"
-"""File in the memory of the data: experiments that have asked each analysis, and snapshots."""
-MAX_SNAPSHOTS = 16
-"""Number of snapshots of the data whose subjects a site remembers."""
+"""File in the memory of the data: experiments that have asked each analysis, and sets of rows."""
 MAX_RESULT_BYTES = 1 << 26
 """Largest number of bytes of a result that a site keeps."""
-SUBJECT_BYTES = 8
-MIN_APART_SUBJECTS = 2
-"""Smallest number of subjects in which two snapshots must differ, regardless of the agreed smallest count."""
 
 
 class SiteAnswer(NamedTuple):
@@ -130,16 +131,17 @@ class SiteAnalyses:
                 )
             form = AnswerForm(bounds, self._trainer.site.clients)
             self._remember(one)
-        digest, subjects = self._digests()
+        digest = self._digest()
         with publish_reasons():
             may_answer = self._enter(one, terms, digest)
         try:
-            may_answer &= self._is_known_snapshot(one, subjects)
+            may_answer &= self._are_apart(one, agreed)
             if not may_answer:
                 raise Refused(
-                    "the rows are not those of the first step, or only few subjects differ from an earlier snapshot"
+                    "the rows are not those of the first step, or few subjects differ from a set of rows that was "
+                    "summed before"
                 )
-            rows = self._with_models(terms, models) if models else self._rows
+            rows = self._attach_models(terms, models) if models else self._rows
             vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
             if clipped:
                 self._trainer.log_privately(f"step {step} of the analysis {name}: {clipped} numbers were clipped")
@@ -172,7 +174,7 @@ class SiteAnalyses:
     def _steps(self, name: str) -> Path:
         return self._folder / f"{stem_of(name)}{STEPS_FILE_END}"
 
-    def _with_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
+    def _attach_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
         """Return the site's rows with the models of the end of the run, as functions of inputs."""
         trainer, ids = self._trainer, self._trainer.ids
         job, _ = trainer.attach_local_data(terms.bases[trainer.site.client], trainer.job)
@@ -253,20 +255,20 @@ class SiteAnalyses:
             fits.append(site.fingerprint)
             write_checked(site.memory_folder / MEMORY_FILE, record)
 
-    def _is_known_snapshot(self, one: AgreedAnalysis, subjects: Sequence[str]) -> bool:
-        """Return whether the rows may be summed besides every earlier snapshot, and if so, remember the rows."""
-        site, here = self._trainer.site, {*subjects}
-        with in_turn(site.memory_folder):
+    def _are_apart(self, one: AgreedAnalysis, terms: AnalysisTerms) -> bool:
+        """Return whether the sets of rows may be summed besides those of other analyses, and remember the verdict."""
+        sets = one.analysis.row_sets(self._rows, terms)
+        with in_turn(self._trainer.site.memory_folder):
             record = self._memory()
-            snapshots: list[list[str]] = record["snapshots"]
-            for before in snapshots:
-                apart = max(len(here - {*before}), len({*before} - here))
-                if 0 < apart < max(one.rules.min_subjects, MIN_APART_SUBJECTS):
-                    return False
-            if not any({*before} == here for before in snapshots):
-                record["snapshots"] = [*snapshots, [*subjects]][-MAX_SNAPSHOTS:]
-                write_checked(site.memory_folder / MEMORY_FILE, record)
-        return True
+            salt, columns = bytes.fromhex(record["salt"]), columns_digest(one.schema)
+            name = f"{self._trainer.site.fingerprint} {one.name}"
+            for old in record.pop("snapshots", ()):  # of an earlier version
+                earlier = {"set": digest_of(["".join(old).encode()]), "of": "", "answered": True}
+                record.setdefault("sets", {})[earlier["set"]] = {"columns": columns, "subjects": old}
+                record.setdefault("verdicts", []).append(earlier)
+            may_answer = judge_row_sets(record, name, sets, columns, salt, one.rules.min_subjects)
+            write_checked(self._trainer.site.memory_folder / MEMORY_FILE, record)
+        return may_answer
 
     def _memory(self) -> dict[str, Any]:
         """Return the memory of the data.
@@ -280,33 +282,17 @@ class SiteAnalyses:
             raise Broken(
                 f"{path.name} of this site is damaged, so fedloom cannot know the earlier analyses of its data"
             )
-        return record or {"asked": {}, "snapshots": [], "salt": secrets.token_hex(16)}
+        return record or {"asked": {}, "salt": secrets.token_hex(16)}
 
-    def _digests(self) -> tuple[str, list[str]]:
-        """Return the digest of the rows, and the digest of the subject of every row.
-
-        If the rows cannot be read, both digests cover no data.
-        """
+    def _digest(self) -> str:
+        """Return the digest of the rows, or of nothing if the rows cannot be read."""
         try:
             rows = self._rows
-            with in_turn(self._trainer.site.memory_folder):
-                salt = bytes.fromhex(self._memory()["salt"])
             cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1)
-            whole = digest_of([cells.numpy().tobytes(), rows.part.numpy().tobytes(), rows.subjects.numpy().tobytes()])
-            return whole, _subject_digests(cells, rows.subjects, salt)
+            return digest_of([cells.numpy().tobytes(), rows.part.numpy().tobytes(), rows.subjects.numpy().tobytes()])
         except Exception as error:  # as in `answer`
             self._trainer.log_privately(f"rows of the analyses: {sentence_of(error)}")
-            return digest_of([]), []
-
-
-def _subject_digests(cells: Tensor, subjects: Tensor, salt: bytes) -> list[str]:
-    """Return the digest of its subject for every row: a digest of all rows of the subject, in any order."""
-    order = np.lexsort((*cells.numpy().T, subjects.numpy()))
-    states = dict[int, Any]()
-    for k in order.tolist():
-        state = states.setdefault(int(subjects[k]), hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES))
-        state.update(cells[k].numpy().tobytes())
-    return [states[subject].hexdigest() for subject in subjects.tolist()]
+            return digest_of([])
 
 
 def _read_result(message: bytes) -> tuple[str, dict[str, Any]]:

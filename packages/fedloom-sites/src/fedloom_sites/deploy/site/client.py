@@ -36,6 +36,7 @@ from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.plain import Answer, PlainAnswers
 from fedloom_sites.deploy.site.state import Rewound, SiteState
 from fedloom_sites.deploy.site.trainer import QUOTES_NO_VALUE, Trainer
+from fedloom_sites.deploy.snapshots import check_snapshot
 
 
 class Client:
@@ -228,6 +229,8 @@ class Client:
 
     def _act(self, envelope: Envelope) -> Answer:
         if envelope.head["kind"] == "hello":
+            if day := check_snapshot(self.site):
+                self._memory.notes.append(f"site {self.site.site} reads its snapshot of {day}")
             described = compared(self.trainer.fed.data)
             facts = {"sizes": self.sizes, "figures": self.figures}
             return described | facts, [], None

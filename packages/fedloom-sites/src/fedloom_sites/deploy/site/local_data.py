@@ -95,15 +95,12 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
         sizes: ``[n, 3]`` numbers of training, validation and test samples of every client. A client without training
             samples counts as a client with one training sample.
     """
-    target = torch.zeros(1, dtype=torch.long) if samples.classed else torch.ones(1, samples.targets)
-    x = torch.zeros(1, *samples.shape)
-    if samples.vocabulary:
-        x = torch.ones(1, *samples.shape, dtype=torch.int32)
-        target = torch.zeros(1, *samples.shape, dtype=torch.long) if samples.each else target
-    positions = samples.each and not samples.vocabulary
+    places = (samples.positions,) if samples.each else ()
+    target = torch.zeros(1, *places, dtype=torch.long) if samples.classed else torch.ones(1, samples.targets)
+    x = torch.ones(1, *samples.shape, dtype=torch.int32) if samples.vocabulary else torch.zeros(1, *samples.shape)
     blank = Dataset(
-        "blank", x, target[:, None] if positions else target, samples.task, samples.classes,
-        vocabulary=samples.vocabulary, positions=positions,
+        "blank", x, target, samples.task, samples.classes, vocabulary=samples.vocabulary,
+        positions=samples.each and not samples.vocabulary,
     )  # fmt: skip
     counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
     parts = {  # one number that stands for all: a site may claim as many samples as it likes

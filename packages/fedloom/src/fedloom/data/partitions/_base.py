@@ -221,7 +221,7 @@ class Partition(Value):
         with attribute_error("partition", self, f"draw, seed {seed}"):
             draw = self.draw(pool, seed_of_draw)
             check_dealt(draw.dealt, draw.test, draw.common, len(data))
-        draw = self._in_subjects(draw, data, pool)
+        draw = self._complete_subjects(draw, data, pool)
         held = draw.dealt if draw.test is None else concatenate_dealt(draw.dealt, draw.test)
         self._check(draw, held, data)
         y = None if data.labels is None else data.labels.numpy()
@@ -300,7 +300,7 @@ class Partition(Value):
                 f"{other} cannot choose others. Leave one of them out"
             )
 
-    def _in_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
+    def _complete_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
         """Return the draw with all rows of every subject. Clients with only test rows become a common test set."""
         design = data.design
         if design is None:
@@ -364,6 +364,8 @@ class Partition(Value):
                 f"{self.kind}: test_from = 'clients' works only with natural and by-column. Use 'ratio'"
             )
         changes = any(change is not None for change in (draw.noise, draw.relabel, draw.views))
+        if draw.noise is not None or draw.views is not None:
+            data.refuse_random(f"{self.kind}, which changes the samples of clients,")
         if self.test_from != "own" and changes:
             raise Refused(
                 f"{self.kind}: changes a client's samples, so official test samples would not fit. "

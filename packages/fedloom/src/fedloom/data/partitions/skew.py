@@ -236,12 +236,12 @@ class Dirichlet(Sized):
         if self.by == "class":
             what = f"dirichlet: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}"
             cure = "raise alpha, or lower clients or min_size"
-            counts = redraw(lambda: self._by_class(held, rng), self.min_size, what, cure)
+            counts = redraw(lambda: self._deal_by_class(held, rng), self.min_size, what, cure)
         else:
             counts = self._draw_by_client(held, rng)
         return Draw(choose_each(lists, counts, rng) if self.overlap else deal(lists, counts))
 
-    def _by_class(self, held: Ints, rng: np.random.Generator) -> Ints:
+    def _deal_by_class(self, held: Ints, rng: np.random.Generator) -> Ints:
         shares = rng.dirichlet(np.full(self.clients, self.alpha), len(held)).T
         if not self.balanced:
             return cut_by(shares, held)

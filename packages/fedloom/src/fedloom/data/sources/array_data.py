@@ -68,7 +68,7 @@ def make_dataset(
         task: meaning of the targets. None: classification if they are integers, text or booleans.
         where: file, for messages. None: the name.
         split: first sample of the official test set, or None without such a set.
-        classes: names of the classes. Empty: numbers from 0, or the sorted texts.
+        classes: names of the classes or labels. Empty: numbers from 0, or the sorted texts.
         mean: value that is subtracted, for bytes from pixels in [0, 1].
         std: value that divides the result.
         users: owner of each sample [N].
@@ -89,8 +89,8 @@ def make_dataset(
         x = x[:, 0] if x.ndim == 4 and x.shape[1] == 1 else x
         if x.ndim != 3:
             raise DataError(f"{place}: layout = 'sequence' needs x [N, time, features], got {x.shape}")
-    each = bool(names) and y.ndim == 2 and y.dtype.kind in "ui"
-    dense = not names and task != "regression" and _is_dense(x, y, layout)
+    each = bool(names) and y.ndim == 2 and y.dtype.kind in "ui" and task != "multilabel"
+    dense = not names and task not in ("multilabel", "regression") and _is_dense(x, y, layout)
     if dense:
         each, y = True, np.ascontiguousarray(y.reshape(len(y), -1)).astype(np.int64)
     elif y.ndim > 2:
@@ -130,7 +130,7 @@ def make_dataset(
         target, kind = torch.from_numpy(y.astype(np.int64)), task or "classification"
     else:
         target, kind, classes = _targets(y, task, tuple(classes), place)
-    if split is not None and classes and not declared:
+    if split is not None and classes and not declared and kind != "multilabel":
         new = sorted(set(target[split:].flatten().tolist()) - {-1, *target[:split].flatten().tolist()})
         shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
         refuse(
@@ -337,6 +337,13 @@ def _targets(
         if y.dtype.kind not in "uifb":
             raise DataError(f"{place}: y of a {task} task must be numbers, got {y.dtype}")
         return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), task, ()
+    if task == "multilabel":
+        if y.ndim != 2 or y.dtype.kind not in "uifb":
+            raise DataError(
+                f"{place}: y of a multilabel task must be 0 or 1 for each label, [N, labels], got {y.dtype} {y.shape}. "
+                "sklearn.preprocessing.MultiLabelBinarizer makes it from lists of labels"
+            )
+        return torch.from_numpy(y.astype(np.float64)), task, classes or tuple(map(str, range(y.shape[1])))
     if y.dtype.kind == "U" and task != "regression":
         levels, codes, counts = np.unique(y, return_inverse=True, return_counts=True)
         rows = dict(zip(map(str, levels), counts.tolist(), strict=True))
@@ -349,14 +356,14 @@ def _targets(
         y, classes = np.array([code_of[str(level)] for level in levels])[codes], names
     whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
     if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all()):
-        single = bool((y.sum(1) == 1).all())
         shape_in_words = (
-            "a single 1 in every row, as one-hot classes have. Give y.argmax(1)," if single else "0 and 1 only, as "
+            "a single 1 in every row, as one-hot classes have. Give y.argmax(1)"
+            if bool((y.sum(1) == 1).all())
+            else "0 and 1 only, as several labels of a sample have. Give task = 'multilabel'"
         )
-        shape_in_words += (
-            "" if single else "several labels of a sample have, of which no model here learns. Give one of them,"
+        raise DataError(
+            f"{place}: y {y.shape} has {shape_in_words}, or task = 'regression', in [data] or in fl.Dataset.create(...)"
         )
-        raise DataError(f"{place}: y {y.shape} has {shape_in_words} or task = 'regression'")
     if task in ("classification", "binary") and not whole:
         raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
     if task == "regression" and y.dtype.kind == "U":

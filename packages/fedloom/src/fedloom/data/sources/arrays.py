@@ -40,8 +40,9 @@ class _Header(NamedTuple):
 
 
 class _Arrays(SampleSource):
-    task: Literal["classification", "binary", "regression", "survival", "count"] | None = Field(
-        default=None, description="task (default: classification if y has whole numbers)"
+    task: Literal["classification", "binary", "multilabel", "regression", "survival", "count"] | None = Field(
+        default=None,
+        description="task (default: classification if y has whole numbers); multilabel: y is 0 or 1 [N, labels]",
     )
     mean: tuple[float, ...] | None = Field(
         default=None, description="number subtracted (from pixels in [0, 1], if bytes)"

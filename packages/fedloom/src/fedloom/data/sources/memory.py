@@ -14,7 +14,7 @@ from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sides import TARGET_NAMES, common_classes, join_roles, refuse_order, refuse_unlike, side_of
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import make_dataset, noted
-from fedloom.data.sources.rereading import REREAD_SAMPLES, steady
+from fedloom.data.sources.rereading import REREAD_SAMPLES, Rereading, steady
 from fedloom.data.sources.table.cells import Problems
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
 from fedloom.data.sources.table.reading import TableSource, read_table
@@ -40,7 +40,8 @@ def as_dataset(
         obj: a `Dataset` (returned unchanged). Features ``[N, ...]`` as an array or tensor. The tuple ``(x, y)``. A
             dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that contain
             one of these. A torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such
-            dictionaries, and that are equal in every reading. A Hugging Face `Dataset` or `DatasetDict`. A pandas
+            dictionaries. Samples of a torch `Dataset` that its transforms change at random are read again for every
+            step of a training. A Hugging Face `Dataset` or `DatasetDict`. A pandas
             `DataFrame`, alone or with its targets. A table of pyarrow, or a table that Arrow can read (polars).
         target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]`` for features without targets. The name of
             the target's column is also accepted. None: ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, or
@@ -115,6 +116,7 @@ def as_dataset(
     options.setdefault("classes", common_classes(parts))
     options["original_dtype"] = parts[0].dtype
     data = make_dataset(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
+    data = Rereading.attach(data, [(len(part.x), part.reader) for part in parts])
     return noted(
         replace(
             data,
@@ -129,9 +131,17 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         some = range(min(len(obj), REREAD_SAMPLES))
         for _ in steady((obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name):
             pass
+    if is_frame(target) and task == "multilabel" and hasattr(obj, "iloc") and len(target) == len(obj):
+        refuse_order(obj, target, name)
+        if both := [column for column in map(str, target.columns) if column in map(str, obj.columns)]:
+            raise ConfigError(f"{name}: the features and the labels both have a column {both[0]!r}. Rename one")
+        obj = obj.assign(**{str(column): np.asarray(target[column]) for column in target.columns})
+        target = [*map(str, target.columns)]
     if np.ndim(target) == 2 and np.shape(target)[1] == 1:
         target = target.iloc[:, 0] if hasattr(target, "iloc") else np.asarray(target)[:, 0]
-    if hasattr(obj, "iloc") and np.ndim(target) == 1:
+    labels = isinstance(target, list | tuple) and bool(target) and all(isinstance(n, str) for n in target)
+    labels = labels and (task == "multilabel" or {*target} <= {*frame_names(obj)})
+    if hasattr(obj, "iloc") and np.ndim(target) == 1 and not labels:
         if len(target) != len(obj):
             raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets. Every sample needs one target")
         refuse_order(obj, target, name)
@@ -142,14 +152,15 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
                 f"{name}: a column of the table is also called {label!r}, and its values differ. Rename one"
             )
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
-    if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
+    if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int))):
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
         raise ConfigError(f"{name}: target must be the name of a column or the targets themselves, got {shown:.60}")
     names = frame_names(obj)
     target = next((n for n in TARGET_NAMES if n in names), names[-1]) if target is None else target
-    target = str(target)
+    target = tuple(target) if labels else str(target)
     options["categorical"] = tuple(
-        {*options.get("categorical", ()), *coded_columns(obj)} - {target, options.get("client_column")}
+        {*options.get("categorical", ()), *coded_columns(obj)}
+        - {*(target if labels else (target,)), options.get("client_column")}
     )
     table_options = {"target": target, "task": task or "auto", **options}
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})

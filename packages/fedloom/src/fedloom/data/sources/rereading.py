@@ -1,17 +1,25 @@
-"""Second reading of a user's samples, which detects random changes: a stored sample would contain only one draw."""
+"""Second reading of a user's samples, which detects random changes: a stored sample would contain only one draw.
+
+Samples of a torch data set that change at random are read again for every step of a training (`Rereading`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedloom.data.sources.array_data import as_array
 from fedloom.errors import DataError
-from fedloom.seeds import preserve_rng, rng_states
+from fedloom.seeds import as_global, generator, preserve_rng, rng_states
+
+if TYPE_CHECKING:
+    from fedloom.data.dataset import Dataset
 
 T = TypeVar("T")
 
@@ -26,9 +34,85 @@ REREAD_OF_RANDOM = 256
 
 A change of one sample in a hundred is missed with 0.98^256 < 1 %.
 """
+REREAD_NOTE = (
+    "samples change at random when they are read: every training step reads them again, while validation, test and "
+    "figures of training parts use one draw of each"
+)
 AUGMENT_HINT = (
     "leave random transforms out of the data set and give augment to the run, as augment={'flip': 0.5, 'crop': 4}"
 )
+
+
+Reader = Callable[[Sequence[int]], np.ndarray]
+"""Function that reads features ``[k, ...]`` at places of a user's data set, in the layout of the stored samples."""
+
+
+class ChangedSamples(DataError):
+    """A sample differed when it was read again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rereading:
+    """Random samples of a user's data sets, which are read again for every step of a training.
+
+    Random transforms draw from the global generators of torch, numpy and Python. While a client's batch is read, these
+    draw from the client's own stream of the step, so neither the cohort nor the number of workers changes a sample.
+
+    Attributes:
+        sets: for each data set, in the order of their samples: its length, and its reader. None: its samples never
+            change.
+    """
+
+    sets: tuple[tuple[int, Reader | None], ...]
+
+    @classmethod
+    def attach(cls, data: Dataset, sets: Iterable[tuple[int, Reader | None]]) -> Dataset:
+        """Return the data set of joined sets, with their rereading and a note if samples change."""
+        joined = tuple(sets)
+        if all(reader is None for _, reader in joined):
+            return data
+        return replace(data, rereading=cls(joined), notes=(*data.notes, REREAD_NOTE))
+
+    def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new ones, drawn from the stream ``rng``.
+
+        Raises:
+            DataError: the user's data set fails, or gives samples of another shape or type.
+        """
+        ends = list(accumulate(size for size, _ in self.sets))
+        with as_global(rng, torch.device("cpu")):
+            for (size, reader), end in zip(self.sets, ends, strict=True):
+                places = index - (end - size)
+                here = ((places >= 0) & (places < size)).nonzero().flatten()
+                if reader is not None and len(here):
+                    x[here] = torch.from_numpy(reader(places[here].tolist())).view(-1, *x.shape[1:]).to(x)
+
+
+def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T], Any], count: int, name: str) -> T:
+    """Return samples whose changes are drawn from a fixed stream, after a test that the streams decide all changes.
+
+    Args:
+        read: function that reads all samples (None), or samples at places.
+        key: function that returns what must be equal for equal streams.
+        count: number of samples.
+        name: name of the data set, for messages.
+
+    Raises:
+        DataError: samples differ although the global generators are the same.
+    """
+    places = np.unique(np.linspace(0, count - 1, min(count, REREAD_SAMPLES)).round().astype(int)).tolist()
+
+    def drawn(places: Sequence[int] | None) -> T:
+        with as_global(generator(0, purpose="samples"), torch.device("cpu")):
+            return read(places)
+
+    if key(drawn(places)) != key(drawn(places)):
+        raise DataError(
+            f"{name}: samples change at random, but not by the global generators of torch, numpy or Python, so no run "
+            f"could be repeated: draw from torch.rand, numpy.random or random in __getitem__, or {AUGMENT_HINT}; or, "
+            "to keep one draw of each sample on purpose, give [d[i] for i in range(len(d))] of the data set d"
+        )
+    return drawn(None)
 
 
 def is_picture(value: object) -> bool:
@@ -44,7 +128,7 @@ def steady(
     cure: str = AUGMENT_HINT,
     frozen: str = "",
 ) -> Iterator[T]:
-    """Yield samples. Yield samples. After the last sample, read some of them again and raise if they differ.
+    """Yield samples. After the last sample, read some of them again and raise if they differ.
 
     Every sample is read and stored once, so a random change would be drawn once and never again. The second reading
     restores the global generators. In a stream, whose order may change, a sample must only be equal to one of the first
@@ -60,7 +144,7 @@ def steady(
             data set or a stream.
 
     Raises:
-        DataError: a sample differs between two readings.
+        ChangedSamples: a sample differs between two readings.
     """
     before, prints, shape = rng_states(), list[int](), ()
     for sample in first:
@@ -83,7 +167,7 @@ def steady(
     if differs:
         frozen = frozen or ("list(d)" if again is None else "[d[i] for i in range(len(d))]")
         cure = cure if len(shape) in (2, 3) else "take the random change out of the data set"
-        raise DataError(
+        raise ChangedSamples(
             f"{name}: {strange} differs when it is read again, as by a random transform or a random target. Samples "
             f"are read once, so every round would have the same draw: {cure}; or, to keep one draw of each sample on "
             f"purpose, give {frozen} of the data set d"

@@ -51,7 +51,7 @@ class Csv(TableSource):
 
     @field_validator("encoding")
     @classmethod
-    def _known_encoding(cls, encoding: str | None) -> str | None:
+    def _check_encoding(cls, encoding: str | None) -> str | None:
         """Raise if Python does not know the encoding as a text encoding."""
         try:
             "".encode(encoding or "utf-8")
@@ -115,7 +115,7 @@ class Parquet(TableSource):
         return (
             {*self.drop}
             - {*self.days_since, *self.days_since.values()}
-            - {*self.group_columns, *(c for c in (self.client_column, self.target, self.event) if c is not None)}
+            - {*self.group_columns, *self.outcomes, *(c for c in (self.client_column, self.event) if c is not None)}
             - {*DesignReading(self.chosen).columns}
         )
 

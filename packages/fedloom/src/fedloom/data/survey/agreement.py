@@ -79,8 +79,10 @@ class Agreement(Value):
 
     target: str | None = Field(None, description="target column (default: the source's choice)")
     event: str | None = Field(None, description="column of events, if the target is a time to an event")
-    task: Task = Field("binary", description="classification, binary, regression, survival or count")
-    classes: tuple[str, ...] = Field((), description="all classes that may occur. Empty if targets are numbers")
+    task: Task = Field("binary", description="classification, binary, multilabel, regression, survival or count")
+    classes: tuple[str, ...] = Field(
+        (), description="all classes that may occur, or the columns of the labels. Empty if targets are numbers"
+    )
     centre: float = Field(0.0, description="number subtracted from the target of a regression")
     divisor: float = Field(1.0, gt=0, description="divisor of the target of a regression after that")
     target_range: tuple[float, float] | None = Field(
@@ -124,8 +126,9 @@ class Agreement(Value):
             raise ValueError("column: at least one column must be a feature, without scoring = true")
         if self.target_range is not None and not self.target_range[0] < self.target_range[1]:
             raise ValueError(f"target_range must increase, got {self.target_range[0]:g} to {self.target_range[1]:g}")
-        least = 2 if self.task in CLASS_TASKS else 0
-        if len(self.classes) < least or (self.task != "classification" and len(self.classes) != least):
+        several = self.task in ("classification", "multilabel")
+        least = 2 if several or self.task in CLASS_TASKS else 0
+        if len(self.classes) < least or (not several and len(self.classes) != least):
             raise ValueError(f"classes: a {self.task} cannot have {len(self.classes)} classes")
         return self
 

@@ -95,6 +95,17 @@ LATER_NAME_PATTERN = re.compile(
 """Pattern of names of facts that are known only after the target."""
 
 
+SECONDS_RANGE = 946_684_800, 2_051_222_400
+"""Seconds since 1970 of the years 2000 to 2034."""
+DAYS_RANGE = 10_000, 60_000
+"""Days of a spreadsheet, which counts them from 1900, of the years 1927 to 2064."""
+DATE_NAME_PATTERN = re.compile(
+    r"(?<![a-z])(date|datum|dat|day|adm|admi\w+|visit\w*|disch\w*|dob|dod|birth\w*|geb\w*|fecha)(?![a-z])",
+    re.IGNORECASE,
+)
+"""Pattern of names of columns with dates."""
+
+
 @dataclass(eq=False)
 class ColumnProfile:
     """Profile of a column.
@@ -123,7 +134,7 @@ class ColumnProfile:
         numeric, share = odd < len(self.present), odd / len(self.present)
         if numeric and (tokens or (share <= MAX_ODD_SHARE and len(strange) <= MOST_ODD)):
             self.kind, self.odd = "number", strange
-            self.extremes = self._named({code for code in extremes(*self._counts()) if is_no_measurement(code)})
+            self.extremes = self._count_cells({code for code in extremes(*self._counts()) if is_no_measurement(code)})
             self.__dict__.pop("values")  # without them
         elif all(DATE_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
             self.kind = "date"
@@ -155,7 +166,7 @@ class ColumnProfile:
         """The values of a numeric column that are not missing."""
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
-    def _named(self, codes: Collection[float]) -> dict[str, int]:
+    def _count_cells(self, codes: Collection[float]) -> dict[str, int]:
         """Return numbers in the form of their cells, and their counts."""
         return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 
@@ -336,3 +347,12 @@ def repeats(name: str, levels: Collection[object], rows: int) -> bool:
     """
     named = PERSON_NAME_PATTERN.search(name) or ID_NAMES.search(name)
     return bool(named) and MAX_FEW_LEVELS < len(levels) <= MOST_ALONE * rows
+
+
+def time_unit(name: str, levels: NDArray[np.float64]) -> str:
+    """Return the unit and origin of whole numbers that may be points in time, or "" if they are of another kind."""
+    for factor, unit in ((1, "seconds since 1970"), (1000, "milliseconds since 1970")):
+        if SECONDS_RANGE[0] * factor <= levels[0] and levels[-1] <= SECONDS_RANGE[1] * factor:
+            return unit
+    spreadsheet = DATE_NAME_PATTERN.search(name) and DAYS_RANGE[0] <= levels[0] and levels[-1] <= DAYS_RANGE[1]
+    return "days of a spreadsheet" if spreadsheet else ""

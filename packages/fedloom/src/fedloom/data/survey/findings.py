@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -20,6 +19,7 @@ from fedloom.data.survey.facts import (
     is_permutation,
     repeats,
     row_number,
+    time_unit,
 )
 from fedloom.data.survey.leaks import ReadColumn, leaks
 from fedloom.data.survey.people import personal, words
@@ -53,15 +53,6 @@ MAX_EXACT_NUMBER = 2**53
 NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
 """Names, in lower case, of the class of rows without an outcome."""
 
-SECONDS_RANGE = 946_684_800, 2_051_222_400
-"""Seconds since 1970 of the years 2000 to 2034."""
-DAYS_RANGE = 10_000, 60_000
-"""Days of a spreadsheet, which counts them from 1900, of the years 1927 to 2064."""
-DATE_NAME_PATTERN = re.compile(
-    r"(?<![a-z])(date|datum|dat|day|adm|admi\w+|visit\w*|disch\w*|dob|dod|birth\w*|geb\w*|fecha)(?![a-z])",
-    re.IGNORECASE,
-)
-"""Pattern of names of columns with dates."""
 Floats = NDArray[np.float64]
 
 
@@ -160,15 +151,6 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
             yield f"column {name!r} counts from {span}, one value per row. If it numbers rows, name it in drop"
         elif ID_NAME_PATTERN.search(name):
             yield f"column {name!r} differs in every row and has the name of a row number. Name it in drop"
-
-
-def time_unit(name: str, levels: Floats) -> str:
-    """Return the unit and origin of whole numbers that may be points in time, or "" if they are of another kind."""
-    for factor, unit in ((1, "seconds since 1970"), (1000, "milliseconds since 1970")):
-        if SECONDS_RANGE[0] * factor <= levels[0] and levels[-1] <= SECONDS_RANGE[1] * factor:
-            return unit
-    spreadsheet = DATE_NAME_PATTERN.search(name) and DAYS_RANGE[0] <= levels[0] and levels[-1] <= DAYS_RANGE[1]
-    return "days of a spreadsheet" if spreadsheet else ""
 
 
 def _are_days(levels: Floats) -> bool:

@@ -84,7 +84,7 @@ def leaks(
                 "afterwards. Unless it is known beforehand, name it in drop"
             )
         elif users is not None:
-            yield from _by_client(name, column, of, target, task, users, rows)
+            yield from _find_client_leaks(name, column, of, target, task, users, rows)
     if users is not None and task == "classification":
         figure = score(*users.scored(rows), y, task, LEAK_SHARE)
         if figure.value >= LEAK_SHARE:
@@ -126,7 +126,7 @@ def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
     return ""
 
 
-def _by_client(
+def _find_client_leaks(
     name: str, column: ReadColumn, of: str, target: ReadColumn, task: str, users: ReadColumn, rows: Ints
 ) -> Iterator[str]:
     """Yield notes on leaks of an outcome at one client, and on its mean by client as a feature."""
@@ -151,13 +151,13 @@ def _by_client(
     if len(clients) < LEAST_CLIENTS or column.names or missing.any():
         return
     first = np.array([x[owner == client][0] for client in clients])
-    if not all((x[owner == c] == v).all() for c, v in zip(clients, first, strict=True)) or not first.std() > 0:
+    if not all((x[owner == c] == v).all() for c, v in zip(clients, first, strict=True)) or not np.ptp(first) > 0:
         return
     whole = ~np.isnan(target.values)
     for code in range(len(target.names)) if target.names else [None]:
         numbers = target.values if code is None else (target.values == code).astype(float)
         means = np.array([numbers[whole & (users.values == c)].mean() for c in clients])
-        if means.std() > 0 and np.corrcoef(first, means)[0, 1] ** 2 >= EQUAL_SHARE:
+        if np.ptp(means) > 0 and np.corrcoef(first, means)[0, 1] ** 2 >= EQUAL_SHARE:
             yield (
                 f"column {name!r} is the mean of {of!r} by client, including test rows, so scores are "
                 "too good. Name it in drop"

@@ -70,11 +70,11 @@ class RealVersion(Version):
         """Send a client the message of its flight now."""
         flight = self._flights[event[FLIGHT_INDEX]]
         server = self._state.server if flight.version == self._state.round else None
-        self._clients.ask_to_train(event[CLIENT_INDEX], flight.version + 1, self._received(flight), server)
+        self._clients.ask_to_train(event[CLIENT_INDEX], flight.version + 1, self._read_downloads(flight), server)
         end, serial, client, number, place, *_ = event
         insort(self._queue, (end, serial, client, number, place, self._clients.seconds(), 0.0, False), lo=self._next)
 
-    def _received(self, flight: Flight) -> Fields:
+    def _read_downloads(self, flight: Flight) -> Fields:
         received: Fields = download_type(type(self._job.algorithm))(**group_of(flight.fields, "received"))
         return received
 
@@ -86,7 +86,7 @@ class RealVersion(Version):
             _, serial, client, number, place, start, _, _ = event
             flight = self._flights[number]
             if client in outputs:
-                received = self._received(flight)
+                received = self._read_downloads(flight)
                 output = clients.with_model(outputs[client], received)
                 server = self._state.server if flight.version == self._state.round else None
                 fields = flatten_results(computed(self._job, server, torch.from_numpy(flight.ids), received, output))

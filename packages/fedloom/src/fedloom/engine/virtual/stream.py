@@ -196,9 +196,9 @@ class Version(ABC):
             lost = torch.tensor([event[2] for event in self._lost])
             before = state.with_(tally=state.tally.plus(lost))
         new, events, used = step_on(job, self._clients, before, t, pieces, self._sampler, NO_QUERIES)
-        return new.with_(clock=self._after(set(used.tolist()), places)), events
+        return new.with_(clock=self._advance_clock(set(used.tolist()), places)), events
 
-    def _after(self, used: set[int], places: dict[int, list[int]]) -> Clock:
+    def _advance_clock(self, used: set[int], places: dict[int, list[int]]) -> Clock:
         """Return the clock after the step."""
         t, log, flights = self._state.round + 1, list[float](), self._flights
         for end, _, client, number, _, start, busy, lost in (*self._waiting, *self._lost):

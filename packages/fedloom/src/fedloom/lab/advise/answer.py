@@ -157,7 +157,7 @@ class Advice(NamedTuple):
         """Return the answer as plain values, unrounded and unscaled, with None for unknown values."""
         return {
             "verdict": str(self.verdict), "method": self.method, "defaults": self.params, "metric": self.metric,
-            "gains": {label: _of_gain(gap) for label, gap in self.gains.items()},
+            "gains": {label: _record_gain(gap) for label, gap in self.gains.items()},
             "racing": list(self.racing),
             "departures": {
                 label: dict(zip(("rival", "look", "difference", "reason"), one, strict=True))
@@ -342,7 +342,7 @@ def _half(values: Any) -> float:
     return float(t.isf(INTERVAL_LEVEL / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def _of_gain(gap: PairedDifference | None) -> dict[str, float | None] | None:
+def _record_gain(gap: PairedDifference | None) -> dict[str, float | None] | None:
     return None if gap is None else {"mean": finite(gap.mean), "half": finite(gap.half_width()), "clients": gap.clients}
 
 

@@ -88,7 +88,7 @@ class Entries:
                 check(method.setting.with_(seed=seed), whole)
                 check(lap_setting(method.setting, seed, method.setting.rounds), fed)
                 space = space_of(method, self._tune, self._where)
-                check_values(self._of(name), 0, space, self._where, self._read)
+                check_values(self._read_entry(name), 0, space, self._where, self._read)
             except ConfigError as error:
                 if name in (ALONE_METHOD, AVERAGE_METHOD):
                     raise
@@ -117,7 +117,7 @@ class Entries:
 
     def experiment(self, arm: Arm) -> Experiment:
         """Return the experiment of an arm."""
-        return self._read(replace_params(self._of(arm.label), 0, arm.params), self._where)
+        return self._read(replace_params(self._read_entry(arm.label), 0, arm.params), self._where)
 
     def document(self, arms: Mapping[str, int], params: Mapping[str, Arm], **more: Any) -> dict[str, Any]:
         """Return the document of an experiment with several methods and their settings.
@@ -125,16 +125,16 @@ class Entries:
         ``arms`` contains the rounds by label.
         """
         tables = [
-            replace_params(self._of(label), 0, params[label].params, rounds=rounds)["method"][0]
+            replace_params(self._read_entry(label), 0, params[label].params, rounds=rounds)["method"][0]
             for label, rounds in arms.items()
         ]
         return {**{key: value for key, value in self._document.items() if key != "tune"}, **more, "method": tables}
 
-    def _of(self, name: str) -> dict[str, Any]:
+    def _read_entry(self, name: str) -> dict[str, Any]:
         return {**self._document, "method": [{"algorithm": name, "label": name}]}
 
     def _experiment(self, name: str) -> Experiment:
-        return self._read(self._of(name), self._where)
+        return self._read(self._read_entry(name), self._where)
 
 
 def spread_settings(

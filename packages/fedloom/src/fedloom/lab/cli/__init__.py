@@ -25,7 +25,7 @@ from fedloom.lab.cli._app import (
 )
 from fedloom.lab.cli._complete import algorithms, offer, one_of
 from fedloom.lab.cli.analyze import choose_analysis
-from fedloom.lab.cli.models import ForceOption, IdColumnOption, PredictionsFile, ThresholdOption
+from fedloom.lab.cli.models import ForceOption, IdColumnOption, PredictionsFile, SetThresholdOption, ThresholdOption
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -38,6 +38,7 @@ __all__ = [
     "IdColumnOption",
     "Join",
     "PredictionsFile",
+    "SetThresholdOption",
     "ThresholdOption",
     "Trust",
     "Words",

@@ -43,6 +43,12 @@ ThresholdOption = Annotated[
     float | None,
     typer.Option("--threshold", help="smallest probability for which the second class is predicted (default: 0.5)"),
 ]
+SetThresholdOption = Annotated[
+    float | None,
+    typer.Option(
+        "--set-threshold", help="threshold of the analysis conformal: also write the set of classes (default: no sets)"
+    ),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of another kind")]
 
 
@@ -113,6 +119,7 @@ def predict(
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     id_column: IdColumnOption = None,
     threshold: ThresholdOption = None,
+    set_threshold: SetThresholdOption = None,
     force: ForceOption = False,
     data_dir: DataDir = None,
     trust: Trust = False,
@@ -130,7 +137,7 @@ def predict(
         predictions = open_run(run, trust=trust).predict(
             data, method, seed, client, model, data_dir, tuple(id_column or ())
         )
-        file.write(predictions, threshold)
+        file.write(predictions, threshold, set_threshold=set_threshold)
 
 
 FAR_ROWS_EXIT_CODE = 3
@@ -156,7 +163,9 @@ class PredictionsFile:
         self._path, self._inputs, self._force = path, inputs, force
         self._check(_are_columns_of_predictions)
 
-    def write(self, predictions: Predictions, threshold: float | None, by: str = "") -> None:
+    def write(
+        self, predictions: Predictions, threshold: float | None, by: str = "", set_threshold: float | None = None
+    ) -> None:
         """Write predictions, decided at a threshold of the probability, and print the notes on them.
 
         Rows far beyond the training data end the command with `FAR_ROWS_EXIT_CODE`.
@@ -167,7 +176,7 @@ class PredictionsFile:
         from fedloom.lab.report.csv_files import csv_of_table
         from fedloom.storage.files import make_folder, write_atomic
 
-        predictions = predictions.decided(threshold)
+        predictions = predictions.decided(threshold, set_threshold)
         content = csv_of_table(predictions.table())
         columns, _, _ = content.partition(b"\n")
         self._check(lambda line: line == columns)

@@ -28,7 +28,7 @@ from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models
 from fedloom.lab.report.comparison.pairs import checked_margin
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 from fedloom.rundir import place_of
-from fedloom.values import list_functions
+from fedloom.values import has_type, list_functions
 
 
 class Comparison(RecordedComparison):
@@ -162,13 +162,13 @@ def compare(
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     place = None if folder is None else place_of(folder, "compare: folder")
     checked_margin(margin)
-    if not isinstance(compare_model, str) or compare_model not in COMPARED_MODELS:
+    if not has_type(compare_model, str) or compare_model not in COMPARED_MODELS:
         raise unknown("choice", compare_model, COMPARED_MODELS, "compare: compare_model")
     keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
     definition = GivenExperiment(
         methods, data, partition, seeds, table, name, {"model": model, **choices}, analyses, keywords
     )
-    if baseline is not None and (not isinstance(baseline, str) or baseline not in definition.references):
+    if baseline is not None and (not has_type(baseline, str) or baseline not in definition.references):
         raise unknown("method to compare with", baseline, definition.references, "compare: baseline")
     if place is not None:
         return _compared(

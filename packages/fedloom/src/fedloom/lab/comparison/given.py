@@ -27,7 +27,7 @@ from fedloom.hints import Places, unknown
 from fedloom.lab.experiment.file import parse, read_analyses
 from fedloom.lab.experiment.schema import SETTING_TABLES, Experiment
 from fedloom.local import LocalSGD
-from fedloom.values import dump, fields_of
+from fedloom.values import dump, fields_of, has_type
 
 DATA_SET_KEYS = {"x", "train"}
 """Keys of a mapping that is a data set. Other mappings contain clients by name."""
@@ -39,7 +39,7 @@ class InMemory(Source):
     held: Any = Field(exclude=True, repr=False, description="the data set")
 
     @model_serializer
-    def _named(self) -> dict[str, Any]:
+    def _serialize(self) -> dict[str, Any]:
         data: Dataset = self.held
         facts = {"source": "memory", "name": data.name, "checksum": data.checksum()}
         return facts if data.design is None else {**facts, "design": data.design.digest()}
@@ -56,7 +56,7 @@ class Ready(Partition):
     held: Any = Field(exclude=True, repr=False, description="the federation")
 
     @model_serializer
-    def _named(self) -> dict[str, Any]:
+    def _serialize(self) -> dict[str, Any]:
         fed: Federation = self.held
         digest = hashlib.blake2b(fed.data.checksum().encode(), digest_size=8)
         for part in DATA_PARTS:
@@ -202,7 +202,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
 
 def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str, Any]]:
     """Return the tables of the methods, each with its label."""
-    if not isinstance(methods, Mapping | Sequence) or isinstance(methods, str | bytes) or not methods:
+    if not has_type(methods, Mapping, Sequence) or has_type(methods, str, bytes) or not methods:
         raise ConfigError(
             f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
         )

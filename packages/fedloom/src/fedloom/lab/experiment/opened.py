@@ -167,8 +167,8 @@ class RunDirectory:
         check_document(self._document, self.path / SETTINGS_FILE, trust=self._trust)
         apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
         document = {k: v for k, v in self._document.items() if k not in apart}
-        tables = {"data": RecordedData(), "method": [self._with_model(method) for method in methods]}
-        return parse({**self._with_model(document), **tables}, str(self.path / SETTINGS_FILE))
+        tables = {"data": RecordedData(), "method": [self._insert_model(method) for method in methods]}
+        return parse({**self._insert_model(document), **tables}, str(self.path / SETTINGS_FILE))
 
     @property
     def _methods(self) -> list[Mapping[str, Any]]:
@@ -176,7 +176,7 @@ class RunDirectory:
         methods = self._document.get("method")
         return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
 
-    def _with_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
+    def _insert_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return a table of settings, with the given model if the table names no model."""
         held = self._model is not None and _has_unnamed_model(table)
         return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}

@@ -246,14 +246,16 @@ def note_list(runs: list[Run], rows: list[Row]) -> str:
 
 def notes(runs: list[Run], rows: list[Row]) -> list[str]:
     """Return notes of one sentence each: first the notes of the report, then the warnings of the runs."""
-    remarks = [note for run in runs for note in _own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)]
+    remarks = [
+        note for run in runs for note in _select_own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)
+    ]
     where = {id(run): f"{run.label}: " if len(runs) > 1 else "" for run in runs}
     warnings = [where[id(run)] + warning for run in runs for warning in _merged(run.summary.warnings)]
     texts = [f"{where[id(run)]}{text}" for run, text in remarks] + warnings
     return list(dict.fromkeys(texts))
 
 
-def _own_rows(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
+def _select_own_rows(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
     texts = [_odd(run_rows), _attack(run), _work(run_rows), *_clients(run, run_rows), _dropped(run), _seeds(run)]
     texts.append(_repeats(run, run_rows))
     if run.summary.select_on == "test":

@@ -65,7 +65,7 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
     names = ("method", "seed", "client", "model", "row", "target", "prediction")
     columns = pq.read_schema(path).names
     several = [] if "prediction" in columns else [f"prediction {k}" for k in range(len(run.summary.classes))]
-    if several != [name for name in columns if name.startswith("prediction ")]:
+    if "target" not in columns or several != [name for name in columns if name.startswith("prediction ")]:
         return None
     measured = ["target", "prediction", *(name for name in ("event", "subject") if name in columns)]
     table = read_table(

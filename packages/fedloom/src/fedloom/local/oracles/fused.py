@@ -206,7 +206,8 @@ class Fused(TermNetwork):
         """
         if not self._simple or not Compiled.fits(rows):
             return False
-        if random and (self.augment is not None or self.fed.noise is not None):
+        changes = (self.augment, self.fed.noise, self.fed.data.rereading)
+        if random and any(change is not None for change in changes):
             return False
         data = self.fed.stored()[0]
         wide = data.shape[1] == self._layers[0][2]

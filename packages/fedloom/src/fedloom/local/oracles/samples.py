@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """The training samples of a batch. With ``changed``, they include the noise and the augmentation of a step.
+    """The training samples of a batch. With ``changed``, they have a step's random changes, noise and augmentation.
 
     Attributes:
         y: ``[m, b]`` or ``[m, b, k]``.
@@ -64,6 +64,10 @@ class Samples:
     def x(self) -> Tensor:
         """``[m, b, *shape]``. Padding of a short batch repeats a sample of the client."""
         x = self._fed.fetch(self._batch.where)
+        if self._changed and self._fed.data.rereading is not None:
+            for row, count in enumerate(self.counts):
+                rng = self._batch.draw.generator(row, "samples")
+                x[row, :count] = self._fed.fetch_anew(self._batch.where[row, :count], rng)
         if self._changed and self._fed.noise is not None:
             self._add_noise(x)
         if self._changed and self._augment is not None:

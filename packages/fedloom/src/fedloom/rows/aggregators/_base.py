@@ -130,10 +130,10 @@ class Aggregator(Value, ABC):
         try:
             self.require(m)
         except ConfigError as error:
-            refusal = self._with_value(error, m)
+            refusal = self._suggest_value(error, m)
             raise refusal from None
 
-    def _with_value(self, error: ConfigError, m: int) -> ConfigError:
+    def _suggest_value(self, error: ConfigError, m: int) -> ConfigError:
         """Return the error, with the largest number of attackers (or of used rows) for which m rows suffice."""
         for name in ("f", "k"):
             now = getattr(self, name, None)

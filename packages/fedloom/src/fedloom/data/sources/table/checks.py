@@ -72,10 +72,10 @@ class Spellings:
 
     def add(self, column: str, cells: Cells) -> None:
         """Add cells, numbers with a decimal point."""
-        found = self._codes.setdefault(column, [])
-        if len(found) < MIN_CHECKED_ROWS:
+        examples = self._codes.setdefault(column, [])
+        if len(examples) < MIN_CHECKED_ROWS:
             likely = (c for c in cells if isinstance(c, str) and ("e" in c or "E" in c or c.lstrip()[:1] == "0"))
-            found += [c.strip() for c in likely if CODE_PATTERN.fullmatch(c.strip())]
+            examples += [c.strip() for c in likely if CODE_PATTERN.fullmatch(c.strip())]
         if column in self._sound:
             return
         for cell in cells:
@@ -92,11 +92,11 @@ class Spellings:
 
     def notes(self) -> Iterator[str]:
         """Yield notes on such columns."""
-        for column, found in self._codes.items():
-            if len(found) >= MIN_CHECKED_ROWS:
+        for column, examples in self._codes.items():
+            if len(examples) >= MIN_CHECKED_ROWS:
                 yield (
-                    f"column {column!r}: cells such as {found[0]} are read as numbers ({float(found[0]):g}). If they "
-                    "are codes, name the column in categorical, or in drop"
+                    f"column {column!r}: cells such as {examples[0]} are read as numbers "
+                    f"({float(examples[0]):g}). If they are codes, name the column in categorical, or in drop"
                 )
         columns = [c for c, count in self._counts.items() if count >= MIN_CHECKED_ROWS and c not in self._sound]
         if columns:
@@ -151,6 +151,18 @@ def impossible(
                 )
             yield (
                 f"row {first + int(rows[0])}, column {column!r}: {allowed}, got {value} ({len(rows)} such rows); {cure}"
+            )
+
+
+def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> Iterator[str]:
+    """Yield errors in the columns of labels, by name, that contain other numbers than 0 and 1, or NaN for no cell."""
+    for column, values in labels.items():
+        rows = np.nonzero(~np.isnan(values) & ~np.isin(values, (0, 1)))[0]
+        if len(rows):
+            yield (
+                f"row {first + int(rows[0])}, column {column!r}: a label is 1 or 0, present or not, got "
+                f"{values[rows[0]]:g} ({len(rows)} such rows). Repair them, or name their marker in missing, with "
+                "unlabelled = 'drop'"
             )
 
 

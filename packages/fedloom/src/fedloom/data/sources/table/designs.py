@@ -203,7 +203,7 @@ class DesignReading:
             strata = levels if strata is None else strata * (len(names) + 1) + levels
         if strata is not None:
             strata = strata.unique(return_inverse=True)[1]
-        held_out = self._held_out(coded, keep, order)
+        held_out = self._mark_held_out(coded, keep, order)
         roles = {"subject": self.subject, "order": self.order, "strata": ", ".join(self.strata)}
         return Design(
             subject, order, strata, held_out, {role: name for role, name in roles.items() if name is not None}
@@ -220,7 +220,7 @@ class DesignReading:
         if self.order is not None:
             yield cast("NDArray[np.float64]", self._moments[self._dates].done())
 
-    def _held_out(self, coded: Mapping[str, Coded], keep: Tensor, order: Tensor | None) -> Tensor | None:
+    def _mark_held_out(self, coded: Mapping[str, Coded], keep: Tensor, order: Tensor | None) -> Tensor | None:
         since, dates = self._options.get("test_since"), self._dates
         if since is not None and order is not None:
             value = seconds_of(since) if dates else number_of(since)

@@ -160,7 +160,10 @@ class Statistics(LibraryTable):
             catalog = locate("SAS catalog", self.catalog, None, (), lambda p: p.is_file())
             options |= {"catalog_file": str(catalog)}
         columns, facts = getattr(library, reader)(str(place), **options)
-        numeric = {self.event, self.target if self.task in ("regression", "survival", "count") else None}
+        numeric = {
+            self.event,
+            *(self.outcomes if self.task in ("multilabel", "regression", "survival", "count") else ()),
+        }
         coded, notes, pieces = list[str](), list[str](), list[Piece]()
         for name, cells in columns.items():
             codes = _missing_codes(facts, name, cells)

@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from torch import Tensor
 
 from fedloom.data.dataset import CLASS_TASKS, MISSING_LEVEL, MOST_CLASSES, TOO_MANY, Dataset, refuse
@@ -65,7 +65,10 @@ class Raw(NamedTuple):
 class TableSource(DesignOptions):
     """Roles of the columns: one label, and features for all columns that are not named below."""
 
-    target: str | None = Field(default=None, description="name of the target column (default: the last column)")
+    target: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="name of the target column (default: the last column), or of each label of a multilabel task",
+    )
     event: str | None = Field(
         default=None, description="column with 1 for an event and 0 for censoring. The target is then a time"
     )
@@ -73,11 +76,11 @@ class TableSource(DesignOptions):
         default=(),
         description="values of the event column that count as the event. All others are censored (default: 1 and 0)",
     )
-    task: Literal["auto", "binary", "classification", "regression", "survival", "count"] = Field(
+    task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
         default="auto",
         description=(
             "task. auto: classification if the target has text or whole numbers, binary if it has "
-            "two values, survival if event is set"
+            "two values, survival if event is set. multilabel: the targets are columns of 0 and 1"
         ),
     )
     categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text, with one feature per level")
@@ -130,17 +133,20 @@ class TableSource(DesignOptions):
         ),
     )
 
-    @field_validator("target", mode="before")
-    @classmethod
-    def _one_target(cls, target: object) -> object:
-        """Raise if several targets are given."""
-        if isinstance(target, list | tuple):
+    @model_validator(mode="after")
+    def _several_labels(self) -> TableSource:
+        """Raise if several targets are given for a task with one, or one target for several labels."""
+        several = (self.task if self.agreement is None else self.agreement.task) == "multilabel"
+        if not isinstance(self.target, tuple):
+            if several and (self.target is not None or self.agreement is None):
+                raise ValueError("task = 'multilabel' needs target = [...], the columns of 0 and 1, one for each label")
+        elif not several or len({*self.target}) < max(2, len(self.target)):
             raise ValueError(
-                f"a model predicts one column, got {', '.join(map(str, target))}. For a time to an "
-                "event, set target to the time and event to the event. For several targets, run one "
-                "experiment for each"
+                f"a model predicts one column, got {', '.join(map(str, self.target))}. For a time to an "
+                "event, set target to the time and event to the event. For several columns of 0 and 1, each given "
+                "once, set task = 'multilabel'. For several numbers, run one experiment for each"
             )
-        return target
+        return self
 
     @model_validator(mode="after")
     def _factors_by_client(self) -> TableSource:
@@ -161,10 +167,18 @@ class TableSource(DesignOptions):
         return tuple(dict.fromkeys((*MISSING_MARKERS, *agreed, *self.missing)))
 
     @property
-    def targets(self) -> dict[str, str]:
+    def outcomes(self) -> tuple[str, ...]:
+        """The target columns, if the source or the agreement names them."""
+        target: str | tuple[str, ...] = self.targets.get("target", ())
+        return (target,) if isinstance(target, str) else target
+
+    @property
+    def targets(self) -> dict[str, Any]:
         """The columns ``target`` and ``event`` by name, if the source or the agreement sets them."""
         agreement = self.agreement
-        target = agreement.target if self.target is None and agreement is not None else self.target
+        target = self.target
+        if agreement is not None and target is None:
+            target = agreement.classes if agreement.task == "multilabel" else agreement.target
         event = agreement.event if self.event is None and agreement is not None else self.event
         return {key: name for key, name in (("target", target), ("event", event)) if name is not None}
 
@@ -229,17 +243,18 @@ class _Reading:
             raise NoSamples(f"{where}: empty. A table needs a header row and rows below it")
         self.spec, self.name, self.problems = spec, name, problems
         agreement = spec.agreement
-        self.label, self.event = spec.targets.get("target", names[-1]), spec.targets.get("event")
+        self.labels, self.event = spec.outcomes or (names[-1],), spec.targets.get("event")
+        self.label = self.labels[0]
         self.task = "survival" if spec.event is not None and spec.task == "auto" else spec.task
         self.task = self.task if agreement is None else agreement.task
         check_event(where, self.task, self.event, self.label, scaled=(spec.centre, spec.unit) != (0.0, 1.0))
         self.special = [*spec.columns, *([] if spec.client_column is None else [spec.client_column])]
         self.design = design = DesignReading(spec.chosen)
-        if self.label in design.complete or (self.event is not None and self.event in design.complete):
+        if {*self.labels} & {*design.complete} or (self.event is not None and self.event in design.complete):
             raise ConfigError(f"{where}: the target cannot also be subject, order or test_column. Name another column")
         wanted = {
             *design.columns,
-            self.label,
+            *self.labels,
             *([] if self.event is None else [self.event]),
             *spec.factors,
             *spec.group_columns,
@@ -262,12 +277,12 @@ class _Reading:
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
         self.agreed: dict[str, Agreed] = {}
         starts = {*spec.days_since.values()} - {*spec.days_since}
-        no_features = {self.label, self.event, spec.client_column, *spec.drop, *design.no_features, *starts}
+        no_features = {*self.labels, self.event, spec.client_column, *spec.drop, *design.no_features, *starts}
         self.features = [c for c in names if c not in no_features]
         if agreement is not None:
-            if self.label in {column.name for column in agreement.column}:
+            if twice := {*self.labels} & {column.name for column in agreement.column}:
                 raise ConfigError(
-                    f"{where}: {self.label!r} is a feature in the agreement. Name the column to predict in target"
+                    f"{where}: {min(twice)!r} is a feature in the agreement. Name the column to predict in target"
                 )
             self.agreed = agreed_columns(agreement.table, "repair it, or agree on impute = true", spec.factors)
             self.features = list(self.agreed)
@@ -288,7 +303,7 @@ class _Reading:
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x = GrowingRows((len(self.features),), np.float64)
         self.measured = {
-            column: GrowingRows((), np.float64) for column in (self.label, self.event) if column is not None
+            column: GrowingRows((), np.float64) for column in (*self.labels, self.event) if column is not None
         }
         self.events_seen = set[str]()
         self.spellings = checks.Spellings()
@@ -376,6 +391,8 @@ class _Reading:
             label, classes, wrong = agreed_classes(agreement, self.label, label, classes)
             wrong += checks.unknown_levels(self.agreed, len(self._numbers))
             wrong += checks.out_of_range(agreement.table, self._numbers)
+        if task == "multilabel":
+            wrong += checks.find_odd_labels(self._targets, problems.first)
         if task == "survival":
             times, events = self._targets.items()
             wrong += checks.impossible(times, events, problems.first, eventless=agreement is not None)
@@ -411,7 +428,7 @@ class _Reading:
                 values,
                 (y - centre) / unit if regression else y if self.numeric_label else y[:, 0].long(),
                 task,
-                () if self.numeric_label else classes,
+                self.labels if task == "multilabel" else () if self.numeric_label else classes,
                 columns=codes,
                 levels=levels,
                 users=codes[users] if users else None,
@@ -495,6 +512,8 @@ class _Reading:
                 self.label: (ReadColumn(targets[self.label]), "regression"),
                 self.event: (event, "classification"),
             }
+        elif self.task == "multilabel":
+            outcome = {name: (ReadColumn(targets[name], ("0", "1")), "classification") for name in self.labels}
         elif self.numeric_label:
             outcome = {self.label: (ReadColumn(targets[self.label]), "regression")}
         else:

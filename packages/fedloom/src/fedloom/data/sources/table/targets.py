@@ -47,7 +47,7 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
         raise ConfigError(f"{where}: event = {event!r} makes the task survival, but task is {task!r}. Leave out one")
     if event == label:
         raise ConfigError(f"{where}: {label!r} is both target and event. Set target to the column of times")
-    if task in ("survival", "count") and scaled:
+    if task in ("survival", "count", "multilabel") and scaled:
         raise ConfigError(f"{where}: centre and unit belong to a regression, but the task is {task}. Leave them out")
 
 
@@ -93,7 +93,7 @@ def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doub
         wrong.append(
             f"the label {label!r} is {levels[0]!r} in every row that can be read, so a model cannot learn from it"
         )
-    if task_wanted in ("regression", "survival", "count"):
+    if task_wanted in ("multilabel", "regression", "survival", "count"):
         return cast("Task", task_wanted), wrong
     if task_wanted == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
         wrong.append("the label has fractions. Set task = 'regression', or 'classification' if they are names")

@@ -92,7 +92,7 @@ class ExperimentDirectory:
                 f"{settings} is damaged: {error}. Choose another --out, or start anew with --force"
             ) from None
         if not difference and joins:
-            difference = self._other_methods(before)
+            difference = self._describe_other_methods(before)
         if difference and joins:
             raise RunDirError(
                 f"{self.out}: processes that joined work on another experiment: {difference}. Join "
@@ -105,7 +105,7 @@ class ExperimentDirectory:
                 "start anew with --force"
             )
 
-    def _other_methods(self, before: Mapping[str, Any]) -> str:
+    def _describe_other_methods(self, before: Mapping[str, Any]) -> str:
         was, now = [label_of(method) for method in before["method"]], [m.label for m in self.experiment.methods]
         return "" if was == now else f"methods were {', '.join(was)}, now {', '.join(now)}"
 

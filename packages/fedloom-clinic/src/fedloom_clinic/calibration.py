@@ -1,0 +1,115 @@
+"""Calibration of a run's models over all clients' test rows, by sums: how often predicted outcomes come true.
+
+References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (the error by bins). The score of
+G. W. Brier, Monthly Weather Review 1950.
+
+A score is the probability of the second class of a binary task, otherwise the probability of the most probable class.
+Rows, scores and outcomes are summed in agreed bins. Bins that too few clients reach are merged, as in `conformal`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple
+
+import pyarrow as pa
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question
+from fedloom.analyses.tables import NUMBER_TYPE, table_of
+from fedloom.data import DATA_PARTS
+from fedloom.errors import DataError, Refused
+from fedloom_clinic.cells import merges
+from fedloom_clinic.conformal import ends_of_bins, flag_ranges, probabilities_of, ranges_of_bins
+
+
+class ScoredBins(NamedTuple):
+    """Ends of the bins, once they are known, and the totals: rows, scores and outcomes by bin, and squared errors."""
+
+    terms: AnalysisTerms
+    reached: Tensor | None
+    total: Tensor | None = None
+
+
+class Calibration(Analysis):
+    """Predicted and observed outcomes of all clients' test rows in bins, with calibration error and Brier score."""
+
+    kind: ClassVar[str] = "calibration"
+    tasks: ClassVar = ("binary", "classification")
+    questions: ClassVar = {"reached": {}, "bins": {"reached": 1}}
+    uses_models: ClassVar[bool] = True
+
+    model_kind: Literal["global", "personal"] = Field("global", description="the model whose probabilities are taken")
+    bins: int = Field(10, ge=2, le=1000, description="equal bins of scores from 0 to 1")
+
+    def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
+        return client.select(client.part == DATA_PARTS.index("test"))
+
+    def start(self, terms: AnalysisTerms) -> ScoredBins:
+        every = torch.zeros(len(self._ranges), dtype=torch.float64)
+        return ScoredBins(terms, None if merges(terms.rules) else every)
+
+    def check_question(self, question: Question, terms: AnalysisTerms) -> None:
+        if question.name == "bins" and len(question.values["reached"]) != len(self._ranges):
+            raise Refused(f"reached of a question has {len(self._ranges)} numbers")
+
+    def question(self, state: ScoredBins) -> Question | None:
+        if state.reached is None:
+            return Question("reached")
+        return Question("bins", {"reached": state.reached}) if state.total is None else None
+
+    def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
+        if question.name == "reached":
+            return Bounds.counts(len(self._ranges), 1.0)
+        bins, most = len(self._ends(question.values["reached"], terms)) - 1, float(terms.most_rows)
+        scores = Bounds.between(torch.zeros(bins + 1), torch.full((bins + 1,), 2 * most))
+        return Bounds.join([Bounds.counts(2 * bins, most), scores])
+
+    def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        test, classes = self.used(client, terms), len(terms.schema.classes)
+        p, label = probabilities_of(test, classes, self.model_kind), test.y[:, 0].long()
+        score, came = (p[:, 1], label == 1) if terms.schema.task == "binary" else (p.amax(1), p.argmax(1) == label)
+        fine = (score * self.bins).long().clamp(max=self.bins - 1)
+        if question.name == "reached":
+            return flag_ranges(fine, test.subjects, self._ranges, terms.rules.min_subjects)
+        ends = self._ends(question.values["reached"], terms)
+        of = torch.bucketize(fine, torch.tensor(ends[1:-1]), right=True)
+        rows, outcomes, scores = (
+            torch.zeros(len(ends) - 1, dtype=torch.float64).index_add(0, of, values)
+            for values in (torch.ones_like(score), came.double(), score)
+        )
+        errors = (p - torch.nn.functional.one_hot(label, classes)).square().sum() / (2 if classes == 2 else 1)
+        return torch.cat([rows, outcomes, scores, errors[None]])
+
+    def step(self, state: ScoredBins, total: Tensor, info: Info) -> ScoredBins:
+        if state.reached is None:
+            return state._replace(reached=total)
+        if not total.any():
+            raise DataError("no client has test rows; give the partition a test part")
+        return state._replace(total=total)
+
+    def result(self, state: ScoredBins) -> pa.Table:
+        assert state.total is not None
+        assert state.reached is not None
+        ends = self._ends(state.reached, state.terms)
+        rows, outcomes, scores = state.total[:-1].view(3, -1)
+        count = rows.sum()
+        facts = (float((outcomes - scores).abs().sum() / count), float(state.total[-1] / count), float(count))
+        lines = [
+            (ends[k] / self.bins, ends[k + 1] / self.bins, n, float(scores[k]) / n, float(outcomes[k]) / n, *facts)
+            for k, n in enumerate(rows.tolist())
+            if n
+        ]
+        names = ("low", "high", "rows", "predicted", "observed", "calibration_error", "brier", "test_rows")
+        return table_of(lines, **dict.fromkeys(names, NUMBER_TYPE))
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        return ranges_of_bins(self.bins)
+
+    def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[int]:
+        if not merges(terms.rules):
+            return [*range(self.bins + 1)]
+        return ends_of_bins(reached, self._ranges, terms.rules, what="in the test part")

@@ -1,0 +1,173 @@
+"""Penalties of regressions by sums: their options, and the folds of a cross-validation at every client.
+
+Firth's penalty needs tr(V dI / d beta_r) with V the inverse information. If V is public, this is a sum over rows, or
+follows from sums over rows at risk. So clients answer every step twice: for the information, and then with V.
+Cross-validation asks for all fits of all strengths at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from torch import Tensor, from_numpy
+
+from fedloom.analyses import AnalysisTerms, ClientRows, Question, ScriptedAnalysis, Transcript
+from fedloom.errors import Refused
+from fedloom_clinic.cells import merges
+from fedloom_clinic.columns import (
+    DesignColumns,
+    Floats,
+    Mask,
+    design_of,
+    kept_columns,
+    names_of,
+    square,
+    triangle,
+    varying_columns,
+)
+from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, FoldSums, Likelihood
+
+FIT_COUNT = len(RIDGE_STRENGTHS) * (CV_FOLDS + 1)
+"""Number of fits of a cross-validation that one question asks for."""
+
+
+class Penalized(ScriptedAnalysis):
+    """Regression by sums with a penalty."""
+
+    penalty: Literal["none", "ridge", "firth"] = Field(
+        "none", description="ridge or firth: finite coefficients, also if columns separate the rows"
+    )
+    strength: float | Literal["cv"] | None = Field(
+        None,
+        description="of the ridge, per row and for columns of unit deviation, as lifelines' penalizer; intercepts are "
+        "free. cv: by cross-validated likelihood",
+    )
+
+    @model_validator(mode="after")
+    def _have_one_meaning(self) -> Penalized:
+        if (self.penalty == "ridge") != (self.strength is not None):
+            raise ValueError(
+                "penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1, or strength = "
+                "'cv'"
+            )
+        if isinstance(self.strength, float) and not 0 < self.strength < np.inf:
+            raise ValueError(f"the strength of a ridge must be above 0, got {self.strength!r}; give 0.1, or 'cv'")
+        return self
+
+    @property
+    def most_questions(self) -> int:
+        return 24 if self.penalty != "firth" else 80  # a Firth step is two questions, and steps are shorter
+
+    def start(self, terms: AnalysisTerms) -> Transcript:
+        if self.strength == "cv":
+            divided_clients(terms)
+        return super().start(terms)
+
+    @property
+    def last_question(self) -> str:
+        """Name of the question that is repeated."""
+        return "paths" if self.strength == "cv" else "tilted" if self.penalty == "firth" else "step"
+
+
+def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise if a field of a question is not of its shape.
+
+    Raises:
+        Refused: it is of another shape.
+    """
+    for name in shapes.keys() & question.values.keys():
+        got, wanted = (" x ".join(map(str, shape)) for shape in (question.values[name].shape, shapes[name]))
+        if got != wanted:
+            raise Refused(f"{name} of a question has {wanted} numbers, got {got}")
+
+
+def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:
+    """Return the fold ``[N]`` of every row of a design: a subject is in one fold, and each fold has as many events.
+
+    Subjects are dealt out in the order of digests of their rows, so folds depend on nothing else.
+
+    Args:
+        design: rows that a regression uses.
+        client: client of these rows.
+        event: ``[N]`` True for rows with the outcome.
+    """
+    cells = np.hstack([design.x, design.y])
+    order = np.array([hashlib.blake2b(row.tobytes(), key=b"folds", digest_size=8).hexdigest() for row in cells])
+    units, place = np.unique(client.subjects[design.rows].numpy(), return_inverse=True)
+    first, had = np.full(len(units), "~" * 16), np.zeros(len(units), bool)
+    for unit, digest, one in zip(place, order, event, strict=True):
+        first[unit], had[unit] = min(first[unit], digest), had[unit] | one
+    fold = np.zeros(len(units), np.int64)
+    fold[np.lexsort((first, had))] = np.arange(len(units)) % CV_FOLDS
+    return fold[place]
+
+
+def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Floats], Mask], least: int) -> Tensor:
+    """Return flags ``[1 + p]`` of a cross-validation: every fold has enough subjects, and so has it in every column.
+
+    Args:
+        client: client whose rows are divided.
+        terms: terms of the analysis.
+        event_of: function that returns the rows with the outcome from targets ``[N, k]``.
+        least: smallest number of subjects with the outcome, and without it, in a fold.
+    """
+    design = design_of(client, terms, flagged=False)
+    event, subjects = event_of(design.y), client.subjects[design.rows].numpy()
+    fold = folds_of(design, client, event)
+    columns, outcomes = np.ones(design.x.shape[1]), True
+    for k in range(CV_FOLDS):
+        here = fold == k
+        columns = columns * varying_columns(design.x[here], subjects[here], terms.rules.min_subjects)
+        outcomes &= all(len(np.unique(subjects[here & side])) >= least for side in (event, ~event))
+    return from_numpy(np.append(float(outcomes), columns))
+
+
+def divided_clients(terms: AnalysisTerms) -> list[bool]:
+    """Return True for every client whose rows are divided into folds. The rows of other clients are never held out.
+
+    Every cell of each fold of the client then reaches the minimum.
+
+    Raises:
+        Refused: too few clients can be divided.
+    """
+    if not merges(terms.rules) or not terms.published:
+        return [True] * len(terms.sizes)
+    p, kept = len(names_of(terms.schema)), kept_columns(terms)
+    flags = [some[-2 * p - 1 : -p].numpy() for some in terms.published]
+    able = [bool(some[0] > 0 and (some[1:][kept] > 0).all()) for some in flags]
+    needed = terms.rules.min_clients + terms.rules.missing
+    if sum(able) < needed:
+        raise Refused(
+            f"{sum(able)} clients have {terms.rules.min_subjects} subjects of every column and outcome in each of "
+            f"{CV_FOLDS} folds, and {needed} must; give a strength as a number, or agree on a smaller least count"
+        )
+    return able
+
+
+def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDArray[np.int64]) -> list[Floats]:
+    """Return a client's part of `FoldSums`, in the order of `read_fold_sums`.
+
+    Args:
+        at: function that returns the likelihood of some rows ``[N]`` at coefficients.
+        betas: ``[K, q]`` coefficients of all fits.
+        fold: ``[N]`` fold of every row, -1 for rows that are never held out.
+    """
+    sets = [fold != k for k in range(CV_FOLDS)] + [np.ones(len(fold), bool)]
+    parts = [np.array([float(rows.sum()) for rows in sets])]
+    for k, beta in enumerate(betas):
+        here = at(beta, sets[k % len(sets)])
+        whole = here if k % len(sets) == CV_FOLDS else at(beta, sets[-1])
+        parts += [np.array([here.value, whole.value]), here.gradient, triangle(here.information)]
+    return parts
+
+
+def read_fold_sums(numbers: Floats, size: int) -> FoldSums:
+    """Return the sums of all fits of ``size`` coefficients each."""
+    rows, rest = np.split(numbers, [CV_FOLDS + 1])
+    fits = rest.reshape(FIT_COUNT, -1)
+    return FoldSums(rows, fits[:, 0], fits[:, 1], fits[:, 2 : 2 + size], square(fits[:, 2 + size :], size))

@@ -1,0 +1,106 @@
+"""Amendments of an agreement within an experiment: a patch release of fedloom, and new keys of a site.
+
+The experiment file stays, and with it the fingerprint. Checkpoints, the state and models of the sites, and what sites
+remember of sums and budgets therefore stay too. Every site approves an amendment by its digest (`take`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedloom.errors import ConfigError
+from fedloom.storage import read_toml
+from fedloom.storage.files import content_of
+from fedloom.values import fields_of, make
+from fedloom.version import __version__
+from fedloom_sites.deploy.ops import keys
+from fedloom_sites.deploy.ops.admitted import ADMITTED_SUFFIX, KEYS_FOLDER
+from fedloom_sites.deploy.ops.directory import Files, write_files
+from fedloom_sites.deploy.ops.members import (
+    AGREEMENT_FILE,
+    Change,
+    check_idle,
+    is_patch_of,
+    keys_digest,
+    member_of,
+)
+from fedloom_sites.deploy.ops.status import server_file
+from fedloom_sites.deploy.settings import Member, Server, Shared, read_server
+
+
+def upgrade(folder: Path) -> Change:
+    """Create and return an agreement of the same experiment on the installed patch release of fedloom.
+
+    Args:
+        folder: folder of the deployment, or of its server. Only the folder ``changes/release-VERSION`` is written in
+            it.
+
+    Raises:
+        ConfigError: the installed release is no other patch release of the same version, or the change exists.
+        RunDirError: a run or a secure session is under way.
+    """
+    server = read_server(server_file(folder))
+    if not is_patch_of(__version__, server.version) or __version__ == server.version:
+        raise ConfigError(
+            f"the experiment runs fedloom {server.version}, but {__version__} is installed. Within an experiment, "
+            "only the last number of the version may change. Install such a release, or begin a new experiment"
+        )
+    return _write(folder, f"release-{__version__}", {"version": __version__}, server.sites)
+
+
+def rotate(folder: Path, name: str) -> Change:
+    """Create new keys of a site, and return the agreement with them. The site's memory, state and number stay.
+
+    Args:
+        folder: folder of the deployment, or of its server. Only the folder ``changes/keys-NAME`` is written in it.
+        name: name of the site.
+
+    Raises:
+        ConfigError: the site does not exist, or the change exists.
+        RunDirError: a run or a secure session is under way.
+    """
+    server = read_server(server_file(folder))
+    before = member_of(server, name)
+    node, signing = keys.key_pair("connection"), keys.key_pair("signing")
+    member = before.with_(node_key=node.public, signing_key=signing.public)
+    members = tuple(member if one == before else one for one in server.sites)
+    shared = dict[str, Any]()
+    if server.secure is not None:
+        agreed = list(server.secure.keys)
+        agreed[member.client] = member.signing_key
+        secure = server.secure.with_(keys=tuple(agreed))
+        shared = {"secure": secure.model_dump(mode="json", exclude_none=True)}
+    files: Files = {"node-key": node.private, "node-key.pub": f"{node.public}\n", "signing-key": signing.private}
+    change = _write(folder, f"keys-{name}", shared, members, member, files)
+    return change._replace(keys=keys_digest([member]))
+
+
+def _write(
+    folder: Path, what: str, shared: dict[str, Any], members: Sequence[Member], changed: Member | None = None,
+    secrets: Files | None = None,
+) -> Change:  # fmt: skip
+    """Write the folders of an amendment: for the server, for every site's approval, and for a site with new keys."""
+    file = server_file(folder)
+    server, out = read_server(file), folder / "changes" / what
+    check_idle(server)
+    if out.exists():
+        raise ConfigError(f"{out} already exists. Use it, or delete it yourself")
+    settings = read_toml(file, "server file") | shared | {"sites": [m.model_dump(mode="json") for m in members]}
+    agreed = make(Server, settings, f"fedloom deploy: {what}", fields_of(Server))
+    proposal = {
+        "before": server.fingerprint,
+        "shared": agreed.model_dump(mode="json", include={*Shared.model_fields}, exclude_none=True),
+        "members": [m.model_dump(mode="json") for m in members],
+    }
+    approval: Files = {"experiment.toml": content_of(server.experiment), AGREEMENT_FILE: json.dumps(proposal, indent=1)}
+    admitted = {} if changed is None else {f"{KEYS_FOLDER}/{changed.site}{ADMITTED_SUFFIX}": f"{changed.node_key}\n"}
+    write_files(out / "server", {"server.toml": tomli_w.dumps(settings), **admitted})
+    write_files(out / "approval", approval)
+    if secrets is not None:
+        write_files(out / "site", {**approval, **secrets})
+    return Change(out, agreed.digest, "")

@@ -1,0 +1,154 @@
+"""Snapshots: dated copies of a site's data, for data that grow while runs and analyses read them.
+
+A snapshot belongs to a site and a name of data, as the memory of sums and budgets does, and every experiment on these
+data may read it. Two snapshots that differ in a few subjects would reveal these subjects, so such a snapshot is not
+declared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import shutil
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fedloom.data import Dataset
+from fedloom.errors import ConfigError, RunDirError
+from fedloom.storage import make_folder, read_toml, write_atomic
+from fedloom.storage.files import content_of
+from fedloom_sites.deploy.analyses import DEFAULT_LEAST, agreed_analyses
+from fedloom_sites.deploy.code import read_agreed
+from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked
+from fedloom_sites.deploy.settings import SNAPSHOTS_FOLDER, Site, read_site
+from fedloom_sites.deploy.site.local_data import read_data
+from fedloom_sites.deploy.site.state import SAMPLES_FILE
+
+RECORD_FILE = "snapshots.json"
+"""File in the memory of the data: date, digest and subjects of every snapshot."""
+SUBJECT_BYTES = 8
+"""Number of bytes of the digest of a subject."""
+
+
+class Declared(NamedTuple):
+    """A new snapshot.
+
+    Attributes:
+        day: its date, which is its name.
+        path: its file.
+        subjects: number of its subjects.
+        used: True if the present experiment reads it, False if a run has begun with other data.
+    """
+
+    day: str
+    path: Path
+    subjects: int
+    used: bool
+
+
+def declare(folder: Path, day: str | None = None) -> Declared:
+    """Copy a site's data as a snapshot, and let the experiment read the snapshot if its run has not begun.
+
+    Args:
+        folder: folder of the site.
+        day: date of the data, as 2026-12-01. None: today (UTC).
+
+    Raises:
+        ConfigError: the data are no single file, the date is not later than that of the last snapshot, or the
+            snapshot differs from an earlier one in too few subjects.
+        DataError: the data cannot be read, or do not match the agreement.
+    """
+    file, day = folder / "site.toml", day or datetime.now(UTC).date().isoformat()
+    site, live = read_site(file), read_site(file, live=True)
+    try:
+        date.fromisoformat(day)
+    except ValueError:
+        raise ConfigError(f"the date of a snapshot must be as 2026-12-01, got {day!r:.40}") from None
+    key = "path" if "path" in live.data else "source"
+    source = Path(live.data[key])
+    if not source.is_file():
+        raise ConfigError(f"{source} is not a file. A snapshot copies the one file that [data] of {file} names")
+    memory = site.memory_folder
+    with in_turn(memory):
+        record = _record(memory)
+        known: list[dict[str, Any]] = record["snapshots"]
+        if known and day <= known[-1]["day"]:
+            raise ConfigError(
+                f"the last snapshot is of {known[-1]['day']}. A new one must be of a later date, got {day}"
+            )
+        make_folder(memory / SNAPSHOTS_FOLDER, mode=0o700)
+        draft = memory / SNAPSHOTS_FOLDER / f".draft{source.suffix}"
+        try:
+            shutil.copyfile(source, draft)
+            copied = live.model_copy(update={"data": live.data | {key: str(draft)}})
+            subjects = _subjects(read_data(read_agreed(site), copied), record["salt"])
+            _check_apart(site, day, subjects, known)
+            path = draft.with_name(f"{day}{source.suffix}")
+            known.append({"day": day, "digest": hashlib.sha256(content_of(draft)).hexdigest(), "subjects": subjects})
+            draft.chmod(0o400)
+            draft.replace(path)
+            write_checked(memory / RECORD_FILE, record)
+        finally:
+            draft.unlink(missing_ok=True)
+    used = not (site.folder / SAMPLES_FILE).exists()
+    if used:
+        rest = re.sub(r"(?m)^snapshot = .*\n", "", content_of(file).decode())
+        write_atomic(file, f'snapshot = "{day}"\n{rest}'.encode())
+        assert read_toml(file, "site file")["snapshot"] == day
+    return Declared(day, path, len({*subjects}), used)
+
+
+def check_snapshot(site: Site) -> str:
+    """Return the date of the snapshot that a site reads, or "" if it reads its data directly.
+
+    Raises:
+        ConfigError: the snapshot was never declared, or its file has changed.
+    """
+    if site.snapshot is None:
+        return ""
+    record = _record(site.memory_folder)
+    known = next((one for one in record["snapshots"] if one["day"] == site.snapshot), None)
+    path = Path(site.data["path" if "path" in site.data else "source"])
+    if known is None or hashlib.sha256(content_of(path, "the snapshot")).hexdigest() != known["digest"]:
+        what = "was never declared" if known is None else "has changed since it was declared"
+        raise ConfigError(f"the snapshot of {site.snapshot} {what}. Declare another one: fedloom deploy snapshot")
+    return site.snapshot
+
+
+def _check_apart(site: Site, day: str, subjects: list[str], known: list[dict[str, Any]]) -> None:
+    """Raise if a snapshot differs from an earlier one in too few subjects, but in some."""
+    agreed = agreed_analyses(read_agreed(site), site.samples, site.clients, None, 0).values()
+    least, here = max([DEFAULT_LEAST, *(one.rules.min_subjects for one in agreed)]), {*subjects}
+    for one in known:
+        before = {*one["subjects"]}
+        apart = max(len(here - before), len(before - here))
+        if 0 < apart < least:
+            raise ConfigError(
+                f"the snapshot of {day} differs from that of {one['day']} in {apart} subjects, at least {least} or "
+                "none are needed. Wait until more have changed"
+            )
+
+
+def _record(memory: Path) -> dict[str, Any]:
+    record = read_checked(memory / RECORD_FILE)
+    if record is None and (memory / RECORD_FILE).exists():
+        raise RunDirError(
+            f"{memory / RECORD_FILE} is damaged, so earlier snapshots are not known. Restore it from a backup"
+        )
+    return record or {"salt": secrets.token_hex(16), "snapshots": []}
+
+
+def _subjects(data: Dataset, salt: str) -> list[str]:
+    """Return the digest of every subject: of all its rows, in any order."""
+    design = data.design
+    of = torch.arange(len(data)) if design is None or design.subject is None else design.subject
+    rows = dict[int, list[bytes]]()
+    for k, subject in enumerate(of.tolist()):
+        content = data.x[k].contiguous().numpy().tobytes() + data.y[k].contiguous().numpy().tobytes()
+        rows.setdefault(subject, []).append(content)
+    key = bytes.fromhex(salt)
+    return [hashlib.blake2b(b"".join(sorted(r)), key=key, digest_size=SUBJECT_BYTES).hexdigest() for r in rows.values()]
