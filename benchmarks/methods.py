@@ -104,7 +104,7 @@ def measure(rounds: int, titles: Sequence[str]) -> dict[str, list[dict[str, Any]
 def page(found: dict[str, list[dict[str, Any]]]) -> str:
     """The page."""
     rows = {title: {row["method"]: row for row in each} for title, each in found.items()}
-    names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: -largest(rows, name))
+    names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: (-largest(rows, name), name))
     lines = [
         "# What a method costs beside its gradients",
         "",
