@@ -158,7 +158,7 @@ class Advisor:
         fedavg = base.methods[0].setting
         self._budget = plain_budget(lap_setting(fedavg, seed, fedavg.rounds), self.fed, fedavg.rounds)
         self._rounds, self._newest = dict[tuple[str, int], int](), dict[LapKey, int]()
-        self._checksum, self._planned = data.checksum(), self._budget.played
+        self._checksum, self._planned = data.checksum(), self._budget.spent
         self._check_directory()
         shares = self._plan_methods()
         planned = self._planned / self._budget.samples
@@ -330,7 +330,7 @@ class Advisor:
                 with suppress(RunStopped, CodeError, Refused):  # the laps of the arm end so too, and have the reason
                     plan = self._budget.plan(lap_setting(setting, self.seeds[0], setting.rounds), self.fed)
             self._rounds[label, 0] = plan.rounds
-            self._planned += plan.played
+            self._planned += plan.spent
             shares.append(LapShares.of(plan.rounds, min(1.0, plan.personal / self._budget.samples)))
         return shares
 
@@ -350,9 +350,9 @@ class Advisor:
             recorded = tomllib.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or delete the directory") from None
-        own, budget = self._identity(), table(recorded.get("race", {}), f"{path}: [race]").pop("budget", None)
-        own["race"].pop("budget")
-        if own != recorded or not isinstance(budget, int | float):
+        identity, budget = self._identity(), table(recorded.get("race", {}), f"{path}: [race]").pop("budget", None)
+        identity["race"].pop("budget")
+        if identity != recorded or not isinstance(budget, int | float):
             raise RunDirError(
                 f"{self.out} contains a race of another experiment or version. Choose another --out, or delete the "
                 "directory"

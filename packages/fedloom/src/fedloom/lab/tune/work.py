@@ -33,12 +33,12 @@ class RoundPlan(NamedTuple):
 
     Attributes:
         rounds: number of rounds.
-        played: number of samples whose gradient was computed to find this number.
+        spent: number of samples whose gradient was computed to find this number.
         personal: number of samples whose gradient the personal models need after a round.
     """
 
     rounds: int
-    played: int
+    spent: int
     personal: int = 0
 
 
@@ -47,11 +47,11 @@ class Budget(NamedTuple):
 
     Attributes:
         plain: number of samples whose gradient plain local training computes, for every round.
-        played: number of samples whose gradient was computed to find this out.
+        spent: number of samples whose gradient was computed to find this out.
     """
 
     plain: tuple[int, ...]
-    played: int = 0
+    spent: int = 0
 
     @property
     def samples(self) -> int:
@@ -86,17 +86,17 @@ class Budget(NamedTuple):
                 if round == 1 or total + after >= self.samples:
                     after = last.personal_samples()
                     beside += after
-                played = int(total) + beside
+                spent = int(total) + beside
                 if total + after >= self.samples:
-                    return RoundPlan(self._nearest(totals, after), played, after)
+                    return RoundPlan(self._nearest(totals, after), spent, after)
                 before, ratio = ratio, (total - totals[-2]) / self._cost(round)
                 steady = abs(ratio - before) <= EQUAL_COST_TOLERANCE * max(ratio, before)
                 if not whole and steady:
                     return RoundPlan(
-                        self._extrapolated(totals, ratio, after) if ratio else len(self.plain), played, after
+                        self._extrapolated(totals, ratio, after) if ratio else len(self.plain), spent, after
                     )
                 if round >= MAX_ROUND_MULTIPLE * len(self.plain):
-                    return RoundPlan(round, played, after)
+                    return RoundPlan(round, spent, after)
         raise AssertionError("a run is played until it is planned")
 
     def _cost(self, round: int) -> float:

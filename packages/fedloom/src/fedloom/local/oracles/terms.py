@@ -55,8 +55,8 @@ class Holder:
         try:
             yield
         finally:
-            for _, layer, key, own in self._places:
-                layer._parameters[key] = own
+            for _, layer, key, original in self._places:
+                layer._parameters[key] = original
 
 
 class Representation:
@@ -184,12 +184,12 @@ class TermNetwork(Network):
             for name, mask in self.masks_of(batch, i, count).items():
                 model.module.get_submodule(name).mask = mask
             anchors = [[model.features(anchor[i], x) for anchor in of_term] for of_term in held]
-            own = [value.requires_grad_() for value in rows[i]]
+            parameters = [value.requires_grad_() for value in rows[i]]
             with torch.enable_grad():
-                total = summed(functions, terms, i, model(own, x), y, anchors)
+                total = summed(functions, terms, i, model(parameters, x), y, anchors)
                 if total.requires_grad:
                     ends.append(total / batch.total[i, 0].to(total))
-                    leaves += own
+                    leaves += parameters
                     slots += targets[i]
         if ends:
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(ends, leaves, allow_unused=True)
