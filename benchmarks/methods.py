@@ -45,30 +45,30 @@ TERMS = {
     "pass of the body by autograd per step",
     "equitable-fl": "k-means and silhouettes of the clients at the server: independent of d, milliseconds per round",
     "fedamp": "distances of all pairs of m models, at the server: 2 m^2 d per round",
-    "fedas": "alignment of the body to prototypes, and Fisher information: a second forward and backward pass by autograd "
-    "in the steps of the alignment",
-    "fedem": "a mixture: gradients of three networks per step, and forward passes of all three for the responsibilities",
+    "fedas": "alignment of the body to prototypes, and Fisher information: a second forward and backward pass by "
+    "autograd in the steps of the alignment",
+    "fedem": "a mixture: gradients of three networks per step, and forward passes of all three for responsibilities",
     "fedfomo": "losses of the models of peers on validation data: a forward pass per peer and sample",
     "fedpac": "a term on representations (a second forward and backward pass of the body by autograd per step), and a "
     "quadratic program over m heads per round: up to 2000 steps of 2 m^3",
-    "fedproto": "a term on representations and prototypes: a second forward and backward pass of the body by autograd per "
-    "step",
+    "fedproto": "a term on representations and prototypes: a second forward and backward pass of the body by autograd "
+    "per step",
     "fedspa": "a gradient of all parameters, and a sort of them, per round for the search for the mask",
     "gpfl": "a larger network, and two terms on class embeddings: two k x k layers and c k similarities per sample",
     "heurfedamp": "similarities of all pairs of m models, at the server: 2 m^2 d per round",
-    "knn-per": "a model with a memory, for which the compiled kernels have no form: distances of all pairs of samples of "
-    "a client",
+    "knn-per": "a model with a memory, for which the compiled kernels have no form: distances of all pairs of samples "
+    "of a client",
     "lp-proj": "two products with a random k x d matrix per step: 4 k d",
     "lpgd": "a singular value decomposition of every r x c matrix per step: about 14 r c min(r, c), nine times the "
     "gradients of 20 samples of the MLP",
     "moon": "two more forward passes per step, and a term on representations: a third forward and backward pass by "
     "autograd",
-    "pfedfda": "11 mixtures of Gaussians of k features in two folds: 22 solutions of k x k systems per client and round, "
-    "2/3 k^3 each, and an eigendecomposition",
+    "pfedfda": "11 mixtures of Gaussians of k features in two folds: 22 solutions of k x k systems per client and "
+    "round, 2/3 k^3 each, and an eigendecomposition",
     "power-of-choice": "losses of candidates before every round: a forward pass per sample",
 }
-"""What costs in the methods above the limit, by their papers: floating-point operations per client, where the term has a
-simple count. d parameters, k features, c classes, m clients of a cohort."""
+"""What costs in the methods above the limit, by their papers: floating-point operations per client, where the term has
+a simple count. d parameters, k features, c classes, m clients of a cohort."""
 NOISE_TERM = "none that is known: within the noise"
 """Cell of a method above the limit whose paper needs no more arithmetic."""
 LIMIT = 1.3
@@ -104,7 +104,7 @@ def measure(rounds: int, titles: Sequence[str]) -> dict[str, list[dict[str, Any]
 def page(found: dict[str, list[dict[str, Any]]]) -> str:
     """The page."""
     rows = {title: {row["method"]: row for row in each} for title, each in found.items()}
-    names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: -largest(rows, name))
+    names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: (-largest(rows, name), name))
     lines = [
         "# What a method costs beside its gradients",
         "",
@@ -120,8 +120,9 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
         "",
         "For small dense networks, FedAvg's steps run in compiled kernels (`fused`), in microseconds. Terms on "
         "representations, prototypes and class statistics are functions of PyTorch tensors, so autograd computes their "
-        "gradients, client by client. These calls take longer than the arithmetic of such a network. With the convolutional network, FedAvg uses PyTorch too, and the same methods come close to "
-        "FedAvg. The machine was busy during the measurement. The row `fedavg` compares FedAvg with itself and shows "
+        "gradients, client by client. These calls take longer than the arithmetic of such a "
+        "network. With the convolutional network, FedAvg uses PyTorch too, and the same methods come close to FedAvg. "
+        "The machine was busy during the measurement. The row `fedavg` compares FedAvg with itself and shows "
         "the noise.",
         "",
         f"| method | {' | '.join(f'{title}: time | server | forward | engine' for title in rows)} |",

@@ -1,7 +1,8 @@
-"""The benchmark of composite methods, and the page that it writes."""
+"""The benchmark of composite methods, and the pages of it and of the costs per gradient."""
 
 from __future__ import annotations
 
+import json
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,11 @@ PAGE = ROOT / "studies" / "pages" / "composite.md"
 
 @pytest.fixture(scope="module")
 def composite() -> Any:
-    spec = spec_from_file_location("composite", ROOT / "studies" / "benchmarks" / "composite.py")
+    return load_module(ROOT / "studies" / "benchmarks" / "composite.py")
+
+
+def load_module(path: Path) -> Any:
+    spec = spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -65,3 +70,18 @@ def test_the_sentences_of_the_page_are_true_of_its_tables() -> None:
         reached, _, left = sentence.partition(" The others end at a relative distance from it: ")
         assert reached.startswith(f"- {', '.join(there)} reach the optimum of ")
         assert left == f"{', '.join(away)}."
+
+
+def test_the_page_of_costs_names_the_operations_of_exactly_the_methods_above_the_limit() -> None:
+    methods = load_module(ROOT / "benchmarks" / "methods.py")
+    found = json.loads(methods.KEPT.read_text())
+    text = methods.PAGE.read_text()
+    assert text == methods.page(found)
+    ratios = {
+        name: max(row["ratio"] - row["forward"] / 3 for rows in found.values() for row in rows if row["method"] == name)
+        for name in {row["method"] for rows in found.values() for row in rows if not row.get("reason")}
+    }
+    table = text.split("| method | arithmetic beside the gradients |")[1].split("##")[0].splitlines()[2:]
+    terms = dict(line.strip("| ").split(" | ") for line in table if line)
+    assert terms.keys() == {name for name, ratio in ratios.items() if ratio > 1.3}
+    assert all(ratios[name] < 1.56 for name, term in terms.items() if term == methods.NOISE_TERM)  # 20 % of noise

@@ -185,7 +185,8 @@ class Advice(NamedTuple):
                 f"the gain is too small, or differs too much among the clients, for {MOST_SEEDS} seeds (more "
                 "validation samples would help, or a margin, if a small difference does not matter)"
             )
-        return f"about {significant(self.more, 2)} more gradients would decide (a budget of {self.needed:g} runs)"
+        budget = significant(self.needed or 0, 4)
+        return f"about {significant(self.more, 2)} more gradients would decide (a budget of {budget} runs)"
 
     def _gain(self, label: str) -> str:
         gap = self.gains[label]

@@ -55,8 +55,8 @@ class Holder:
         try:
             yield
         finally:
-            for _, layer, key, parameter in self._places:
-                layer._parameters[key] = parameter
+            for _, layer, key, original in self._places:
+                layer._parameters[key] = original
 
 
 class Representation:
