@@ -1,6 +1,6 @@
 """Print how far the analyses by sums are from the libraries on pooled rows, and what they ask and send.
 
-    python benchmarks/analyses.py
+    python benchmarks/analyses.py          # or words of some rows, as in: glm ridge
 
 Five sites in this process, no network. "simulation" is `fl.analyze`. "sites" and "masked" are deployments that read the
 same rows from a file, "returned" is a masked one in which a site is lost after some messages, and is back at the next
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import tempfile
 import time
 import warnings
@@ -115,7 +116,7 @@ def measure(
     state, log = run_questions(analysis, terms, ask)
     simulated = gap(analysis.result(state).to_pandas())
     ends = [
-        deploy(task, {"kind": name, **options, "rules": RULES}, gap, masked=masked, loses=loses)
+        deploy(task, {"kind": name, "rules": RULES, **options}, gap, masked=masked, loses=loses)
         for masked, loses in ((False, False), (True, False), (True, True))
     ]
     size, seconds = ends[1][1:]
@@ -233,29 +234,33 @@ def main() -> None:
         return max(gaps)
 
     ridge = {"penalty": "ridge", "strength": 0.1}
-    rows = [
-        measure("table-1", "pandas, SciPy", "regression", number, {"group": "ward"}, first_table),
-        measure("kaplan-meier", "lifelines", "survival", survival, {"group": "ward", "width": 20, "until": 300}, curve),
-        measure("cox", "lifelines, strata", "survival", survival, {"stratify": True},
+    cases: list[Any] = [
+        ("table-1", "pandas, SciPy", "regression", number, {"group": "ward"}, first_table),
+        ("kaplan-meier", "lifelines", "survival", survival, {"group": "ward", "width": 20, "until": 300}, curve),
+        ("cox", "lifelines, strata", "survival", survival, {"stratify": True},
                 coefficients(strata.params_, strata.standard_errors_)),
-        measure("cox", "lifelines, strata, ridge", "survival", survival, {"stratify": True, **ridge},
+        ("cox", "lifelines, strata, ridge", "survival", survival, {"stratify": True, **ridge},
                 coefficients(ridge_strata.params_, ridge_strata.standard_errors_)),
-        measure("glm", "statsmodels, gaussian", "regression", number, {},
+        ("glm", "statsmodels, gaussian", "regression", number, {},
                 coefficients(gaussian.params[1:], gaussian.bse[1:])),
-        measure("glm", "statsmodels, binomial", "binary", binary, {}, coefficients(logit.params[1:], logit.bse[1:])),
-        measure("glm", "statsmodels, poisson", "count", count, {}, coefficients(poisson.params[1:], poisson.bse[1:])),
-        measure("glm", "scikit-learn, ridge", "binary", binary, ridge,
+        ("glm", "statsmodels, binomial", "binary", binary, {}, coefficients(logit.params[1:], logit.bse[1:])),
+        ("glm", "statsmodels, poisson", "count", count, {}, coefficients(poisson.params[1:], poisson.bse[1:])),
+        ("glm", "scikit-learn, ridge", "binary", binary, ridge,
                 lambda t: largest((t.coefficient.to_numpy()[1:] * design.std(0), ridge_logit.coef_[0]))),
-        measure("glm", "scikit-learn, ridge by cv", "binary", binary, {"penalty": "ridge", "strength": "cv"},
+        ("glm", "scikit-learn, ridge by cv", "binary", binary,
+                {"penalty": "ridge", "strength": "cv", "rules": {"min_subjects": 2, "min_clients": 3}},
                 lambda t: largest((t.coefficient.to_numpy()[1:] * design.std(0), of_strength(float(t.ridge[0]))))),
-        measure("cox", "own pooled fit, strata, Firth", "survival", survival, {"stratify": True, "penalty": "firth"},
+        ("cox", "own pooled fit, strata, Firth", "survival", survival, {"stratify": True, "penalty": "firth"},
                 coefficients(firth_cox.beta, firth_cox.se)),
     ]  # fmt: skip
     if FirthLogisticRegression is not None:
         firth = FirthLogisticRegression(xtol=1e-12, gtol=1e-10, max_iter=1000).fit(scaled, frame.died.to_numpy())
         away = lambda t: largest((t.coefficient.to_numpy()[1:] * design.std(0), firth.coef_.ravel()))  # noqa: E731
-        rows.append(measure("glm", "firthmodels", "binary", binary, {"penalty": "firth"}, away))
-    print(pd.DataFrame(rows).to_string(index=False, float_format=lambda x: f"{x:.2g}"))
+        cases.append(("glm", "firthmodels", "binary", binary, {"penalty": "firth"}, away))
+    for case in cases:
+        if all(word in f"{case[0]} {case[1]}" for word in sys.argv[1:]):
+            row = pd.DataFrame([measure(*case)])
+            print(row.to_string(index=False, float_format=lambda x: f"{x:.2g}"), flush=True)
 
 
 if __name__ == "__main__":

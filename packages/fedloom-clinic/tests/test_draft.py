@@ -103,7 +103,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "column 'const': the same in every row, 'x'; left out",
         "column 'none': empty; left out",
         "column 'town': text of 120 levels in 240 rows",
-        "column 'lab': numbers, but for 'k.A.', which count as missing",
+        "column 'lab': numbers, except for 'k.A.', which count as missing",
     ):
         assert sentence in said, sentence
     data = drafted(path)["data"]
@@ -281,7 +281,7 @@ def test_what_a_statistician_would_see_is_said(tmp_path: Path) -> None:
         "column 'systolic': -9 in ",
         "far from the rest",
         "column 'glucose': medians differ by a factor of 17",
-        "column 'creatinine': medians differ 8",
+        "column 'creatinine': medians differ by a factor of 8",
         "column 'troponin_hs': has values only at 'Amsel', so it identifies that site; left out",
         "column 'hours_to_death': alone predicts the target almost perfectly (AUROC 1.000 alone)",
     ):

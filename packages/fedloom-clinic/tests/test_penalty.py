@@ -191,8 +191,8 @@ def test_what_is_no_penalty_is_a_sentence() -> None:
         ({"penalty": "lasso"}, "penalty"),
         ({"strength": 0.1}, "has no strength"),
         ({"penalty": "firth", "strength": 0.1}, "has no strength"),
-        ({"penalty": "ridge", "strength": 0}, "above 0"),
-        ({"penalty": "ridge", "strength": float("nan")}, "above 0"),
+        ({"penalty": "ridge", "strength": 0}, "greater than 0"),
+        ({"penalty": "ridge", "strength": float("nan")}, "greater than 0"),
         ({"penalty": "ridge", "strength": "much"}, "a number greater than 0, or 'cv'"),
     ):
         for fit in (lambda **w: fit_cox(SITES, **w), lambda **w: fit_glm(glm_sites(EVENT), "logistic", **w)):

@@ -269,38 +269,38 @@ LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], s
         {"target": "ill", "categorical": ["subject"]}, "column 'subject': 60 different values in 240 rows",
     ),
     "copy of the class": (
-        lambda f: f.assign(code=f["ill"] * 3 + 1), {"target": "ill"}, "column 'code' gives 'ill' away",
+        lambda f: f.assign(code=f["ill"] * 3 + 1), {"target": "ill"}, "column 'code' alone predicts 'ill'",
     ),
     "class as text": (
         lambda f: f.assign(note=np.where(f["ill"] == 1, "admitted", "well")),
-        {"target": "ill", "categorical": ["note"]}, "column 'note' gives 'ill' away",
+        {"target": "ill", "categorical": ["note"]}, "column 'note' alone predicts 'ill'",
     ),
     "several codes": (
-        lambda f: f.assign(code=f["ill"] * 5 + COUNT % 5), {"target": "ill"}, "column 'code' gives 'ill' away",
+        lambda f: f.assign(code=f["ill"] * 5 + COUNT % 5), {"target": "ill"}, "column 'code' alone predicts 'ill'",
     ),
     "filled afterwards": (
         lambda f: f.assign(days=np.where(f["ill"] == 1, RNG.normal(9, 2, N).round(1), np.nan)),
-        {"target": "ill", "impute": True}, "column 'days' gives 'ill' away",
+        {"target": "ill", "impute": True}, "column 'days' alone predicts 'ill'",
     ),
     "another unit": (
         lambda f: f.assign(cost=RISK(f), cents=RISK(f) * 100), {"target": "cost", "task": "regression"},
-        "column 'cents' gives 'cost' away",
+        "column 'cents' alone predicts 'cost'",
     ),
     "rounded outcome": (
         lambda f: f.assign(cost=RISK(f), about=RISK(f).round(0)), {"target": "cost", "task": "regression"},
-        "column 'about' gives 'cost' away",
+        "column 'about' alone predicts 'cost'",
     ),
     "logarithm": (
         lambda f: f.assign(cost=np.exp(RISK(f) / 90), log_cost=RISK(f)), {"target": "cost", "task": "regression"},
-        "column 'log_cost' gives 'cost' away",
+        "column 'log_cost' alone predicts 'cost'",
     ),
     "time in months": (
         lambda f: f.assign(days=TIMES, months=TIMES / 30.4), {"target": "days", "event": "ill"},
-        "column 'months' gives 'days' away",
+        "column 'months' alone predicts 'days'",
     ),
     "event again": (
         lambda f: f.assign(days=TIMES, dead=f["ill"]), {"target": "days", "event": "ill"},
-        "column 'dead' gives 'ill' away",
+        "column 'dead' alone predicts 'ill'",
     ),
     "rows twice": (lambda f: pd.concat([f, f.sample(40, random_state=0)]), {}, "40 of 280 rows are exact copies"),
     "all rows twice": (lambda f: pd.concat([f, f]), {}, "240 of 480 rows are exact copies"),
@@ -332,27 +332,27 @@ SITES = np.repeat(list("abcdef"), N // 6)
 OTHER_LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], str]] = {
     "rank": (
         lambda f: f.assign(cost=RISK(f), place=RISK(f).rank()), {"target": "cost", "task": "regression"},
-        "column 'place' gives 'cost' away",
+        "column 'place' alone predicts 'cost'",
     ),
     "quartiles": (
         lambda f: f.assign(cost=RISK(f), band=pd.qcut(RISK(f), 4, labels=False)),
-        {"target": "cost", "task": "regression"}, "column 'band' gives 'cost' away",
+        {"target": "cost", "task": "regression"}, "column 'band' alone predicts 'cost'",
     ),
     "bands by name": (
         lambda f: f.assign(cost=RISK(f), band=pd.qcut(RISK(f), 3, labels=["mid", "a", "top"]).astype(str)),
-        {"target": "cost", "task": "regression", "categorical": ["band"]}, "column 'band' gives 'cost' away",
+        {"target": "cost", "task": "regression", "categorical": ["band"]}, "column 'band' alone predicts 'cost'",
     ),
     "above a limit": (
         lambda f: f.assign(cost=RISK(f), dear=(RISK(f) > 150).astype(int)), {"target": "cost", "task": "regression"},
-        "column 'dear' gives 'cost' away",
+        "column 'dear' alone predicts 'cost'",
     ),
     "with noise": (
         lambda f: f.assign(cost=RISK(f), bill=RISK(f) + RNG.normal(size=N) * 0.5),
-        {"target": "cost", "task": "regression"}, "column 'bill' gives 'cost' away",
+        {"target": "cost", "task": "regression"}, "column 'bill' alone predicts 'cost'",
     ),
     "one-hot": (
         lambda f: f.assign(stage=COUNT % 3, is_0=COUNT % 3 == 0, is_1=COUNT % 3 == 1), {"target": "stage"},
-        "column 'is_1' gives 'stage' away",
+        "column 'is_1' alone predicts 'stage'",
     ),
     "mean by site": (
         lambda f: f.assign(site=SITES, rate=f.groupby(SITES)["ill"].transform("mean") * 100),
@@ -480,7 +480,7 @@ def test_the_estimators_of_scikit_learn_have_the_notes_of_the_survey() -> None:
     frame.insert(0, "Unnamed: 0", COUNT)
     fitted = FederatedClassifier(rounds=1).fit(frame.drop(columns="ill"), frame["ill"])
     assert any("column 'Unnamed: 0' numbers the rows" in note for note in fitted.notes_)
-    assert any("column 'code' gives 'y' away" in note for note in fitted.notes_)
+    assert any("column 'code' alone predicts 'y'" in note for note in fitted.notes_)
     sound = clean()
     assert FederatedRegressor(rounds=1).fit(sound[["age", "crp"]], sound["bmi"]).notes_ == ()
 

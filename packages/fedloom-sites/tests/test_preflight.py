@@ -19,7 +19,7 @@ import fedloom as fl
 import fedloom_sites.flower as ff
 from fedloom.data.federation import Federation
 from fedloom.engine.setup import check
-from fedloom.errors import ConfigError, entered, worded
+from fedloom.errors import ConfigError, capitalize, entered, worded
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.tune import Tuning
 from fedloom.sklearn import FederatedClassifier, FederatedRegressor
@@ -171,7 +171,7 @@ def test_an_impossible_setting_has_one_rule_and_one_fix_at_every_entrance(
     else:
         assert caught.value.fix == known.fix, str(caught.value)
     with entered(TERMS[entrance]):
-        assert str(caught.value).endswith(worded(caught.value.fix)), str(caught.value)
+        assert str(caught.value).endswith(capitalize(worded(caught.value.fix))), str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -312,4 +312,4 @@ def test_a_setting_for_simulation_has_one_rule_and_a_fix_at_real_clients(name: s
             ENTER[entrance](row, tmp_path)
         assert caught.value.rule == rule, (entrance, str(caught.value))
         with entered(TERMS[entrance]):
-            assert str(caught.value).endswith(worded(caught.value.fix)), str(caught.value)
+            assert str(caught.value).endswith(capitalize(worded(caught.value.fix))), str(caught.value)

@@ -279,7 +279,7 @@ class Glm(Penalized):
         labels = [f"intercept {k}" for k in range(first)] if self.by_client else ["intercept"]
         size, of_targets, family_weights = first + len(names), 0.0, np.append(np.zeros(first), np.ones(len(names)))
 
-        def asked(name: str, **numbers: Floats) -> Floats | None:
+        def ask_sum(name: str, **numbers: Floats) -> Floats | None:
             values = {key: torch.from_numpy(value) for key, value in numbers.items()}
             vector, now = ask(Question(name, {**values, **public}))
             return None if now.neutral > info.neutral else vector.numpy()
@@ -287,7 +287,7 @@ class Glm(Penalized):
         def step(beta: Floats, metric: Floats) -> Floats | None:
             nonlocal of_targets
             more = {"metric": metric} if self.penalty == "firth" else {}
-            numbers = asked(self.last_question, beta=beta, **more)
+            numbers = ask_sum(self.last_question, beta=beta, **more)
             of_targets = of_targets if numbers is None else float(numbers[1])
             return numbers
 
@@ -304,7 +304,7 @@ class Glm(Penalized):
 
         def paths(betas: Floats) -> FoldSums | None:
             nonlocal of_targets
-            numbers = asked("paths", betas=betas)
+            numbers = ask_sum("paths", betas=betas)
             if numbers is None:
                 return None
             of_targets = float(numbers[0])

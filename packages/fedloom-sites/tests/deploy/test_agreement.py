@@ -50,8 +50,8 @@ NOTED = (
     "column 'readmissions': is known only later",
     "column 'troponin_hs': has values at 'Amsel' only",
     "column 'systolic': -9 in 188 cells",
-    "column 'glucose': medians differ 17.7-fold by site",
-    "column 'creatinine': medians differ 88.1-fold by site",
+    "column 'glucose': medians differ by a factor of 17.7 between sites",
+    "column 'creatinine': medians differ by a factor of 88.1 between sites",
     "'Amsel' 44 of 1200, 'Birke' 26 of 600, 'Celle' 25 of 400, 'Dorn' 6 of 150, 'Esche' 1 of 20",
     "'followup_days' with the event 'died' is a time to event: --target followup_days --event died",
 )

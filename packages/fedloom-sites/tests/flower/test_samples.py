@@ -311,7 +311,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "no training samples": (lambda: ff.Local(nn.Linear(5, 3), None), "trainset is None"),
     "no such device": (
-        lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), device="gpu"), "device: 'gpu' is not there",
+        lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), device="gpu"), "device: 'gpu' does not exist",
     ),
     "large codes": (
         lambda: ff.Local(nn.EmbeddingBag(9, 3), (codes(9, 4) * 2**24, codes(3))), "whole numbers of 16777216 and more",

@@ -279,7 +279,7 @@ def test_other_candidates_are_another_search(tmp_path: Path) -> None:
     reproduce(make_recipe("tiny", one), "full", tmp_path, seeds=[3])
     other = {**one, "method": [{"algorithm": "fedavg", "choose": {"local.lr": [0.1, 0.2]}}]}
     with pytest.raises(
-        RunDirError, match=r"variant 'few' has changed since it was run in .*few and .*choose/few; delete"
+        RunDirError, match=r"variant 'few' has changed since it was run in .*few and .*choose/few. Delete"
     ):
         reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
     (tmp_path / PROTOCOL_FILE).unlink()  # as an earlier version left the folder

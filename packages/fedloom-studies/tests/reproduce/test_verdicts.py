@@ -233,7 +233,7 @@ def test_a_comparison_that_is_clearly_against_a_claim_leaves_it_in_part() -> Non
     (one,) = claims(with_claim(), {"few": few, "many": many})
     assert one.rivals[0].verdict == HOLDS
     assert (one.verdict, one.right, len(one.measured)) == (PARTLY, 1, 2)
-    assert one.count == "1 of 2 comparisons as claimed; by themselves 1 clearly so, 1 clearly against it"
+    assert one.count == "1 of 2 comparisons as claimed, 1 clearly so and 1 clearly against it"
     assert claims(with_claim(), {"few": few, "many": few})[0].verdict == HOLDS
     for rival in ("fedavg: global", 0.6):  # a claim on each variant is not carried by the others
         (one,) = claims(with_claim(each=True, than=[rival]), {"few": few, "many": many})
@@ -424,7 +424,7 @@ def test_a_file_of_a_recipe_that_is_damaged_is_named(content: bytes, tmp_path: P
     }
     for name, reader in readers.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(RunDirError, match=f"{name} is damaged: .*. Delete it and run it again"):
+        with pytest.raises(RunDirError, match=f"{name} is damaged: .*; delete it and run it again"):
             reader()
 
 
@@ -510,7 +510,7 @@ def test_all_stops_in_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 
     def stopped() -> dict[str, Any]:
         output = call("--all", "--scale", "smoke", "--budget", "60s", *where, code=130)
-        assert "stopped. The same command resumes from here" in output
+        assert "The same command resumes from here" in output
         return {summary["recipe"]: summary for summary in records(tmp_path / "results" / summaries.SUMMARIES_FILE)}
 
     first = stopped()
@@ -544,7 +544,7 @@ def test_a_recipe_runs_on_a_device_that_the_command_names(tmp_path: Path) -> Non
     assert done.complete
     assert done.command == "fedloom reproduce tiny --scale smoke --only fedavg --device cuda:0"
     with pytest.raises(
-        RunDirError, match="'few' was run on device cuda:0 in .*few, but this run uses cpu; .* --device cuda:0"
+        RunDirError, match="'few' was run on device cuda:0 in .*few, but this run uses cpu. .* --device cuda:0"
     ):
         reproduce(tiny(), "smoke", tmp_path / "device", only=["fedavg"])
     for file in (tmp_path / "device").rglob("experiment.toml"):

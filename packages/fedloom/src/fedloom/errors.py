@@ -196,7 +196,8 @@ class ConfigError(FedloomError, ValueError):
     def refixed(self, fix: str) -> Self:
         """Return the same error with another fix."""
         error, message = copy(self), str(self)
-        error.args = (f"{message.removesuffix(capitalize(worded(self.fix)))}{capitalize(worded(fix))}",)
+        old = worded(self.fix)
+        error.args = (f"{message.removesuffix(old).removesuffix(capitalize(old))}{capitalize(worded(fix))}",)
         error.fix = fix
         return error
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, worded
 from fedloom.lazy import lister
 
 ALIAS_NAMES = {
@@ -146,7 +146,10 @@ def unknown(
     if new := find_new_name(got, names):
         return ConfigError(f"{place}unknown {what} {got!r}; its name is now {new!r}")
     cure = "" if ALIAS_NAMES.get(str(got)) in names else cure
-    return ConfigError(f"{place}unknown {what} {got!r}", rule=rule, fix=cure or nearest(got, names))
+    message, fix = f"{place}unknown {what} {got!r}", cure or nearest(got, names)
+    error = ConfigError(message, rule=rule, fix=fix)
+    error.args = (f"{message}; {worded(fix)}",)  # "did you mean" belongs to the same sentence
+    return error
 
 
 def no_hint(key: str, value: object) -> str:

@@ -419,7 +419,7 @@ def test_a_module_is_checked_with_samples_that_it_takes() -> None:
         check_algorithm(FedAvg(), layout=module, shape=(5,))
     with pytest.raises(ConfigError, match=r"two classes or more, got \[24, 1\]"):
         check_algorithm(FedAvg(), layout=nn.Linear(2, 1), shape=(2,))
-    with pytest.raises(ConfigError, match="give layout=MODULE too"):
+    with pytest.raises(ConfigError, match="Give layout=MODULE too"):
         check_algorithm(FedAvg(), shape=(2,))
 
 

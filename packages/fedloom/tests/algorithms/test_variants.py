@@ -206,7 +206,7 @@ def changed(client: int, round: int, steps: Any) -> list[list[Any]]:
         ({"batches": dict(list(enumerate(BATCHES))[1:])}, "batches: round 1 contains client 0, but no"),
         ({"batches": {9: BATCHES[0]}}, "batches: client ids must be from 0 to 3, got 9"),
         ({"batches": changed(1, 2, [[0], [SIZE[1]]])}, rf"round 3, step 2: positions must be from 0 to {SIZE[1] - 1}"),
-        ({"batches": changed(1, 2, [[0], [-1]])}, "client 1, round 3, step 2: positions are"),
+        ({"batches": changed(1, 2, [[0], [-1]])}, "client 1, round 3, step 2: positions must be"),
         ({"batches": changed(1, 2, [[0.5]])}, "client 1, round 3, step 1: must be a list of positions"),
         ({"batches": changed(1, 2, [["a"]])}, "client 1, round 3, step 1: must be a list of positions"),
         ({"projection": torch.zeros(10, D)}, "projection has no effect with FedAvg"),

@@ -115,8 +115,8 @@ def test_settings_name_analyses_and_another_choice_keeps_the_runs(tmp_path: Path
         ([{"kind": "tsne", "client": [1]}], "unknown key 'client'"),
         ([{"kind": "tsne"}], "clients"),
         ([{"kind": "confusion"}, {"kind": "confusion"}], "two analyses are of the kind 'confusion'"),
-        ({"kind": "confusion"}, r"write \[\[analysis\]\]"),
-        (["confusion", 3], r"write \[\[analysis\]\]"),
+        ({"kind": "confusion"}, r"Write \[\[analysis\]\]"),
+        (["confusion", 3], r"Write \[\[analysis\]\]"),
     ],
 )
 def test_a_bad_table_is_refused_before_any_work(analysis: Any, sentence: str) -> None:

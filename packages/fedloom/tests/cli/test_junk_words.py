@@ -34,6 +34,7 @@ CALLS = {
     "deploy approve": "dep/sites/site-1 change.toml", "deploy remove": "dep site-1", "deploy revoke": "dep site-1",
     "deploy models": "dep/server --out new", "deploy predict": "dep/sites/site-1 Table.csv --out new.csv",
     "deploy evaluate": "dep/sites/site-1 Table.csv", "deploy export": "dep/sites/site-1 --out new.onnx",
+    "deploy rotate": "dep site-1", "deploy upgrade": "dep", "deploy snapshot": "dep/sites/site-1",
 }  # fmt: skip
 """A call of every command with arguments. Words in place of one of its own must be refused."""
 TEXTS = (" ", "=", "[", "\x1b[2J", "é\u202e", "a=[", "x" * 5000, "~/new")

@@ -169,7 +169,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("adapt", out, "--data", new), "the run has several methods. Give --method: fedavg, ditto"),
         (("adapt", out, "--data", new, "--method", "dito"), "did you mean 'ditto'"),
         (("adapt", out, "--data", new, "--method", "ditto", "--seed", 7), "no seed 7. Its seeds: 0, 1"),
-        (("adapt", out, "--data", new, "--method", "ditto", "--rounds", 0), "rounds must be at least 1"),
+        (("adapt", out, "--data", new, "--method", "ditto", "--rounds", 0), "rounds must be a whole number from 1"),
         (("export", out, "--method", "ditto", "--format", "h5", "--out", tmp_path / "x"), "unknown format 'h5'"),
         (
             ("export", out, "--method", "fedavg", "--model", "personal", "--client", 1, "--out", "x"),

@@ -103,7 +103,7 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
 @pytest.mark.parametrize(
     ("clients", "sentence"),
     [
-        ([], "there are no clients"),
+        ([], "contains no clients"),
         ([CLIENTS[0], CLIENTS[1][0]], r"\['1'\] have no test set, but other clients have one. Give a test set for"),
         ([CLIENTS[0], (samples(5, 0, 0), (np.zeros((2, 4)), [0, 1]))], r"client 1 has samples of shape \[4\]"),
         ([1, 2], "client 0: int is not a known form of data"),
@@ -123,9 +123,12 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
         ([list(DataLoader(as_sets((X, Y)), 5))] * 2, "client 0 is a list of 4 batches"),
         (
             [(pd.DataFrame(X), Y), (pd.DataFrame(X)[[4, 3, 2, 1, 0]], Y)],
-            "client 1: columns are 4, 3, 2, 1, 0, those of",
+            "client 1: columns are 4, 3, 2, 1, 0, but those of",
         ),
-        ([Named("cat", "dog", "eel"), Named("bird", "cat", "dog")], "client 1: classes are bird, cat, dog, those of"),
+        (
+            [Named("cat", "dog", "eel"), Named("bird", "cat", "dog")],
+            "client 1: classes are bird, cat, dog, but those of",
+        ),
         ([{"train": Named("cat", "dog"), "test": Named("dog", "cat")}], "client 0, test set: classes are dog, cat"),
         ([{"x": X, "y": Y, "x_test": X, "y_test": Y}], "client 0: fedloom would ignore 'x_test' beside 'x' and 'y'"),
         ([[(X, Y), (X, Y)]] * 2, r"client 0 is a list of two sets, .*. Give the tuple \(training set, test set\), or"),

@@ -157,7 +157,7 @@ def test_sheets_are_chosen_by_name_or_number_and_rows_above_the_header_are_skipp
     for sheet in ("Visits", 2):
         data = fl.load(tmp_path / "t.xlsx", sheet=sheet, skip=3, **OPTIONS)
         assert torch.equal(data.y, expected.y)
-    with pytest.raises(DataError, match="has 2 sheets, 'About', 'Visits'. Name one"):
+    with pytest.raises(DataError, match="contains 2 sheets, 'About', 'Visits'. Name one"):
         fl.load(tmp_path / "t.xlsx", **OPTIONS)
     for wrong in ("Visit", 3, 0):
         with pytest.raises(ConfigError, match="sheet"):

@@ -222,7 +222,7 @@ def test_a_header_that_comes_again_is_refused(tmp_path: Path) -> None:
     table = plain(tmp_path / "site.csv", "age", "1234567")
     lines = (tmp_path / "site.csv").read_text().splitlines()
     (tmp_path / "site.csv").write_text("\n".join([*lines[:5], lines[0], *lines[5:], lines[0]]) + "\n")
-    with pytest.raises(DataError, match="row 6 repeats the header \\(2 such\\). Delete it"):
+    with pytest.raises(DataError, match="row 6 repeats the header \\(2 such\\); delete it"):
         table.read(None)
 
 

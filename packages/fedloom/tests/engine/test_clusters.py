@@ -152,7 +152,7 @@ def test_a_column_without_one_level_of_every_client_is_refused(regions: Path) ->
     fed = hospitals(regions, group_columns=("region", "sex"))
     with pytest.raises(Refused, match="needs the same level in all rows of a client, but client 'h0' has f, m"):
         run(fed, FLAME(), "groups by sex")
-    with pytest.raises(ConfigError, match=r"unknown column 'country'; .* keeps hospital, region, sex"):
+    with pytest.raises(ConfigError, match=r"unknown column 'country'; .* has hospital, region, sex"):
         run(fed, FLAME(), "groups by country")
     with pytest.raises(ConfigError, match="Name the columns of a table in data.group_columns"):
         run(hospitals(regions), FLAME(), "groups by region")
@@ -367,8 +367,8 @@ class Adds(FedADMM):
 @pytest.mark.parametrize(
     ("method", "choices", "why"),
     [
-        ("fedacs", {}, "has none; find clusters once"),
-        ("local", {}, "has none; find clusters once"),
+        ("fedacs", {}, "has no global model"),
+        ("local", {}, "has no global model"),
         (Adds(), {}, "adds up uploads with the shares of their rounds"),
         (FedADMM(server_lr=1.0), {}, "adds up uploads with the shares"),
         (FedDyn(), {"aggregator": "median"}, "sums the results of that rule, in which clients have no shares"),

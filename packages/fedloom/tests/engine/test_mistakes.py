@@ -41,8 +41,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "epochs": (lambda: run(epochs=2), "it belongs in local={'epochs': 2}"),
     "batch size": (lambda: run(batch_size=10), "it belongs in local={'batch_size': 10}"),
     "optimizer": (lambda: run(optimizer="adam"), "it belongs in local={'optimizer': 'adam'}"),
-    "mu": (lambda: run("fedprox", mu=0.1), "give fl.algorithms.FedProx(mu=0.1)"),
-    "lam": (lambda: run("ditto", lam=1.0), "give fl.algorithms.Ditto(lam=1.0)"),
+    "mu": (lambda: run("fedprox", mu=0.1), "Give fl.algorithms.FedProx(mu=0.1)"),
+    "lam": (lambda: run("ditto", lam=1.0), "Give fl.algorithms.Ditto(lam=1.0)"),
     "an option of another method": (lambda: run(mu=0.1), "it is an option of other methods"),
     "fraction": (lambda: run(fraction=0.5), "it belongs in sampler={'fraction': 0.5}"),
     "device": (lambda: run(device="cuda"), "it belongs in engine={'device': 'cuda'}"),
@@ -87,7 +87,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "positions for a partition": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=[range(30), range(30, 60)]),
-        "are given as the data, in a list of (x, y)",
+        "give them as the data, in a list of (x, y)",
     ),
     "positions by client for a partition": (
         lambda: fl.compare(["fedavg"], (X, Y), partition={0: range(30), 1: range(30, 60)}),
@@ -118,7 +118,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: fl.partitions.iid(clients=99)((X, Y), seed=0),
         "Use fewer clients or a smaller min_size",
     ),
-    "one-hot": (lambda: split((X, np.eye(3)[Y])), "give y.argmax(1), or task = 'regression'"),
+    "one-hot": (lambda: split((X, np.eye(3)[Y])), "Give y.argmax(1), or task = 'regression'"),
     "channels last": (lambda: split((IMAGES, Y[:24])), "last. Give channels_last = True or False"),
     "holes": (lambda: split((HOLES, Y)), "NaN or Inf in the features of "),
     "lengths": (lambda: split((X, Y[:-1])), "60 samples but 59 targets. Every sample needs one target"),

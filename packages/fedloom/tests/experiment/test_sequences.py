@@ -188,7 +188,7 @@ def test_parts_that_need_something_else_say_so() -> None:
     with pytest.raises(Refused, match="augment changes only images, but"):
         fl.simulate(method, fed, model="lstm", rounds=1, augment={"flip": 0.5})
     numbers = fl.partitions.iid(clients=2)((torch.rand(20, 4), torch.arange(20) % 2))
-    with pytest.raises(ConfigError, match="model lstm takes tokens"):
+    with pytest.raises(ConfigError, match="model lstm needs tokens"):
         fl.simulate(method, numbers, model="lstm", rounds=1)
 
 

@@ -184,7 +184,7 @@ def test_a_trace_is_read_and_refused(tmp_path: Path) -> None:
     file.write_text("client,speed\n0,1\n")
     with pytest.raises(DataError, match=r"lacks the columns \['up', 'down'\]"):
         Trace(file=str(file)).fleet(1, 0, NONE)
-    with pytest.raises(DataError, match="is not there"):
+    with pytest.raises(DataError, match="does not exist"):
         Trace(file=str(tmp_path / "none.parquet")).fleet(1, 0, NONE)
 
 

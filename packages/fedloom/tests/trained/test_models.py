@@ -173,7 +173,7 @@ def test_clients_are_found_by_number_and_by_name_and_unknown_ones_are_refused(fe
     for odd in (5, -1):
         with pytest.raises(ConfigError, match=f"unknown client {odd}"):
             models.rows("personal", torch.tensor([0, odd]))
-    with pytest.raises(ConfigError, match="give a client"):
+    with pytest.raises(ConfigError, match="Give a client"):
         models.model("personal")
     assert len(models.personal) == 5
     with pytest.raises(IndexError):
@@ -316,7 +316,7 @@ def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Data
     assert float((models.adapt(stranger, lr=1e-6).row - x).norm()) < 1e-3
     with pytest.raises(ConfigError, match="epochs or steps, but not both"):
         models.adapt(stranger, epochs=1, steps=1)
-    with pytest.raises(ConfigError, match="rounds must be at least 1"):
+    with pytest.raises(ConfigError, match="rounds must be a whole number from 1"):
         models.adapt(stranger, rounds=0)
     with pytest.raises(ConfigError, match="holdout must be"):
         models.adapt(stranger, holdout=1.0)
@@ -348,7 +348,7 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
         Model.load(path, MLP(hidden=(8,)))
     for name in ("personal", "server"):
         models.save(tmp_path)
-        with pytest.raises(LayoutError, match="no single model"):
+        with pytest.raises(LayoutError, match="not contain a single model"):
             Model.load(tmp_path / f"{name}.safetensors", NORMALISED)
     with pytest.raises(LayoutError, match=r"does not contain a single model. It contains rows\.00000000"):
         fl.open_model(tmp_path / "personal.safetensors", nn.Linear(2, 2))

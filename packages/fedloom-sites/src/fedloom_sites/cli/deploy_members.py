@@ -63,8 +63,8 @@ def add(
         from fedloom_sites.deploy.ops.members import add as add_member
         from fedloom_sites.deploy.ops.status import server_file
 
-        given = {key: path for key, path in (("home", home), ("programs", programs)) if path is not None}
-        place = Location.model_validate(machine_folders(server_file(directory).parent) | given)
+        chosen = {key: path for key, path in (("home", home), ("programs", programs)) if path is not None}
+        place = Location.model_validate(machine_folders(server_file(directory).parent) | chosen)
         change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")
         say(f"keys of {name}: SHA-256 {change.keys}. Send both to every site by another way than this folder")

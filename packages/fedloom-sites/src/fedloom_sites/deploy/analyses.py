@@ -347,8 +347,8 @@ def judge_row_sets(
         salt: key of the digests, known to the site alone.
         least: smallest number of subjects.
     """
-    known, verdicts = memory.setdefault("sets", {}), memory.setdefault("verdicts", [])
-    others, verdict_of = [one for one in verdicts if one["of"] != name and one["answered"]], dict[str, bool]()
+    remembered, verdicts = memory.setdefault("sets", {}), memory.setdefault("verdicts", [])
+    answered, verdict_of = [one for one in verdicts if one["of"] != name and one["answered"]], dict[str, bool]()
     for rows in sets:
         subjects, least = sorted(_subject_digests(rows, salt)), max(least, MIN_APART_SUBJECTS)
         key = hashlib.sha256("".join([columns, *subjects]).encode()).hexdigest()
@@ -357,16 +357,16 @@ def judge_row_sets(
             verdict_of[key] = earlier is None or bool(earlier["answered"])
             continue
         here, verdict_of[key] = {*subjects}, True
-        for other in {one["set"] for one in others} - {key}:
-            before = {*known[other]["subjects"]}
+        for other in {one["set"] for one in answered} - {key}:
+            before = {*remembered[other]["subjects"]}
             apart = max(len(here - before), len(before - here))
-            if known[other]["columns"] != columns:
+            if remembered[other]["columns"] != columns:
                 apart = abs(len(here) - len(before)) or least
             verdict_of[key] &= apart >= least
-        known[key] = {"columns": columns, "subjects": subjects}
+        remembered[key] = {"columns": columns, "subjects": subjects}
         verdicts.append({"of": name, "set": key, "answered": verdict_of[key]})
     del verdicts[:-MAX_VERDICTS]
-    memory["sets"] = {key: known[key] for key in known if any(one["set"] == key for one in verdicts)}
+    memory["sets"] = {key: remembered[key] for key in remembered if any(one["set"] == key for one in verdicts)}
     return all(verdict_of.values())
 
 

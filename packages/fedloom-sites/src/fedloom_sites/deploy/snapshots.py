@@ -75,10 +75,10 @@ def declare(folder: Path, day: str | None = None) -> Declared:
     memory = site.memory_folder
     with in_turn(memory):
         record = _record(memory)
-        known: list[dict[str, Any]] = record["snapshots"]
-        if known and day <= known[-1]["day"]:
+        earlier: list[dict[str, Any]] = record["snapshots"]
+        if earlier and day <= earlier[-1]["day"]:
             raise ConfigError(
-                f"the last snapshot is of {known[-1]['day']}. A new one must be of a later date, got {day}"
+                f"the last snapshot is of {earlier[-1]['day']}. A new one must be of a later date, got {day}"
             )
         make_folder(memory / SNAPSHOTS_FOLDER, mode=0o700)
         draft = memory / SNAPSHOTS_FOLDER / f".draft{source.suffix}"
@@ -86,9 +86,9 @@ def declare(folder: Path, day: str | None = None) -> Declared:
             shutil.copyfile(source, draft)
             copied = live.model_copy(update={"data": live.data | {key: str(draft)}})
             subjects = _subjects(read_data(read_agreed(site), copied), record["salt"])
-            _check_apart(site, day, subjects, known)
+            _check_apart(site, day, subjects, earlier)
             path = draft.with_name(f"{day}{source.suffix}")
-            known.append({"day": day, "digest": hashlib.sha256(content_of(draft)).hexdigest(), "subjects": subjects})
+            earlier.append({"day": day, "digest": hashlib.sha256(content_of(draft)).hexdigest(), "subjects": subjects})
             draft.chmod(0o400)
             draft.replace(path)
             write_checked(memory / RECORD_FILE, record)
@@ -111,19 +111,19 @@ def check_snapshot(site: Site) -> str:
     if site.snapshot is None:
         return ""
     record = _record(site.memory_folder)
-    known = next((one for one in record["snapshots"] if one["day"] == site.snapshot), None)
+    earlier = next((one for one in record["snapshots"] if one["day"] == site.snapshot), None)
     path = Path(site.data["path" if "path" in site.data else "source"])
-    if known is None or hashlib.sha256(content_of(path, "the snapshot")).hexdigest() != known["digest"]:
-        what = "was never declared" if known is None else "has changed since it was declared"
+    if earlier is None or hashlib.sha256(content_of(path, "the snapshot")).hexdigest() != earlier["digest"]:
+        what = "was never declared" if earlier is None else "has changed since it was declared"
         raise ConfigError(f"the snapshot of {site.snapshot} {what}. Declare another one: fedloom deploy snapshot")
     return site.snapshot
 
 
-def _check_apart(site: Site, day: str, subjects: list[str], known: list[dict[str, Any]]) -> None:
+def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[str, Any]]) -> None:
     """Raise if a snapshot differs from an earlier one in too few subjects, but in some."""
     agreed = agreed_analyses(read_agreed(site), site.samples, site.clients, None, 0).values()
     least, here = max([DEFAULT_LEAST, *(one.rules.min_subjects for one in agreed)]), {*subjects}
-    for one in known:
+    for one in earlier:
         before = {*one["subjects"]}
         apart = max(len(here - before), len(before - here))
         if 0 < apart < least:

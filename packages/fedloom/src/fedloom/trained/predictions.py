@@ -101,8 +101,8 @@ class Predictions:
             columns = {"row": rows[row], "position": position + 1, "model": owners[row].tolist()}
         if self.facts.task == "multilabel":
             each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
-            found = {f"prediction of {c}": y for c, y in zip(self.facts.classes, self.labels.T, strict=True)}
-            return pa.table({**columns, **found, **each})
+            decided = {f"prediction of {c}": y for c, y in zip(self.facts.classes, self.labels.T, strict=True)}
+            return pa.table({**columns, **decided, **each})
         if not self.facts.classed:
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
             return pa.table(columns | dict(zip(names, scores.T, strict=True)))

@@ -322,18 +322,18 @@ def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: byte
         key: new private signing key of the site, if the folder of the agreement contains one.
     """
     agreed, before, after = {*Shared.model_fields} - {"version", "experiment", "secure"}, site.secure, new.secure
-    keeps, own = before is after, [m.signing_key for m in members if m.client == site.client]
+    keeps, listed = before is after, [m.signing_key for m in members if m.client == site.client]
     if before is not None and after is not None:
         changed = sum(one != other for one, other in zip(before.keys, after.keys, strict=False))
         keeps = changed <= 1 and after.with_(keys=before.keys) == before
         keeps &= all(after.keys[m.client] == m.signing_key for m in members)
-    known = content_of(site.signing_key, "the signing key") if key is None else key
+    private = content_of(site.signing_key, "the signing key") if key is None else key
     return {
         "the release is no patch release of the agreed one": is_patch_of(new.version, site.version),
         "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in agreed),
         "secure aggregation changes in more than the keys of one site": keeps,
-        "the signing key of this site is another one. Take the folder with the site's new keys": own
-        in ([], [public_line(known)]),
+        "the signing key of this site is another one. Take the folder with the site's new keys": listed
+        in ([], [public_line(private)]),
     }
 
 

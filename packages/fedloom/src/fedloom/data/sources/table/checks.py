@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS, Cells, shortened
 from fedloom.data.sources.table.levels import Agreed, alike, natural
 from fedloom.data.tables import Table, is_number
-from fedloom.errors import DataError
+from fedloom.errors import DataError, capitalize
 from fedloom.formats import shorten_list
 
 MAX_CLASS_NUMBERS = 30
@@ -54,7 +54,9 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
     if twice := sorted(name for name, same in zip(names, plain, strict=True) if counts[same] > 1 and name != same):
         raise DataError(f"{where}: columns {', '.join(map(repr, twice))} and others differ in blanks alone. Rename one")
     if twice := sorted(name for name, count in counts.items() if count > 1):
-        raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; {rename(twice)}")
+        raise DataError(
+            f"{where}: two columns have the same name, {', '.join(map(repr, twice))}. {capitalize(rename(twice))}"
+        )
 
 
 class Spellings:
