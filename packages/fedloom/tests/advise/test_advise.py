@@ -295,7 +295,7 @@ def test_the_command_prints_ten_lines_and_json(tmp_path: Path) -> None:
 
 def test_without_validation_data_nothing_is_raced(tmp_path: Path) -> None:
     document = {**SMALL, "partition": {**SMALL["partition"], "validation": 0.0}}
-    with pytest.raises(ConfigError, match=r"Set \[partition\] validation"):
+    with pytest.raises(ConfigError, match=r"have none. Set \[partition\] validation"):
         advise(tmp_path / "race", document)
     assert not (tmp_path / "race").exists()
 
