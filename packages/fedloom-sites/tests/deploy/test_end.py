@@ -221,7 +221,9 @@ def test_a_folder_that_is_lost_or_put_back_gives_no_budget_anew(back: str, tmp_p
     before = folder / "ledger.jsonl"
     text = before.read_bytes() if before.exists() else b""
     assert here.serve() is Stop.TOO_FEW
-    assert "lists no release of round 2, which the server has accepted" in here.audit("rejected", client=0)[-1]["reason"]
+    assert (
+        "lists no release of round 2, which the server has accepted" in here.audit("rejected", client=0)[-1]["reason"]
+    )
     assert (before.read_bytes() if before.exists() else b"") == text
     assert len(here.audit("accepted", kind="train", round=3)) == 2
 
@@ -383,7 +385,10 @@ def test_a_round_is_answered_on_few_models(kind: Kind, tmp_path: Path) -> None:
             assert status == "ok" if k < 3 else "of the kind score" in reason
         for scored in (-2, 3, 10**9):
             status, reason = ask(client, "train", *parts, round=3, accepted=1, scored=scored, **{"global": True})
-            assert (status, f"the server requests scores of round {scored} together with the training" in reason) == ("refused", True)
+            assert (status, f"the server requests scores of round {scored} together with the training" in reason) == (
+                "refused",
+                True,
+            )
 
 
 @pytest.mark.parametrize("name", ["fedavg", "flame"])

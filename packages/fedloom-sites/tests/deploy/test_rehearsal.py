@@ -133,10 +133,10 @@ GONE: dict[str, tuple[Callable[[RehearsedSite], AttackOutcome], list[tuple[Any, 
         sums.isolate_by_empty_sites,
         [(module, "check_summands", _ignore) for module in (secure_site, member, copies)],
     ),
-    "sums on the same model": (sums.repeat_model, [(OpenedSums, "_on_same_models", lambda *_: ())]),
+    "sums on the same model": (sums.repeat_model, [(OpenedSums, "_find_same_models", lambda *_: ())]),
     "memory over experiments": (
         sums.begin_again,
-        [(OpenedSums, "_on_same_models", lambda *_: ()), (Changes, "exhausted", lambda *_: [])],
+        [(OpenedSums, "_find_same_models", lambda *_: ()), (Changes, "exhausted", lambda *_: [])],
     ),
     "one list of a session": (
         sums.isolate_by_drop_outs,

@@ -62,7 +62,11 @@ class Alarms:
                 f"the server has sent the same message {repeats} times. It {what.removeprefix('the newest message ')}"
             )
         sessions = self._sessions[int(t or 0)]
-        if kind == "keys" and sessions > MAX_SESSIONS and _is_due(sessions, MAX_SESSIONS + self._questions(int(t or 0))):
+        if (
+            kind == "keys"
+            and sessions > MAX_SESSIONS
+            and _is_due(sessions, MAX_SESSIONS + self._questions(int(t or 0)))
+        ):
             alarms.append(f"the server has started {sessions} sessions for round {t}")
         return [f"ALARM: {one}. Ask the coordinator, and keep the log {SENT_FILE}" for one in alarms]
 
