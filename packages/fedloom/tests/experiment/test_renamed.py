@@ -199,12 +199,11 @@ def test_a_run_directory_of_before_opens_reports_and_resumes(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_KEYS["command"].items())
 def test_an_old_option_of_the_command_line_names_the_new_option(old: str, new: str, tmp_path: Path) -> None:
-    command = {"--keep": "predict", "--by": "init", "--oracle": "bench", "--by-site": "glm", "--least": "cox"}.get(
-        old, "report"
-    )
-    shown = call(command, tmp_path, old, "x", code=2)
+    commands = {"--keep": "predict", "--by": "init", "--oracle": "bench", "--by-site": "glm", "--least": "cox"}
+    command = {**commands, "--gate-port": "deploy init"}.get(old, "report").split()
+    shown = call(*command, tmp_path, old, "x", code=2)
     assert f"No such option: {old}; its name is now {new}" in " ".join(shown.split())
-    assert new in call(command, "--help")
+    assert new in call(*command, "--help")
 
 
 def test_no_default_of_the_schema_has_an_old_key() -> None:

@@ -183,7 +183,7 @@ def test_other_experiments_and_folders_do_not_merge(tmp_path: Path) -> None:
     Plan(parse({**SMALL, "seeds": [1], "local": {"lr": 0.2}}), tmp_path / "b").run(page=False)
     with pytest.raises(RunDirError, match=r"different experiments: .*local\.lr was"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
-    with pytest.raises(RunDirError, match=r"has no experiment\.toml"):
+    with pytest.raises(RunDirError, match=r"contains no experiment\.toml"):
         merge([tmp_path / "a", tmp_path], tmp_path / "out")
     with pytest.raises(RunDirError, match="is not empty"):
         merge([tmp_path / "a"], tmp_path / "b")

@@ -174,13 +174,13 @@ class Learned(torch.nn.Module):
     [
         (
             {"loss": Learned()},
-            r"loss '.*Learned' is computed from tensors that no client trains, of shape \[3\]; detach",
+            r"loss '.*Learned' is computed from tensors that no client trains, of shape \[3\]\. Call detach",
         ),
         ({"loss": unreal}, "has no gradient. Compute it from the outputs by torch's real functions"),
         ({"loss": in_place}, "the gradient of loss '.*in_place' fails: RuntimeError: a leaf Variable"),
         ({"loss": broken}, "the gradient of loss '.*broken' fails: RuntimeError: .*in-?place operation"),
         ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),
-        ({"loss": summed}, r"loss '.*summed' is a sum: .* on 32 samples, .*; return the mean over the batch"),
+        ({"loss": summed}, r"loss '.*summed' is a sum: .* on 32 samples, .*\. Return the mean over the batch"),
         ({"loss": not_a_number}, "loss '.*not_a_number' is nan on 32 samples of the first model. It"),
         ({"loss": cut_off}, "has no gradient. Compute it from the outputs"),
         ({"loss": steep}, "the gradient of loss '.*steep' is not finite"),

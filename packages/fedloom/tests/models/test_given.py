@@ -178,7 +178,10 @@ def test_a_run_of_a_folder_is_known_by_method_and_seed(compared: Any) -> None:
 def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the model 'Mixed' was an object in Python.* fl.open_run\(FOLDER, MODEL\)"):
         fl.open_run(compared.folder)["ditto", 0].models.kinds()
-    with pytest.raises(ConfigError, match=r"leads to the method of 'Mine' \(.*Mine\).* fl.compare with this folder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the method of 'Mine' \(.*Mine\) cannot be found by a name or import path.* fl.compare with this folder",
+    ):
         fl.open_run(compared.folder, mixed)["Mine", 0].models.kinds()
     with pytest.raises(ConfigError, match="model must be an nn.Module or a function that makes one, got 'mlp'"):
         fl.open_run(compared.folder, "mlp")  # type: ignore[arg-type]
@@ -287,7 +290,7 @@ def test_layers_that_normalise_by_the_batch_alone_are_refused_or_noted(fed: Fede
     notes = [note for note in fl.simulate("fedavg", fed, images, **SHORT).notes if "statistics" in note]
     assert [note.partition(":")[0] for note in notes] == [
         "layers without running statistics (1)",
-        "normalisation layers",
+        "normalization layers",
     ]
 
 
@@ -364,7 +367,8 @@ class Pair(nn.Linear):
         (nn.Linear(64, 10, device="meta"), r"model 'Linear' has no weights \(device meta\)"),
         (
             Pair(64, 10),
-            r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2. Return the tensor of the outputs",
+            r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2. "
+            "Return only the tensor of the outputs",
         ),
         (lambda: torch.jit.trace(nn.Linear(64, 10), torch.zeros(2, 64)), "is TorchScript, which is not trained here"),
     ],

@@ -151,7 +151,7 @@ def test_values_out_of_range_are_refused(kind: str, options: dict[str, object], 
     ("spec", "shape", "said"),
     [
         (CNN(), (784,), "channels, height, width"),
-        (CNN(), (1, 8, 8), "nothing is left"),
+        (CNN(), (1, 8, 8), "no pixels left after convolution 2"),
         (ResNet18(), (1, 4, 4), "at least 8x8"),
         (Softmax(), (), "sample shape"),
         (Softmax(), (2**62,), "larger than the memory"),
