@@ -97,7 +97,7 @@ def test_a_site_may_come_back_with_another_key(ready, flower):
 
 def test_a_site_that_never_came_stays_out_too(ready, flower):
     with pytest.raises(
-        ConfigError, match="the server has not registered a key of site-2 yet; site-2 is not let in at any"
+        ConfigError, match="the server has not registered a key of site-2 yet; site-2 cannot connect at any"
     ):
         revoke(ready, "site-2")
     assert is_revoked(ready / "server", "site-2")

@@ -48,7 +48,7 @@ NOTED = (
     "column 'hours_to_death': alone predicts the target almost perfectly (AUROC 1.000 alone)",
     "column 'followup_days': alone predicts the target almost perfectly",
     "column 'readmissions': is known only later",
-    "column 'troponin_hs': has values at 'Amsel' only",
+    "column 'troponin_hs': has values only at 'Amsel', so it identifies that site",
     "column 'systolic': -9 in 188 cells",
     "column 'glucose': medians differ by a factor of 17.7 between sites",
     "column 'creatinine': medians differ by a factor of 88.1 between sites",

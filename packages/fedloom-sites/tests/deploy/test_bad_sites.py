@@ -172,7 +172,7 @@ BAD: dict[str, tuple[str, Edit, str]] = {
             ACCUSATION_PREFIX
             + secure.join_parts({3: shares.accuse(session_of(here, client), client, 3, signing_key_of(client))})
         ),
-        "it claims that the share of site-3 does not decrypt. It does",
+        "it claims that the share of site-3 does not decrypt, but it does",
     ),
 }
 

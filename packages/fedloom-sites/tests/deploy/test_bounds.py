@@ -511,7 +511,7 @@ def test_an_upload_is_projected_onto_every_bound(name: str, scale: float, tmp_pa
     """A site under masks shortens each field's difference to the bound, and the field itself to `engine.norm_bound`."""
     here = scene(tmp_path, name, **SMALL)
     client = here.clients()[0].trainer
-    job, server = client._run
+    job, server = client.job, client.node.server
     down = job.down(server, 1, client.ids)
     draws = torch.Generator().manual_seed(0)
     up = type(client.forms.idle)(

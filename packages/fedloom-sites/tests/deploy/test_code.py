@@ -142,7 +142,7 @@ def test_a_file_that_changes_after_it_was_compared_does_not_run(deployed, monkey
         (shared.experiment.parent / "code" / "helper_of_mine.py").write_text(HOSTILE)
 
     monkeypatch.setattr(code, "check_code", swap)
-    with pytest.raises(ConfigError, match="is not the user code that was agreed on"):
+    with pytest.raises(ConfigError, match="is not the agreed user code: its SHA-256 is"):
         read_agreed(site)
 
 

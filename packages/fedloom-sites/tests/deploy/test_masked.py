@@ -469,7 +469,7 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
     """A site shortens an upload to the bound, in its direction; a counter shows how many have."""
     start = secured(tmp_path / "start", "fedavg", rounds=1)
     zero = start.clients()[0].trainer
-    first = zero.job.algorithm.global_model(zero._run[1])
+    first = zero.job.algorithm.global_model(zero.node.server)
     assert first is not None
     assert start.serve() is Stop.DONE
     here = secured(tmp_path / "sites", "fedavg", rounds=1, agreed={"norm_bound": 1e-3})

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fedloom.analyses.importance import PooledImportance
 from fedloom.lab.cli import app
 from fedloom_sites.deploy import alarms
-from fedloom_sites.deploy.alarms import ALARM_ENTRY, MAX_REFUSALS, MAX_REPEATS, Alarms, site_status
+from fedloom_sites.deploy.alarms import ALARM_ENTRY, MAX_REFUSALS, MAX_REPEATS, MAX_SESSIONS, Alarms, site_status
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of, verify_log
 from fedloom_sites.deploy.rehearsal import copies, messages, samples, sums
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
@@ -132,10 +133,10 @@ GONE: dict[str, tuple[Callable[[RehearsedSite], AttackOutcome], list[tuple[Any, 
         sums.isolate_by_empty_sites,
         [(module, "check_summands", _ignore) for module in (secure_site, member, copies)],
     ),
-    "sums on the same model": (sums.repeat_model, [(OpenedSums, "_on_same_models", lambda *_: ())]),
+    "sums on the same model": (sums.repeat_model, [(OpenedSums, "_find_same_models", lambda *_: ())]),
     "memory over experiments": (
         sums.begin_again,
-        [(OpenedSums, "_on_same_models", lambda *_: ()), (Changes, "exhausted", lambda *_: [])],
+        [(OpenedSums, "_find_same_models", lambda *_: ()), (Changes, "exhausted", lambda *_: [])],
     ),
     "one list of a session": (
         sums.isolate_by_drop_outs,
@@ -233,6 +234,27 @@ def test_refused_and_repeated_messages_raise_alarms_that_grow_rarer(tmp_path: Pa
         f"ALARM: the server has sent the same message {MAX_REPEATS + 1} times"
     )
     verify_log(log)
+
+
+@pytest.mark.parametrize(
+    ("rules", "noise", "questions"),
+    [({"questions": 40}, {}, 40), ({}, {}, PooledImportance().most_questions), ({"questions": 40}, NOISE, 0)],
+    ids=["agreed", "as usual", "noise"],
+)
+def test_the_agreed_questions_of_analyses_raise_no_alarm(
+    rules: dict[str, int], noise: dict[str, Any], questions: int, tmp_path: Path
+) -> None:
+    """Only in the last round, in which the analyses are, and only at a site that answers them."""
+    analysis = {"kind": "pooled-importance", "rules": {"min_subjects": 2, **rules}}
+    site = secured(tmp_path, "fedavg", 3, **FEW, **WEIGHED, **noise, analysis=[analysis]).sites[0]
+    for t, most in ((1, MAX_SESSIONS), (2, MAX_SESSIONS + questions), (3, MAX_SESSIONS)):
+        watch = Client(site)._alarms
+        line = {"what": "sent", "kind": "keys", "round": t, "status": "ok"}
+        raised = [watch.note({**line, "asked": f"{t}-{k}"}, "") for k in range(most + 1)]
+        assert not any(raised[:-1])
+        assert [text.partition(". ")[0] for text in raised[-1]] == [
+            f"ALARM: the server has started {most + 1} sessions for round {t}"
+        ]
 
 
 def test_an_honest_run_raises_no_alarm(tmp_path: Path) -> None:

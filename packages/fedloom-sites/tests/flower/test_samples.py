@@ -332,7 +332,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
         lambda: ff.Local(nn.LSTM(5, 3), (numbers(4, 5), codes(3))),
         "a dict or object whose 'logits' are such a tensor, got tuple for 2 samples",
     ),
-    "labels beyond": (lambda: ff.Local(nn.Linear(5, 2), (numbers(5), codes(9))), "labels must be within 0..1"),
+    "labels beyond": (lambda: ff.Local(nn.Linear(5, 2), (numbers(5), codes(9))), "labels must be from 0 to 1"),
 }  # fmt: skip
 
 

@@ -115,8 +115,8 @@ def test_settings_name_analyses_and_another_choice_keeps_the_runs(tmp_path: Path
         ([{"kind": "tsne", "client": [1]}], "unknown key 'client'"),
         ([{"kind": "tsne"}], "clients"),
         ([{"kind": "confusion"}, {"kind": "confusion"}], "two analyses are of the kind 'confusion'"),
-        ({"kind": "confusion"}, r"Write \[\[analysis\]\]"),
-        (["confusion", 3], r"Write \[\[analysis\]\]"),
+        ({"kind": "confusion"}, r"an analysis is a table of its own. Write \[\[analysis\]\]"),
+        (["confusion", 3], r"2: must be a table, got 3; write \[\[analysis\]\]"),
     ],
 )
 def test_a_bad_table_is_refused_before_any_work(analysis: Any, sentence: str) -> None:
@@ -174,7 +174,7 @@ def test_a_sum_may_be_of_the_models_of_a_run(tmp_path: Path) -> None:
     assert right == pytest.approx(float((result.final("global", "accuracy") * sizes).sum()))
     with pytest.raises(ConfigError, match="reads the models of a run"):
         fl.analyze(RightGuesses(), fed)
-    with pytest.raises(ConfigError, match="asks no questions"):
+    with pytest.raises(ConfigError, match="the analysis confusion reads the models of a run, and here is none"):
         fl.analyze("confusion", fed)
 
 

@@ -94,7 +94,7 @@ def test_fairfed_asks_about_the_received_model() -> None:
     down = FedAvg().down(FedAvg().init(p.x0, fed.ctx(0, [0]))[0], None, fed.ctx(1, [0, 2]))
     got = FairFedWeigher(metric="loss").probe(down, p.minimiser[[0, 2]], fed.work(1, [0, 2]))
     torch.testing.assert_close(got, fed.work(1, [0, 2]).loss(p.x0))
-    with pytest.raises(Refused, match="use the loss"):
+    with pytest.raises(Refused, match="this task has no classes. Use the loss"):
         FairFedWeigher().probe(down, p.x0, fed.work(1, [0, 2]))
 
 

@@ -116,9 +116,9 @@ CASES = {
     "negative axis": by_path(
         "a.npz", zipped({"x.npy": npy("(2, -3, -1)"), "y.npy": npy("(2,)")}), "is impossible. The file is damaged"
     ),
-    "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated, the data needs 5,488 bytes, got 5,487; fetch"),
+    "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated, the data needs 5,488 bytes, got 5,487. Fetch"),
     "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*. Fetch the file again"),
-    "truncated CIFAR": cifar(records([1])[:-1], "truncated, records have 3073 bytes .*; fetch", "data_batch_1.bin"),
+    "truncated CIFAR": cifar(records([1])[:-1], "truncated, records have 3073 bytes .*over. Fetch", "data_batch_1.bin"),
     "empty CIFAR": cifar(b"", "no record. Fetch it again", "data_batch_1.bin"),
     "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png: not a readable image .*. Replace"),
     "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON, .*. The file is truncated or not LEAF"),
@@ -352,7 +352,7 @@ def test_a_hub_name_offline(library: Any, words: str, tmp_path: Path, monkeypatc
     file = experiment(tmp_path, "hub:owner/name")
     refused(words, "hub:owner/name", "run", str(file), "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    refused("the name of a data set is missing.*; write it as", "hub:", "data", "hub:")
+    refused("the name of a data set is missing. Write hub:owner/name", "hub:", "data", "hub:")
 
 
 # --- clients -------------------------------------------------------------------------------------------------------

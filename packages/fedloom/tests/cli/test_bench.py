@@ -194,7 +194,7 @@ def test_rounds_on_other_machines_are_calculated(file: Path) -> None:
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith((" fedavg", " ditto"))]
     assert [row[:4] for row in rows] == [[m, "2", "x", r] for m in ("fedavg", "ditto") for r in ("1", "3")]
     assert all(float(row[4]) >= 0.15 for row in rows)  # three times there and back
-    assert "a client of the federation" in result.stderr
+    assert "ns per client of the federation" in result.stderr
 
 
 @pytest.mark.parametrize(

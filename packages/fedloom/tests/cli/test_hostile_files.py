@@ -197,7 +197,7 @@ def test_more_classes_than_can_be_are_refused_of_every_source() -> None:
 def test_a_text_is_no_name_of_a_class() -> None:
     Path("t.csv").write_text("a,y\n1,b\n2," + "z" * 5000 + "\n")
     output = said("data", "./t.csv")
-    assert "column 'y': a cell of 5,000 characters is no name" in output
+    assert "column 'y': a cell of 5,000 characters is too long for the name of a class" in output
     assert len(output) < 500
 
 

@@ -148,7 +148,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
     np.savez(tmp_path / "narrow.npz", x=data.x.numpy()[:, 0, :, :5], y=data.y.numpy())
     np.savez(tmp_path / "classes.npz", x=data.x.numpy()[:, 0], y=data.y.numpy() + 10)
     (tmp_path / "table.csv").write_text("a,y\n1,0\n2,1\n")
-    cure = "is a table, but the model takes samples of shape 1x8x8; give an array of them, an NPZ file or"
+    cure = "is a table, but the model takes samples of shape 1x8x8; give an array of samples, an NPZ file or"
     for arguments, sentence in (
         (("evaluate", out, "--data", tmp_path / "table.csv"), cure),
         (("predict", out, tmp_path / "table.csv"), cure),
@@ -165,7 +165,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("predict", out, new, "--client", "nobody"), "allowed: 0, 1, 2, 3, 4, 5"),
         (("predict", out, new, "--method", "fedavg", "--model", "personal"), "no 'personal' model"),
         (("export", out, "--method", "ditto", "--client", 9, "--out", tmp_path / "x"), "unknown client '9'"),
-        (("adapt", out, "--data", new, "--method", "fedavg"), "methods with personal models: ditto"),
+        (("adapt", out, "--data", new, "--method", "fedavg"), "global model. Methods with personal models: ditto"),
         (("adapt", out, "--data", new), "the run has several methods. Give --method: fedavg, ditto"),
         (("adapt", out, "--data", new, "--method", "dito"), "did you mean 'ditto'"),
         (("adapt", out, "--data", new, "--method", "ditto", "--seed", 7), "no seed 7. Its seeds: 0, 1"),

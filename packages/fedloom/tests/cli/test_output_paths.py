@@ -65,7 +65,10 @@ READ = {
     "deploy status": {"folder"},
     "deploy renew": {"directory"},  # these change the deployment that they are given
     "deploy add": {"directory", "home", "programs"},
+    "deploy upgrade": {"directory"},
+    "deploy rotate": {"directory"},
     "deploy approve": {"site", "change"},
+    "deploy snapshot": {"site"},
     "deploy remove": {"directory"},
     "deploy revoke": {"directory"},
     "deploy models": {"folder"},
@@ -277,7 +280,7 @@ def test_an_experiment_file_of_someone_else_stays_where_another_one_is_run(text:
     before = contents(here)
     for more in ([], ["--force"]):
         said = call("run", here / "mine.toml", "--out", here / "study", *more, code=2)
-        assert "was not written by a run, and a run would replace it" in said
+        assert "was not written by a run, but a run would replace it" in said
         assert contents(here) == before
 
 

@@ -63,7 +63,7 @@ def test_workers_are_a_number_from_1_or_auto(workers: str, file: Path, tmp_path:
     for words in places:
         done = call(*words, "--workers", workers)
         assert done.exit_code == 2, done.output
-        assert f"error: --workers must be a number from 1 or 'auto', got {workers!r}" in done.output
+        assert f"error: --workers must be 'auto' or a number of at least 1, got {workers!r}" in done.output
     assert [*tmp_path.iterdir()] == [file]
 
 

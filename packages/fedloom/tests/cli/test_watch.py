@@ -72,7 +72,7 @@ def test_a_run_is_watched_from_its_first_figures_to_its_end(
 ) -> None:
     out, server, _ = watched
     status, text = server.get()
-    assert (status, "No figures yet" in text) == (200, True)
+    assert (status, "No results yet" in text) == (200, True)
     assert '<meta http-equiv="refresh" content="7">' in text
     monkeypatch.setattr(live, "WRITE_INTERVAL_SECONDS", 0.0)
     pages: list[str] = []
@@ -221,7 +221,7 @@ def test_nothing_else_is_served(watched: tuple[Path, Watched, Page]) -> None:
 
 
 def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path) -> None:
-    for folder, sentence in ((tmp_path / "none", "is not a directory"), (tmp_path, "has no server.toml")):
+    for folder, sentence in ((tmp_path / "none", "is not a directory"), (tmp_path, "contains no server.toml")):
         done = CliRunner().invoke(app, ["watch", str(folder)])
         assert done.exit_code == 2
         assert sentence in done.output
@@ -239,7 +239,7 @@ def test_a_deployment_is_watched_by_its_results(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(deployment, "server_of", lambda folder: Settings)
     page = Page(tmp_path, 3)
-    assert "No figures yet" in page.text()
+    assert "No results yet" in page.text()
     Plan(parse({**tomllib.loads(SMALL), "rounds": 1, "seeds": [0]}), results).run(page=False)
     assert 'id="results"' in page.text()
     page.close()

@@ -55,7 +55,7 @@ def spoil(files: dict[str, bytes], name: str, change: Callable[[bytes], bytes]) 
         (
             "t10k-labels-idx1-ubyte",
             lambda b: idx(np.array([0, 10, 1])),
-            "t10k-labels.*unknown label 10 of sample 1, allowed 0..9",
+            "t10k-labels.*unknown label 10 of sample 1, labels must be from 0 to 9",
         ),
         ("t10k-images-idx3-ubyte", lambda b: idx(np.zeros((3, 27, 28))), "images of \\(28, 28\\) .* \\(27, 28\\)"),
         ("train-images-idx3-ubyte", lambda b: struct.pack(">4I", 0x803, 2**31, 28, 28), "unpacks to"),
@@ -77,7 +77,11 @@ def test_a_missing_file_and_a_missing_folder_say_where(tmp_path: Path, monkeypat
     with pytest.raises(DataError, match="not found at"):
         load("mnist", path=str(tmp_path / "nowhere"))
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
-    with pytest.raises(DataError, match="set FEDLOOM_DATA"):
+    with pytest.raises(DataError, match="no data folder given. Set FEDLOOM_DATA"):
+        load("mnist")
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file is a file, not a folder of data sets"):
         load("mnist")
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "mnist"))
     write(tmp_path / "mnist" / "mnist", idx_files())
@@ -167,7 +171,7 @@ def bomb(path: Path, kind: str) -> Path:
 def test_a_bomb_is_refused_before_it_goes_off(kind: str, tmp_path: Path) -> None:
     place = bomb(tmp_path, kind)
     assert place.stat().st_size < 2**20
-    with pytest.raises(DataError, match="too many for its packed size"):
+    with pytest.raises(DataError, match="bytes or more, which is too much for its packed size"):
         load(place)
 
 
@@ -217,7 +221,7 @@ def test_a_pickle_is_refused_unread_with_the_archive_to_take_instead(
 ) -> None:
     place = WRAPPINGS[wrapping](tmp_path, {name: pickle.dumps(_Evil(), 2) for name in files})
     for name, options in ((place, {}), (source, {"path": str(place)})):
-        with pytest.raises(DataError, match=f"a pickle, .*. Take the binary version .* {source}-binary.tar.gz from"):
+        with pytest.raises(DataError, match=f"a pickle, .*. Use the binary version .* {source}-binary.tar.gz from"):
             load(name, **options)  # type: ignore[arg-type]
     assert "executed" not in capsys.readouterr().out
 
@@ -231,7 +235,7 @@ def test_python_batches_beside_binary_ones_are_left_alone(tmp_path: Path) -> Non
     ("content", "words"),
     [
         (records([1])[:-1], "truncated, records have 3073 bytes"),
-        (records([10]), "unknown label 10, allowed 0..9"),
+        (records([10]), "unknown label 10, labels must be from 0 to 9"),
     ],
 )
 def test_a_spoiled_binary_batch_is_refused(content: bytes, words: str, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_no_subject_is_in_two_parts(kind: str, split: str, roles: str) -> None:
     data = samples(images=name == "rotated", **ROLES[roles])
     cut = PARTITIONS[name](**options, **SPLITS[split])
     if roles == "marked" and split == "folds":
-        with pytest.raises(PartitionError, match="leave one of them out"):
+        with pytest.raises(PartitionError, match=r"folds = 3 cannot choose others\. Leave one of them out"):
             cut(data, seed=1)
         return
     for seed in range(2):
@@ -284,7 +284,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "absent": ({"subject": "patient"}, ConfigError, "no column 'patient'"),
     "site too": ({"subject": "hospital"}, ConfigError, "a column can have only one role"),
     "two roles": ({"subject": "patient_id", "order": "patient_id"}, ConfigError, "subject and order are both"),
-    "target": ({"subject": "died"}, ConfigError, "the target cannot be subject"),
+    "target": ({"subject": "died"}, ConfigError, "the target cannot also be subject"),
     "text": ({"order": "sex"}, DataError, "row 0, column 'sex': expected a number or a date, got 'f'"),
     "since alone": ({"test_since": 3}, ConfigError, "test_since needs order"),
     "levels alone": ({"test_levels": ["x"]}, ConfigError, "test_levels belong to test_column"),

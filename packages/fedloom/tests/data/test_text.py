@@ -46,7 +46,7 @@ def made(x: torch.Tensor = X, y: Any = (0, 1), **more: Any) -> Dataset:
         (X, [[0, 1, 0], [-1, -1, -1]], "sample 1 has no label"),
         (X, [[0, 1, 2], [1, 0, -1]], "labels must be within 0..1, or -1"),
         (X, [[0, 1], [1, 0]], "labels of positions must be int64 like the tokens"),
-        (X, [0, -1], "labels must be within"),
+        (X, [0, -1], "labels must be from 0 to 1, got -1"),
     ],
 )
 def test_what_is_wrong_is_said(x: torch.Tensor, y: Any, words: str) -> None:
@@ -187,8 +187,8 @@ def test_texts_of_a_table(ending: str, tmp_path: Path) -> None:
     ("table", "options", "words"),
     [
         (TABLE, {"text": "word"}, "no column 'word'; did you mean 'words'"),
-        (TABLE, {"text": "words", "target": "words"}, "must be three columns"),
-        (TABLE, {"text": "words", "client_column": "mood"}, "must be three columns"),
+        (TABLE, {"text": "words", "target": "words"}, "must be three different columns"),
+        (TABLE, {"text": "words", "client_column": "mood"}, "must be three different columns"),
         ("a,b\n,x\nhi,\n  ,y\n", {"text": "a"}, r"row 2, column 'a': empty \(2 such\).*\n.*row 3, column 'b': empty"),
         ("a,b\n", {"text": "a"}, "no rows below the header"),
         ("", {"text": "a"}, "no column 'a'"),

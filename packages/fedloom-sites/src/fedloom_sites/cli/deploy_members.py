@@ -78,7 +78,7 @@ def add(
 
 @deploy.command()
 def upgrade(directory: Directory) -> None:
-    """Agree on the installed patch release of fedloom within a running experiment.
+    """Agree on the installed patch release in a running experiment.
 
     Checkpoints and the sites' state stay. Every site installs the release and approves the new agreement.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ MAX_REFUSALS = 2  # one for a message that crosses a change of the run, one for 
 MAX_REPEATS = 4  # a server asks again after each deadline, until its patience ends
 """Number of answers to one message without an alarm."""
 MAX_SESSIONS = 12  # a session for every site of a small run that drops out
-"""Number of sessions of secure aggregation in one round without an alarm."""
+"""Number of sessions of secure aggregation in one round without an alarm, beside those of agreed questions."""
 ALARM_ENTRY = "alarm"
 """Kind of the lines of alarms in the log."""
 
@@ -30,10 +30,11 @@ class Alarms:
 
     Args:
         folder: folder of the site's state in this experiment.
+        questions: returns the number of questions of analyses that the site has agreed to answer in a round.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / SENT_FILE
+    def __init__(self, folder: Path, questions: Callable[[int], int] = lambda t: 0) -> None:
+        self._path, self._questions = folder / SENT_FILE, questions
         self._loaded = False
         self._refused, self._answers, self._sessions = 0, Counter[str](), Counter[int]()
 
@@ -60,8 +61,13 @@ class Alarms:
             alarms.append(
                 f"the server has sent the same message {repeats} times. It {what.removeprefix('the newest message ')}"
             )
-        if kind == "keys" and _is_due(self._sessions[int(t or 0)], MAX_SESSIONS):
-            alarms.append(f"the server has started {self._sessions[int(t or 0)]} sessions for round {t}")
+        sessions = self._sessions[int(t or 0)]
+        if (
+            kind == "keys"
+            and sessions > MAX_SESSIONS
+            and _is_due(sessions, MAX_SESSIONS + self._questions(int(t or 0)))
+        ):
+            alarms.append(f"the server has started {sessions} sessions for round {t}")
         return [f"ALARM: {one}. Ask the coordinator, and keep the log {SENT_FILE}" for one in alarms]
 
     def _count(self, line: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ class AgreedAnalysis:
         """
         rules = self.analysis.rules or Rules()
         agreed = _stated_rules(rules)
-        questions = rules.questions if "questions" in agreed else self.analysis.most_questions
+        questions = _most_questions(self.analysis)
         least = rules.min_subjects if "min_subjects" in agreed else DEFAULT_LEAST
         if self.threshold is not None:
             fewest = max(MIN_SITES, rules.min_clients)
@@ -271,6 +271,17 @@ def agreed_analyses(
             agreed[one.name] = one
             first += one.flags
     return agreed
+
+
+def count_questions(experiment: Experiment) -> int:
+    """Return the largest number of questions that a site answers in all analyses of an experiment."""
+    return sum(_most_questions(analysis) for analysis in experiment.analyses if analysis.by_sums)
+
+
+def _most_questions(analysis: Analysis) -> int:
+    """Return the agreed number of questions of an analysis, or the number for real sites if none was agreed on."""
+    rules = analysis.rules or Rules()
+    return rules.questions if "questions" in _stated_rules(rules) else analysis.most_questions
 
 
 def _stated_rules(rules: Rules) -> set[str]:

@@ -223,7 +223,7 @@ class Table(Value):
                 )
             if share >= NOTED_ROW_SHARE:
                 unit = f" {column.unit}" if column.unit else ""
-                origin = "which was agreed on" if column.range is not None else "where those of the training lie"
+                origin = "the agreed range" if column.range is not None else "the range of the training data"
                 sentences.append(
                     f"column {column.name!r}: {share:.0%} of the rows are outside {low:.4g} to "
                     f"{high:.4g}{unit}, {origin} (median here {float(values.median()):.4g}). Is it "

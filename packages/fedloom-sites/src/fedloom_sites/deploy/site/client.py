@@ -10,10 +10,11 @@ from flwr.app import Message, RecordDict
 
 from fedloom.data import Federation
 from fedloom.data.input_spec import compared
-from fedloom.errors import CheckpointError, DiskError, Refused, printable, sentence_of
+from fedloom.errors import CheckpointError, DiskError, FedloomError, Refused, printable, sentence_of
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.version import __version__
 from fedloom_sites.deploy.alarms import Alarms, message_digest, raise_alarm
+from fedloom_sites.deploy.analyses import count_questions
 from fedloom_sites.deploy.audit import SENT_FILE, Audit
 from fedloom_sites.deploy.protocol.envelope import (
     MAX_REASON_CHARACTERS,
@@ -59,7 +60,7 @@ class Client:
         self._memory = SiteState(site.state, site.fingerprint, site.client)
         self.trainer = Trainer(site, self._memory, fed)
         self._asked = AskedModels(site, self._memory, self.trainer)
-        self._alarms = Alarms(self._memory.folder)
+        self._alarms = Alarms(self._memory.folder, self._count_questions)
         self.answers = (
             PlainAnswers(self.trainer, self._memory.folder)
             if site.secure is None
@@ -148,6 +149,14 @@ class Client:
         for alarm in alarms:
             raise_alarm(log, alarm[:MAX_REASON_CHARACTERS])
             self.trainer.log_privately(alarm)
+
+    def _count_questions(self, t: int) -> int:
+        """Return the number of questions of analyses in round ``t``, the last. 0 if the site can answer none."""
+        try:
+            asked = t == self.trainer.rounds and not self.trainer.private
+            return count_questions(self.trainer.experiment) if asked else 0
+        except FedloomError:  # the experiment cannot be read, and every message is refused
+            return 0
 
     def _signed(
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None

@@ -96,7 +96,7 @@ class Ledger:
         if len(lines) < self._least:
             raise Spent(
                 f"the ledger of {self._who}, {self._path}, lists {len(lines)} releases, but the state "
-                f"beside it {self._least}. Restore the newest copy of it, or start a new experiment"
+                f"beside it counts {self._least}. Restore the newest copy of it, or start a new experiment"
             )
         if self._accepted and self._accepted not in rounds:
             raise Spent(

@@ -89,7 +89,7 @@ def locate(
         fits: function that returns True if a path contains the data set.
 
     Raises:
-        DataError: the data set was not found. The message lists the paths that were searched.
+        DataError: the data folder is a file, or the data set was not found. The message lists the searched paths.
     """
     if path is not None:
         place = Path(path).expanduser()
@@ -106,6 +106,8 @@ def locate(
             f"({command} fetches the files)"
         )
     base = Path(root).expanduser()
+    if base.is_file():
+        raise DataError(f"{what}: {base} is a file, not a folder of data sets. Give its folder, or the file as path")
     tried = [*(base / folder for folder in folders), base]
     for place in tried:
         if place.exists() and fits(place):
