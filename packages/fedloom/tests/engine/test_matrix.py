@@ -513,8 +513,8 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
 - A robust aggregator also replaces the weighted mean in each client's mixture, also in FedACS, FedAMP and HeurFedAMP.
   If a mixture has too few models for the rule, the client keeps its last model.
 - Personalized aggregation compares directions. In the attack `forged-direction`, one attacker wins a place in its
-  victim's mixture. In `sybils`, equal attackers fill the quantile of an attention. `copies` limits the total weight of
-  equal directions.
+  victim's mixture. In `sybils`, equal attackers fill the quantile of an attention. `copies` counts models of
+  one direction as one model. FedACS does so by default, from a cosine of 0.999.
 
 ### Robust aggregators
 
