@@ -69,7 +69,7 @@ def test_a_node_with_too_few_samples_ends_the_analysis() -> None:
             {"kind": "ridge", "rules": {"min_subjects": 3}},
             AGREED,
         )
-    with pytest.raises(Refused, match="no column has 3 subjects"):
+    with pytest.raises(Refused, match="every column has fewer than 3 subjects with a rare value"):
         ff.analyze(app(rows=2).grid, {"kind": "glm", "rules": {"min_subjects": 3}}, AGREED)
 
 
@@ -77,7 +77,7 @@ def test_a_node_answers_what_its_own_people_have_agreed_on() -> None:
     for analyses, sentence in ((None, "answers no analyses"), ((), "does not answer the analysis 'glm'")):
         with pytest.raises(DataError, match=sentence):
             ff.analyze(app(analyses).grid, GLM_CHOICE, AGREED)
-    with pytest.raises(ConfigError, match="has no range. Give each range"):
+    with pytest.raises(ConfigError, match="'age' has none. Give each range"):
         ff.analyze(app().grid, GLM_CHOICE, AGREED.with_(column=(AGREED.column[0].with_(range=None),)))
 
 

@@ -144,7 +144,7 @@ def status(here: Scene) -> tuple[dict[str, Any], str]:
     """The regression in the status of the deployment, and its line."""
     found = status_of(here.server)
     [cox] = found["analyses"]
-    return cox, next(line for line in lines(found) if line.startswith("analysis cox. Give"))
+    return cox, next(line for line in lines(found) if line.startswith("analysis cox: "))
 
 
 def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
         opened.reveal("session", {"cox": step}, models, everyone, threshold, f"question {step}")
     for bases, question, sentence in (
         (everyone, "another", "on another model"),
-        ({c: t for c, t in everyone.items() if c != "4"}, "question 1", "of other sites"),
+        ({c: t for c, t in everyone.items() if c != "4"}, "question 1", "already summed with other sites"),
     ):
         with pytest.raises(Broken, match=sentence):
             opened.reveal("session", {"cox": 1}, models, bases, threshold, question)
@@ -419,7 +419,7 @@ def test_a_damaged_list_of_steps_answers_none(tmp_path: Path) -> None:
     for damaged in (b"", whole[:-1], whole.replace(b'"0"', b'"9"'), b"\xff"):
         site.answers._analyses._steps("cox").write_bytes(damaged)
         for beta in ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4)):
-            with pytest.raises(PublicReason, match="unknown. Restore"):
+            with pytest.raises(PublicReason, match="is damaged, so fedloom cannot know which steps"):
                 ask(site, 0, beta)
 
 
@@ -428,7 +428,7 @@ def test_a_regression_asks_for_24_sums_at_most(tmp_path: Path, monkeypatch: pyte
     unable(monkeypatch, [2], range(1, 100))
     here = deployed(tmp_path / "run", {"stratify": True}, masked=False)
     assert here.serve() is Stop.DONE
-    assert "more than the 24 questions" in str(here.audit("no result"))
+    assert "more than the 24 agreed questions" in str(here.audit("no result"))
     site = Client(deployed(tmp_path / "site", {"stratify": True}, masked=False).sites[0])
     with pytest.raises(PublicReason, match="has at most 24 steps, so step 24 is too many"):
         ask(site, 24, (0.0, 0.0, 0.0))
@@ -442,7 +442,7 @@ def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
         site = here.sites[0].with_(epsilon=limit)
         client = Client(site)
         if changes:
-            with pytest.raises(Refused, match="have no noise"):
+            with pytest.raises(Refused, match="carry no noise"):
                 check_analyses(client.trainer.job, here.experiment, site.samples, SITES, None, 0)
         with pytest.raises(PublicReason, match="does not answer the analysis 'cox'"):
             ask(client, 0, (0.0, 0.0, 0.0))

@@ -129,7 +129,7 @@ def test_the_page_of_choices_has_what_the_map_and_the_papers_found(monkeypatch: 
 
     def better(setup: str, *, gradients: bool = False) -> set[str]:
         parts = (ROOT / "studies" / "pages" / "map" / f"{setup}.md").read_text().split("## At equal gradients")
-        named = re.findall(r"^\| (\S+) \|.*(?:\| |; )better[, ]", parts[gradients], re.MULTILINE)
+        named = re.findall(r"^\| (\S+) \|.*(?:\| |, )better[, ]", parts[gradients], re.MULTILINE)
         return {*named} - {"centralized"}
 
     assert "on the map nothing is better than FedAvg there" in text

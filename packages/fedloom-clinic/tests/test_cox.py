@@ -97,7 +97,7 @@ def test_what_cannot_be_fitted_is_a_sentence() -> None:
         (site._replace(time=-site.time), "times are negative"),
         (site._replace(event=site.event + 1), "events must be 0 or 1"),
         (site._replace(event=site.event * 0), "no row contains an event, so nothing"),
-        (site._replace(x=constant), "the same in every row"),
+        (site._replace(x=constant), "column 3 has the same value in every row"),
         (site._replace(x=twice), "depend on each other|not converged"),
         (perfect, "no finite fit"),
     ):

@@ -58,7 +58,11 @@ def test_what_cannot_be_fitted_is_a_sentence() -> None:
         (good._replace(y=good.y + 1), "logistic", "0 or 1"),
         (good._replace(y=good.y - 1), "poisson", "at least 0"),
         (good._replace(y=good.y * 0), "logistic", "0 in every row"),
-        (good._replace(x=np.hstack([good.x, np.ones((60, 1))])), "logistic", "the same in every row"),
+        (
+            good._replace(x=np.hstack([good.x, np.ones((60, 1))])),
+            "logistic",
+            "column 3 has the same value in every row",
+        ),
         (good._replace(x=np.hstack([good.x, good.x[:, :1]])), "logistic", "depend on each other|not converged"),
         (good._replace(y=order.astype(float)), "logistic", "no finite fit|not converged"),
         (GlmSite(good.x[:4], np.arange(4.0)), "linear", "leave no residual"),

@@ -61,12 +61,12 @@ no other method.
 
 {advice}
 
-{finding}
-
 ![Gain over the baseline, by method and federation]({folder}/map.svg)
 
 Triangles mark significant differences: up for better, down for worse. Pale colors are inconclusive. Other signs:
 {signs}.
+
+{finding}
 
 ## How it is measured
 

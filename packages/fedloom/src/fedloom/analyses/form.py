@@ -248,7 +248,7 @@ class Analysis(Value):
         what = f"the analysis {kind_of(self)}"
         if self.tasks and schema.task not in self.tasks:
             raise Refused(
-                f"{what} is for the tasks {', '.join(self.tasks)}, and the task of {schema.name} is {schema.task}",
+                f"{what} is for the task {' or '.join(self.tasks)}, and the task of {schema.name} is {schema.task}",
                 rule="analysis-task",
                 fix="read the data with {data.task = 'binary'}"
                 if "binary" in self.tasks and len(schema.classes) == 2
