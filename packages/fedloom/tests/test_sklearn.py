@@ -135,7 +135,7 @@ def test_what_cannot_be_learned_is_a_sentence() -> None:
     with pytest.raises(DataError, match="groups has 3 entries for 180 rows"):
         made.fit(X, Y, groups=["a", "b", "c"])
     for gap in (None, float("nan")):
-        with pytest.raises(DataError, match=r"groups: row 2 has none \(178 such rows\). Give one for each"):
+        with pytest.raises(DataError, match=r"groups: row 2 has no value \(178 such rows\). Give one for each"):
             made.fit(X, Y, groups=np.array([1.0, 2.0, *[gap] * 178], dtype=object))
     with pytest.raises(DataError, match="one class, 'ill'"):
         made.fit(X, ["ill"] * 180)
@@ -157,7 +157,7 @@ def test_settings_add_to_the_estimator_s_own() -> None:
     weighted = made(settings={"task": {"class_weights": {"ill": 9.0}}})
     assert weighted[:, 0].mean() > made()[:, 0].mean() + 0.1
     for key, name in (("rounds", "rounds"), ("seed", "random_state"), ("model", "model")):
-        with pytest.raises(ConfigError, match=f"settings: '{key}' is set by the estimator.*give {name}="):
+        with pytest.raises(ConfigError, match=f"settings: '{key}' is already set by the estimator.*give {name}="):
             made(settings={key: 1})
     momentum = made(lr=0.3, settings={"local": {"momentum": 0.9}})
     assert np.array_equal(made(lr=0.3, settings={"local": fl.LocalSGD(momentum=0.9)}), momentum)

@@ -69,7 +69,7 @@ def test_version_of_flower(site, monkeypatch, version):
 
 def test_another_experiment(site):
     site.experiment.write_text(site.experiment.read_text() + "# changed\n")
-    assert "not the experiment file that was agreed on" in refused(site)[0]
+    assert "experiment.toml is not the agreed experiment file: its SHA-256 is" in refused(site)[0]
 
 
 def test_data_that_is_missing(site):
@@ -102,7 +102,7 @@ def test_a_label_out_of_range_is_the_datas_own_sentence(site, tmp_path, monkeypa
 def test_disk_too_full(site, monkeypatch):
     monkeypatch.setattr(check.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     (sentence,) = refused(site)
-    assert sentence.startswith("5 MB are free")
+    assert sentence.startswith("only 5 MB are free")
     assert "1024 MB" in sentence
 
 
@@ -140,13 +140,13 @@ def test_authority_that_is_missing_damaged_or_out_of_date(site):
     site.ca.write_text("hello")
     assert "not a certificate in PEM form" in refused(site)[0]
     site.ca.write_bytes(keys.authority("try", 10, datetime.now(UTC) - timedelta(days=20)).pem())
-    assert "certificate of the certificate authority ended on" in refused(site)[0]
+    assert "the authority's certificate expired on" in refused(site)[0]
     site.ca.write_bytes(keys.authority("try", 10, datetime.now(UTC) + timedelta(days=20)).pem())
     (sentence,) = refused(site)
     assert f"only, the time here is {datetime.now(UTC):%Y-%m-%d}" in sentence  # both with their dates
-    assert "set the clock" in sentence
+    assert "Set the clock" in sentence
     site.ca.write_bytes(keys.authority("try", 10).pem())
-    assert any("ends soon" in f.sentence for f in check_site(site, offline=True) if f.level == "note")
+    assert any("expires soon" in f.sentence for f in check_site(site, offline=True) if f.level == "note")
     site.ca.unlink()
     assert "cannot read the authority's certificate" in refused(site)[0]
 

@@ -215,7 +215,7 @@ def test_a_site_that_lost_its_disk_begins_anew(tmp_path: Path) -> None:  # 18
     for path in here.sites[LOST].state.glob("*/round-*"):
         path.unlink()
     assert here.serve() is Stop.DONE
-    assert any("starts again" in r.get("reason", "") for r in here.audit("accepted", client=LOST))
+    assert any("so the site begins anew" in r.get("reason", "") for r in here.audit("accepted", client=LOST))
     assert bool(here.model().isfinite().all())
 
 
@@ -228,7 +228,8 @@ def test_a_run_weighed_by_samples_states_why_it_waits_for_all(tmp_path: Path) ->
     detail = here.summary()["detail"]
     assert "2 of 3 sites are connected, missing: site-1" in detail
     assert re.search(
-        ". For 'samples'.*, the server needs every site's number of samples at the start of the run", detail
+        r"\. For client_weights = 'samples', the server needs every site's number of samples at the start of the run",
+        detail,
     )
     assert here.serve() is Stop.DONE
 
@@ -256,7 +257,7 @@ def test_too_few_sites(tmp_path: Path, whole: Scene) -> None:  # 20
     assert not [m for m in two.sent if m.metadata.message_type == "train"]
     lost = loses(client=LOST, rounds={3})
     assert here.serve(here.grid(lost)) is Stop.TOO_FEW
-    assert "round 3: 2 of 3" in here.summary()["detail"]
+    assert "round 3: only 2 of 3 sites sent a usable answer" in here.summary()["detail"]
     assert here.serve() is Stop.DONE
     same(here, whole)
 

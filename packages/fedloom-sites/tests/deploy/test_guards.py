@@ -188,7 +188,7 @@ def test_a_state_file_of_another_experiment_is_not_read(tmp_path: Path) -> None:
     assert one.read(3) is not None
     assert one.accepted() == (3, 0)
     assert two.read(3) is None
-    assert "of another experiment" in two.notes[0]
+    assert "belongs to another experiment, so it is not used" in two.notes[0]
     assert two.accepted() == (0, 0)
     assert SiteState(tmp_path, "a" * 16 + "b" * 48, 1).read(3) is None  # of another client
 
@@ -208,7 +208,7 @@ def test_a_kept_reply_answers_the_same_question_only(tmp_path: Path) -> None:  #
         ("release", "0.0.1", "the server's fedloom is 0.0.1, but site site-1 has"),  # 34
         ("protocol", 99, "the server's protocol is 99"),  # 34
         ("experiment", "0" * 64, "the server's experiment is 0000"),  # 18
-        ("client", 0, "the message is for client 0, site site-1 is client 1"),
+        ("client", 0, "the message is for client 0, but site site-1 is client 1"),
         ("digest", "0" * 64, "changed on the way"),
     ],
 )
@@ -225,7 +225,9 @@ def test_a_site_refuses_by_itself(here: Scene, field: str, value: Any, sentence:
 
 
 def test_a_server_file_of_another_release(here: Scene) -> None:  # 34
-    with pytest.raises(ConfigError, match=rf"fedloom is {__version__} here, but the experiment runs 9\\.9\\.9"):
+    with pytest.raises(
+        ConfigError, match=rf"fedloom is {__version__} here, but the experiment runs 9\.9\.9\. Install that version"
+    ):
         here.serve(version="9.9.9")
 
 

@@ -76,7 +76,7 @@ def test_a_site_with_another_experiment_file(ready):
     file = ready / "sites" / "site-2" / "experiment.toml"
     file.write_text(file.read_text().replace("rounds = 3", "rounds = 4"))
     with pytest.raises(
-        ConfigError, match=r"sites/site-2/experiment.toml is not the experiment file that was agreed on"
+        ConfigError, match=r"sites/site-2/experiment.toml is not the agreed experiment file: its SHA-256 is"
     ):
         Loopback(ready, Processes())
 

@@ -274,7 +274,7 @@ def test_after_a_given_up_sum_none_is_told_that_hardly_differs(step: str, gone: 
     assert here.serve(grid) is Stop.TOO_FEW
     names = ", ".join(f"site-{c}" for c in gone)
     assert f"a sum without {names} and the sum of round 2" in here.summary()["detail"] or (
-        "another sum would tell" in here.summary()["detail"]
+        "another sum would reveal the upload of a single site" in here.summary()["detail"]
     )
     assert not [m for m in grid.sent if kind_of(m) == "unmask"]
     assert here.serve() is Stop.DONE
@@ -993,7 +993,7 @@ def told(here: Scene, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, s
 def test_a_site_under_masks_answers_no_plain_question(kind: Kind, five: Scene) -> None:
     assert told(five, kind) == (
         "refused",
-        f"site site-0 answers no message of the kind {kind}: the agreement has secure aggregation",
+        f"site site-0 answers no message of the kind {kind}, because the agreement has secure aggregation",
     )
 
 

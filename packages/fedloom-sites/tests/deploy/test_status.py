@@ -268,7 +268,7 @@ def test_the_node_of_every_site_stands_beside_its_name(tmp_path):
     assert [row["node"] for row in table(status_of(here.server))] == [str(FIRST + c) for c in range(3)]
 
 
-@pytest.mark.parametrize(("days", "words"), [(29, "ends on"), (31, None), (-1, "expired on")])
+@pytest.mark.parametrize(("days", "words"), [(29, "expires on"), (31, None), (-1, "expired on")])
 def test_a_certificate_that_ends_soon_is_reported(days, words, tmp_path):
     here = scene(tmp_path, "fedavg", **SMALL)
     ca = keys.authority("try", 400)

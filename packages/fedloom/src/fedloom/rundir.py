@@ -61,7 +61,7 @@ _DIGEST_PREFIX, _ZERO_DIGEST = b"sha256 of this file with zeros here: ", b"0" * 
 NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()
 """Placeholder for a file's digest while the digest is computed."""
 
-REPAIR_HINT = "run the experiment again, or put the file back"
+REPAIR_HINT = "Run the experiment again, or put the file back"
 """Advice on a damaged file."""
 FEDERATION_CLIENT = -1
 """Client number for values of the whole federation."""
@@ -262,7 +262,7 @@ def check_digest(path: Path, content: bytes) -> None:
     before, mark, after = content.rpartition(_DIGEST_PREFIX)
     size = len(_ZERO_DIGEST)
     if mark and hashlib.sha256(before + mark + _ZERO_DIGEST + after[size:]).hexdigest().encode() != after[:size]:
-        raise RunDirError(f"{path} is damaged or was changed: its digest does not match; {REPAIR_HINT}")
+        raise RunDirError(f"{path} is damaged or was changed: its digest does not match. {REPAIR_HINT}")
 
 
 def read_summary(path: Path) -> Summary:
@@ -281,10 +281,10 @@ def read_summary(path: Path) -> Summary:
         json.dumps(document, ensure_ascii=False).encode()  # refuses halves of characters
         return Summary.model_validate(document)
     except RecursionError as error:
-        raise RunDirError(f"{path} is damaged: nested too deeply; {REPAIR_HINT}") from error
+        raise RunDirError(f"{path} is damaged: nested too deeply. {REPAIR_HINT}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise RunDirError(f"{path}: {place}: {first['msg']}, got {str(first['input'])[:60]}") from error
     except ValueError as error:
-        raise RunDirError(f"{path} is damaged: {error}; {REPAIR_HINT}") from error
+        raise RunDirError(f"{path} is damaged: {error}. {REPAIR_HINT}") from error

@@ -199,7 +199,7 @@ def test_a_comparison_stops_early_hears_of_every_round_and_is_tracked(fed: Feder
     for wrong, words in (
         ({"callbacks": [1]}, "list of functions"),
         ({"track": "tensorbord"}, "did you mean"),
-        ({"track": "tensorboard", "folder": None}, "give a folder"),
+        ({"track": "tensorboard", "folder": None}, "Give a folder"),
     ):
         with pytest.raises(ConfigError, match=words):
             fl.compare(["fedavg"], fed, "mlp", **{**options, **wrong})

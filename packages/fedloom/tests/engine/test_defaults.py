@@ -65,8 +65,8 @@ ABOUT_WHAT_IS_WRITTEN = (
         "describe clients by activations"
     ),  # of [attack] kind, beside no weigher
     r"FedBN keeps normalisation layers .* and the model has none",  # of the method, with this model
-    r"(krum|multi-krum|bulyan) needs .* and f = 0; set aggregator='median', or take more clients",  # whatever its f
-    r"fltrust needs m >= 2, got m = 1 rows; set aggregator='median', or take more clients",
+    r"(krum|multi-krum|bulyan) needs .* and f = 0\. Set aggregator='median', or take more clients",  # whatever its f
+    r"fltrust needs m >= 2, got m = 1 rows\. Set aggregator='median', or take more clients",
 )
 
 
@@ -121,12 +121,12 @@ def test_a_default_that_is_another_one_is_noted(n: int, choices: dict[str, Any],
     ("n", "choices", "says"),
     [
         (8, {"schedule": {"kind": "buffered", "buffer": 9}, "devices": {"kind": "lognormal"}}, "at most the 8 clients"),
-        (2, {"aggregator": {"kind": "trimmed-mean", "f": 1}}, 'm = 2 rows and f = 1; set aggregator={"f": 0}, or'),
+        (2, {"aggregator": {"kind": "trimmed-mean", "f": 1}}, r'm = 2 rows and f = 1\. Set aggregator={"f": 0}, or'),
         (1, {"sampler": {"kind": "availability", "period": 2}}, "no client is available in round 2"),
         (
             8,
             {"aggregator": {"kind": "multi-krum", "k": 9}},
-            'k <= m, got m = 8 .* set aggregator={"k": 8}',
+            r'k <= m, got m = 8 .*\. Set aggregator={"k": 8}',
         ),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_client_that_is_lost_on_its_test_part_alone_is_named_and_takes_the_bet
     result = steep(("train", "test"), outlier=True)
     assert result.status == "done"
     (note,) = [note for note in result.notes if "not finite" in note and "personal" in note]
-    assert note.startswith("the test loss of the personal model is not finite at 1 clients")
+    assert note.startswith("the test loss of the personal model is not finite for 1 clients")
     assert note.endswith("[1]")
     assert result.final("personal").isnan().tolist() == [False, True]
     assert torch.equal(result.final("hybrid")[1], result.final("global")[1])
@@ -212,7 +212,7 @@ def test_no_figure_has_many_digits(value: float) -> None:
 
 @pytest.mark.parametrize("given", [{"epochs": 0}, {"steps": 0}, {"lr": 1e-60}])
 def test_local_training_without_a_step_is_refused(given: dict[str, float], fed: Federation) -> None:
-    with pytest.raises(ConfigError, match=rf"local\.{next(iter(given))} = .* trains nothing; set"):
+    with pytest.raises(ConfigError, match=rf"local\.{next(iter(given))} = .* trains nothing\. Set"):
         fl.simulate("fedavg", fed, local=given)
 
 

@@ -211,7 +211,7 @@ def test_repetitions_of_one_run_decide_nothing(folder: Path, tmp_path: Path) -> 
         one = found[method].comparison
         assert one is not None
         assert (one.p, one.holm, one.significant) == (pytest.approx(p), pytest.approx(holm), rejected)
-    (note,) = (note for note in overview.notes(runs, rows) if "repeat" in note)
+    (note,) = (note for note in overview.notes(runs, rows) if "other seeds are equal" in note)
     assert note.startswith("With local, ditto, runs with other seeds are equal to the last digit, because")
 
 

@@ -192,7 +192,8 @@ def test_methods_that_tune_where_they_are_scored_do_so_in_round_0() -> None:
         at_start = [row for row in rows if (row["round"], row["part"], row["metric"]) == (0, "test", "loss")]
         losses = {(row["model"], row["client"]): row["value"] for row in at_start}
         assert losses["personal", 0] != losses["global", 0]
-    assert "as FedAvg-FT and FedBABU, also do so in round 0." in READING_TEXTS["Models"]
+    said = "fine-tune it from the global model before each evaluation, in round 0 too."
+    assert f"FedAvg-FT, FedBABU and similar methods {said}" in READING_TEXTS["Models"]
 
 
 def test_page_of_two_runs_counts_their_methods_once() -> None:

@@ -352,7 +352,7 @@ def test_registry_and_refusals():
         with pytest.raises(ConfigError):
             make()
     for f in (P.HalfSpace(a=(1.0, 2.0), b=0.0), P.Affine(A=((1.0, 2.0),), b=(0.0,))):
-        with pytest.raises(ConfigError, match=rf"R\\^2, but the rows have {D}"):
+        with pytest.raises(ConfigError, match=rf"R\^2, but the rows have {D} scalars"):
             f.prox(rows(1, 0), 1.0)
 
 

@@ -177,7 +177,7 @@ def test_a_trace_is_read_and_refused(tmp_path: Path) -> None:
     assert fleet.seconds.tolist() == [0.1, math.inf]
     assert fleet.names == ("new", "old")
     assert fleet.ends(np.array([0, 0]), 1.0, np.array([4.5, 6.0])).tolist() == [8.5, math.inf]
-    with pytest.raises(ConfigError, match=r"has 2 devices for 3 clients"):
+    with pytest.raises(ConfigError, match=r"lists 2 devices for 3 clients"):
         Trace(file=str(file)).fleet(3, 0, NONE)
     with pytest.raises(ConfigError, match=r"set devices.draw = true"):
         Trace(file=str(file)).fleet(1, 0, NONE)
@@ -195,8 +195,11 @@ RATES = "client,speed,up,down\n"
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (SPANS + "0,1,1,1,0,5\n0,1,1,1,3,8\n", r"row 2: client 0 is there in \[3, 8\) s, and until 5 s by an earlier"),
-        (SPANS + "0,1,1,1,5,2\n", r"row 1: client 0 is there in \[5, 2\) s; end must be after start"),
+        (
+            SPANS + "0,1,1,1,0,5\n0,1,1,1,3,8\n",
+            r"row 2: client 0 is present in \[3, 8\) s, and until 5 s by an earlier",
+        ),
+        (SPANS + "0,1,1,1,5,2\n", r"row 1: client 0 is present in \[5, 2\) s; end must be after start"),
         (SPANS + "0,1,1,1,-5,2\n", "Start must be at least 0"),
         (SPANS + "0,1,1,1,80000,90000\n", "within devices.period = 86400. Split an interval at its end into two rows"),
         (SPANS + "0,1,1,1,0,\n", "start and end must both be given or both be empty, got 0, nothing"),
@@ -239,7 +242,7 @@ def test_an_odd_trace_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "sentence"),
     [
-        ({"schedule": Buffered()}, "needs the time that clients take; set devices="),
+        ({"schedule": Buffered()}, "needs simulated times of clients. Set devices="),
         ({"schedule": Buffered(buffer=9), "devices": "equal"}, "schedule.buffer must be at most the 8 clients"),
         ({"schedule": Deadline(seconds=1, partial=True), "devices": "equal"}, "use one of fednova, fedprox"),
         ({"schedule": Buffered(buffer=2), "devices": "equal", "aggregator": KRUM}, r"multi-krum needs m >= 2 f \+ 3"),
@@ -255,10 +258,10 @@ def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) 
 
 
 @pytest.mark.parametrize(
-    ("method", "cure"), [("fedamp", "set among='all' in the method"), ("fedskip", "leave schedule= out")]
+    ("method", "cure"), [("fedamp", "Set among='all' in the method"), ("fedskip", "Leave schedule= out")]
 )
 def test_methods_that_mix_a_cohort_are_refused_one_by_one(method: str, cure: str) -> None:
-    with pytest.raises(Refused, match=f"clients train one by one; {cure}"):
+    with pytest.raises(Refused, match=rf"clients train one by one\. {cure}"):
         run_rounds(method, LogNormal(), Buffered(buffer=2))
 
 
@@ -330,7 +333,7 @@ def test_results_have_uploads_and_the_time_to_a_target() -> None:
     assert min(by_client.values()) <= overall <= clock_of(result).now
     assert set(result.time_to(0.5, by="device")) == {"slow", "middle", "fast"}
     assert result.time_to(2.0) == {"all": math.inf}
-    with pytest.raises(ConfigError, match="has no clock"):
+    with pytest.raises(ConfigError, match="has no simulated clock"):
         run_rounds("fedavg", None, Synchronous()).uploads()
 
 

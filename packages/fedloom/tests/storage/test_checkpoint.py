@@ -532,7 +532,7 @@ def test_json_that_is_none_of_ours_is_damaged(tmp_path, text):
 def test_another_experiment_is_refused(tmp_path):
     with pytest.raises(
         RunDirError,
-        match=r"of another run: its fingerprint is me, that of this one you, so code or data differ. Choose another",
+        match=r"of another run: its fingerprint is me, but this run has you, so code or data differ. Choose another",
     ):
         two(tmp_path).resume("you")
     assert Checkpoints(tmp_path).generations() == [1, 2]
@@ -551,7 +551,7 @@ def test_a_damaged_newest_generation_takes_the_rows_of_the_one_before(tmp_path, 
 
 def test_rows_cannot_move_between_files_and_memory(tmp_path):
     Run(tmp_path / "a", PLAN, 0).play().close()
-    with pytest.raises(CheckpointError, match="settings of before"):
+    with pytest.raises(CheckpointError, match="Run with the earlier settings"):
         Run(tmp_path / "a", PLAN, 1 << 20).play()
     Run(tmp_path / "b", PLAN, 1 << 20).play().close()
     with pytest.raises(CheckpointError):

@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_litter(tmp_path, step):
     path = tmp_path / "a"
     files.write_atomic(path, b"old content")
     full(step)
-    with pytest.raises(CheckpointError, match=r"a could not be written: the disk is full; .*free some space"):
+    with pytest.raises(CheckpointError, match=r"a could not be written: the disk is full\. .*\. Free some space"):
         files.write_atomic(path, b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old content")]
 
@@ -177,7 +177,7 @@ def largest_file():
 @pytest.mark.usefixtures("largest_file")
 def test_a_write_that_the_system_cuts_short_is_an_error(tmp_path):
     files.write_atomic(tmp_path / "a", b"old")
-    with pytest.raises(CheckpointError, match="File too large; .*check the disk"):
+    with pytest.raises(CheckpointError, match=r"File too large\. .*\. Check the disk"):
         files.write_atomic(tmp_path / "a", bytes(9000))
     assert files.append_synced(tmp_path / "a", [b"er"]) == 5
     with pytest.raises(CheckpointError):

@@ -310,7 +310,7 @@ def test_a_state_of_another_store_is_refused(tmp_path):
         {**state, "rows.w": state["rows.w"].double()},
     ]
     for bad in wrong:
-        with pytest.raises(CheckpointError, match="settings of before"):
+        with pytest.raises(CheckpointError, match="Run with the earlier settings"):
             Store(N, TEMPLATE).load_state(bad)
     with pytest.raises(CheckpointError, match="those of this run are in files"):
         on_disk(tmp_path).load_state(state)
@@ -323,7 +323,7 @@ def test_the_files_of_another_store_are_refused_and_left_alone(tmp_path):
     store.checkpoint(1)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     for n, template in ((N + 1, TEMPLATE), (N, Other(torch.zeros(5))), (N, TEMPLATE._replace(w=torch.zeros(6)))):
-        with pytest.raises(RunDirError, match=f"{N} clients: w 5 torch.float32.*choose another --out"):
+        with pytest.raises(RunDirError, match=rf"{N} clients: w 5 torch.float32.*\. Choose another --out"):
             on_disk(tmp_path, n, template)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     (tmp_path / "rows").unlink()

@@ -203,7 +203,7 @@ def test_ctrl_c_within_a_trial_stops_the_search_which_goes_on_there(
         told.append((event.label, event.round))
 
     stop = stop_at(at)
-    with pytest.raises(RunStopped, match="run the same command again"):
+    with pytest.raises(RunStopped, match="Run the same command again"):
         tuning(GRID, tmp_path / "out").run(lambda *_: None, watch, stop)
     assert len(told) == at
     tuning(GRID, tmp_path / "out").run(lambda *_: None, watch)

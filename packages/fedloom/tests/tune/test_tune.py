@@ -121,7 +121,7 @@ def test_an_executor_finds_the_same_and_resumes(finished: Path, tmp_path: Path) 
         assert executor.calls == calls == 5
         with pytest.raises(ConfigError, match="itself. Leave join out"):
             tuning(SMALL, tmp_path / "out").run(join=True, executor=executor)
-    with pytest.raises(ConfigError, match="must have submit"):
+    with pytest.raises(ConfigError, match="executor must have a method submit"):
         tuning(SMALL, tmp_path / "out").run(executor=3)  # type: ignore[arg-type]
 
 
@@ -311,10 +311,10 @@ def test_a_longer_final_run_has_equal_work_too(tune_alone: Any) -> None:
     longer = ONE.replace("[tune]", "[tune]\nrounds = 6")
     output, _ = tune_alone('algorithm = "ditto"', longer)
     sentence = (
-        "Trials had the work of 6 rounds, but the runs have the work of 24, and a chosen setting may diverge there. Set"
+        "Trials had the work of 6 rounds, but the runs have the work of 24, and a chosen setting may diverge there."
     )
     for place in (output, Path("out/tuned.toml").read_text(), Path("out/tuning.md").read_text()):
-        assert f"{sentence}[tune] rounds = 24 to search with as many." in place
+        assert f"{sentence} Set [tune] rounds = 24 to search with as many." in place
     tuned = tomllib.loads(Path("out/tuned.toml").read_text())
     result = fl.simulate(parse(tuned).methods[0].setting, parse(tuned).partition(fl.load("digits"), 0))
     assert 0.9 <= result.state.records.last("", "", "samples_backward")[0] / int(PLAIN) <= 1.1
@@ -382,7 +382,7 @@ def test_killed_within_a_trial_and_run_again(crash_at: int, finished: Path, tmp_
 
 
 def test_ctrl_c_leaves_a_search_that_goes_on(finished: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunStopped, match="run the same command again"):
+    with pytest.raises(RunStopped, match="Run the same command again"):
         tuning(SMALL, tmp_path / "out").run(lambda *_: signal.raise_signal(signal.SIGINT))
     assert not (tmp_path / "out" / "tuned.toml").exists()
     tuning(SMALL, tmp_path / "out").run()
@@ -473,13 +473,16 @@ def test_values_that_a_method_refuses_on_these_clients_are_kept_as_failed(tmp_pa
 
 
 BAD = {
-    "no validation": (("alpha = 0.5", "alpha = 0.5\nvalidation = 0.0"), "the clients have none. Set"),
+    "no validation": (("alpha = 0.5", "alpha = 0.5\nvalidation = 0.0"), "the clients have no validation data. Set"),
     "key": (("trials = 4", "trails = 4"), "did you mean 'trials'"),
     "trials": (("trials = 4", "trials = 0"), "greater than or equal to 1"),
     "method": (("startup = 2", "startup = 2\n[tune.space.fedpox]\nmu = [1.0]"), "did you mean 'fedprox'"),
     "setting": (("startup = 2", "startup = 2\n[tune.space.fedprox]\nnu = [1.0]"), "unknown setting 'nu'"),
     "value": (("startup = 2", "startup = 2\n[tune.space.fedprox]\nmu = [-1.0]"), "mu = -1.0 cannot be tried"),
-    "range": (("startup = 2", "startup = 2\n[tune.space.fedprox]\nmu = {low = 2, high = 1}"), "low must be below high"),
+    "range": (
+        ("startup = 2", "startup = 2\n[tune.space.fedprox]\nmu = {low = 2, high = 1}"),
+        "low must be less than high",
+    ),
     "logarithm": (
         ("startup = 2", "startup = 2\n[tune.space.fedprox]\nmu = {low = 0, high = 1, log = true}"),
         "needs low > 0",

@@ -104,7 +104,7 @@ def check_code(shared: Shared) -> None:
         if spec is None or spec.origin is None:
             raise ConfigError(f"user code {module!r} is not installed here. Install the same version as the server")
         code = Path(spec.origin).read_bytes()
-        check_agreed(f"module {module!r}", "user code", code, wanted, "install the same version as the server")
+        check_agreed(f"module {module!r}", "user code", code, wanted, "Install the same version as the server")
 
 
 def read_agreed(shared: Shared, **engine: Any) -> Experiment:

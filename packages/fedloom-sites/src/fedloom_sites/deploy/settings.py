@@ -470,7 +470,7 @@ def digest(content: bytes) -> str:
 
 
 def check_agreed(
-    what: str, kind: str, content: bytes, wanted: str, cure: str = "get the file from the server again"
+    what: str, kind: str, content: bytes, wanted: str, cure: str = "Get the file from the server again"
 ) -> None:
     """Raise if the SHA-256 of a content differs from the agreed SHA-256.
 
@@ -480,7 +480,7 @@ def check_agreed(
     got = digest(content)
     if got != wanted:
         raise ConfigError(
-            f"{what} is not the agreed {kind}: its SHA-256 is {got[:16]}..., but {wanted[:16]}... was agreed; {cure}"
+            f"{what} is not the agreed {kind}: its SHA-256 is {got[:16]}..., but {wanted[:16]}... was agreed. {cure}"
         )
 
 

@@ -243,9 +243,7 @@ def _authority(site: Site) -> Iterator[Finding]:
     try:
         certificate = x509.load_pem_x509_certificate(regular(site.ca).read_bytes())
     except OSError as error:
-        yield Finding(
-            "refused", f"cannot read the certificate of the certificate authority {site.ca}: {error.strerror}"
-        )
+        yield Finding("refused", f"cannot read the authority's certificate {site.ca}: {error.strerror}")
         return
     except ValueError:
         yield Finding(

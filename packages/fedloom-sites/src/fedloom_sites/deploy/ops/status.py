@@ -197,7 +197,8 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         )
         texts.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(figures)}")
     texts += [
-        f"the {name} {'ends' if _time(end) > datetime.now(UTC) else 'ended'} on {end[:10]}: {CERTIFICATE_CURES[name]}"
+        f"the {name} {'expires' if _time(end) > datetime.now(UTC) else 'expired'} on {end[:10]}: "
+        f"{CERTIFICATE_CURES[name]}"
         for name, end in status["certificates"].items()
         if _time(end) < datetime.now(UTC) + EXPIRY_NOTICE
     ]

@@ -100,10 +100,9 @@ def locate(
         return place
     root = os.environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
-        command = f"fedloom data {what.lower()} --data-dir FOLDER --fetch"
         raise DataError(
             f"{what}: no data folder given. Set {DATA_FOLDER_VARIABLE}, or give data_dir or path "
-            f"({command} fetches the files)"
+            f"(fedloom data {what.lower()} --data-dir FOLDER --fetch fetches the files)"
         )
     base = Path(root).expanduser()
     if base.is_file():
@@ -112,10 +111,9 @@ def locate(
     for place in tried:
         if place.exists() and fits(place):
             return place
-    places = ", ".join(str(place) for place in tried)
     remote = next((name for name in REMOTE_SETS if REMOTE_SETS[name].folder in folders), None)
     cure = f"there, fetch them (fedloom data {remote} --fetch), or give path" if remote else "there, or give path"
-    raise DataError(f"{what}: not found. Looked in {places}. Put its original files {cure}")
+    raise DataError(f"{what}: not found. Looked in {', '.join(map(str, tried))}. Put its original files {cure}")
 
 
 @contextmanager

@@ -232,7 +232,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
             table = file.read(columns=[n for n in names if n in stored])
         table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
-        raise RunDirError(f"{path} is damaged: {str(error).rstrip('.')}; {REPAIR_HINT}") from error
+        raise RunDirError(f"{path} is damaged: {str(error).rstrip('.')}. {REPAIR_HINT}") from error
     missing = [name for name in names if name not in stored]
     if missing:
         raise RunDirError(f"{path} contains no column {missing[0]!r}. Its columns are {', '.join(stored)}")

@@ -94,7 +94,7 @@ def _recorded(path: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
-        raise RunDirError(f"{path} is damaged: {error}; {REPAIR_HINT}") from error
+        raise RunDirError(f"{path} is damaged: {error}. {REPAIR_HINT}") from error
     return rows
 
 
