@@ -298,8 +298,8 @@ def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple
 
 
 BENT = {
-    "the experiment file is another one": lambda c: (c / "experiment.toml").write_text("name = 'other'\n[[method]]"),
-    "the initial model is another one": lambda c: (c / "weights.safetensors").write_bytes(b"other"),
+    "the experiment file has changed": lambda c: (c / "experiment.toml").write_text("name = 'other'\n[[method]]"),
+    "the initial model has changed": lambda c: (c / "weights.safetensors").write_bytes(b"other"),
     "the experiment file names other members": lambda c: edit(c, lambda p: p["members"][0].update(site="other")),
     "the agreement changes": lambda c: edit(c, lambda p: p["shared"].update(fixed_data=True)),
     "it is not a change of this site's agreement": lambda c: edit(c, lambda p: p.update(before="0" * 64)),
@@ -318,7 +318,7 @@ def edit(change: Path, bend: Any) -> None:
 
 @pytest.mark.parametrize("sentence", BENT)
 def test_a_site_approves_one_member_more_and_nothing_else(sentence: str, trained: Any, ready: Path) -> None:
-    if trained[1] and "one more" in sentence:
+    if trained[1] and "exactly one member" in sentence:
         pytest.skip("the keys of secure aggregation are then too few")
     change = add(ready, "new", Location())
     before = (ready / "sites" / "site-0" / "site.toml").read_bytes()
@@ -450,7 +450,7 @@ def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
     late = Client(read_site(folder / "sites" / "site-1" / "site.toml"))
     assert late.trainer.rounds == 1  # the file was compared
     save_file({k: t + 1 for k, t in state.items()}, folder / "sites" / "site-1" / "weights.safetensors")
-    with pytest.raises(ConfigError, match="its SHA-256 is .* is wanted"):
+    with pytest.raises(ConfigError, match="its SHA-256 is .* is required"):
         late.prepare()
     (folder / "sites" / "site-0" / "weights.safetensors").write_bytes(b"other")
     with pytest.raises(ConfigError, match="is not the initial model that was agreed on"):

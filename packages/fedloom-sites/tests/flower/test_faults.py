@@ -31,7 +31,7 @@ import fedloom as fl
 import fedloom_sites.flower as ff
 from fedloom.algorithms import Ditto
 from fedloom.engine.setting import Engine
-from fedloom.errors import ConfigError, LayoutError, RunStopped
+from fedloom.errors import ConfigError, LayoutError, Refused, RunStopped
 from fedloom.rows.wire import WIRE_HEADER
 from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays, unpack_arrays
 from fedloom_sites.flower import documents
@@ -322,7 +322,7 @@ def test_a_round_that_all_nodes_have_left_is_named(caplog: pytest.LogCaptureFixt
     app.grid.get_node_ids = lambda: nodes() if next(here, False) else []  # type: ignore[method-assign]
     result = strategy.start(app.grid, ArrayRecord(Net().state_dict()), num_rounds=2)
     assert [*result.train_metrics_clientapp] == [1]
-    assert "node 100 has left" in caplog.text
+    assert "node 100 has disconnected" in caplog.text
     assert "nothing changes in round 2: none of its nodes answered" in caplog.text
 
 
@@ -434,11 +434,13 @@ def test_a_strategy_that_starts_again_has_the_figures_of_its_newest_run() -> Non
         assert set(strategy.client_metrics) == set(range(1, rounds + 1))
 
 
-def test_a_strategy_scores_the_parts_and_clients_that_it_names() -> None:
-    strategy, _ = run(App(local, 3), rounds=1, evaluate={"parts": ["test"], "clients": 2})
+def test_a_strategy_scores_the_parts_that_it_names_at_every_node() -> None:
+    strategy, _ = run(App(local, 3), rounds=1, evaluate={"parts": ["test"]})
     figures = strategy.client_metrics[1]
-    assert len(figures) == 2
+    assert len(figures) == 3
     assert {key.split("/")[1] for scores in figures.values() for key in scores if "/" in key} == {"test"}
+    with pytest.raises(Refused, match=r"evaluate\.clients is for simulation, and every node scores models"):
+        ff.Strategy("fedavg", Net(), evaluate={"parts": ["test"], "clients": 2})
 
 
 def _trains(message: Message, t: int) -> bool:
@@ -496,9 +498,9 @@ def test_too_few_nodes() -> None:
         (lambda: ff.Strategy("ditto", Net(), lamda=1.0), "unknown key 'lamda'"),
         (
             lambda: ff.Strategy("ditto", Net(), fraction_train=0.5),
-            "use sampler=",
+            "Use sampler=",
         ),
-        (lambda: ff.Strategy("ditto", Net(), train_metrics_aggr_fn=len), "use client_metrics"),
+        (lambda: ff.Strategy("ditto", Net(), train_metrics_aggr_fn=len), "Use client_metrics"),
         (lambda: ff.Strategy("ditto", Net(), min_nodes="2"), "min_nodes must be a whole number of at least 1, got '2'"),
         (lambda: run(App(local, 2), rounds=0), "num_rounds must be a whole number of at least 1, got 0"),
         (lambda: ff.Strategy("ditto", Net(), lam=-1.0), "lam: input should be greater than"),
@@ -526,9 +528,9 @@ def test_too_few_nodes() -> None:
         (lambda: ff.Strategy(Ditto(), Net()), r"algorithm must be a name, as in Strategy\('ditto', .* got Ditto\("),
         (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"unknown key 'lr'; it belongs in local=\{'lr': 0.1\}"),
         (lambda: ff.Strategy("ditto", Net(), num_rounds=3), "num_rounds is an argument of start"),
-        (lambda: ff.Strategy("ditto", Net(), min_fit_clients=3), "use min_nodes"),
-        (lambda: ff.Strategy("fedprox", Net(), proximal_mu=1.0), r"use Strategy\('fedprox', Net\(\), mu=...\)"),
-        (lambda: ff.Strategy("fedavg", Net(), on_evaluate_config_fn=dict), r"use @app.evaluate\('mine'\)"),
+        (lambda: ff.Strategy("ditto", Net(), min_fit_clients=3), "Use min_nodes"),
+        (lambda: ff.Strategy("fedprox", Net(), proximal_mu=1.0), r"Use Strategy\('fedprox', Net\(\), mu=...\)"),
+        (lambda: ff.Strategy("fedavg", Net(), on_evaluate_config_fn=dict), r"Use @app.evaluate\('mine'\)"),
         (
             lambda: ff.Strategy("fedavg", Net(), engine={"quorum": 0.9}),
             "engine: 'quorum' has no effect in an app: a round takes the replies that arrive",
@@ -548,7 +550,7 @@ def test_too_few_nodes() -> None:
             lambda: ff.Strategy("fedavg", Net()).start(
                 App(local, 2).grid, ArrayRecord(Net().state_dict()), evaluate_fn=lambda t, arrays: (0.1, {})
             ),
-            r"evaluate_fn must give a MetricRecord or None, got \(0.1, \{\}\); return MetricRecord\(",
+            r"evaluate_fn must give a MetricRecord or None, got \(0.1, \{\}\)\. Return MetricRecord\(",
         ),
         (lambda: ff.Strategy("ditto", Net(), folder=""), "folder must be a path"),
         (lambda: ff.Strategy("ditto", Net(), wait="1"), "wait must be a number of seconds, got '1'"),
@@ -566,7 +568,7 @@ def test_too_few_nodes() -> None:
         (lambda: run(App(lambda context: ff.Local(Net(), samples(0), folder=3), 2)), "folder must be a path"),
         (
             lambda: run(App(lambda context: ff.Local(Net(), samples(0), testset=[]), 2)),
-            "testset is empty. Leave it out",
+            "testset is empty; leave it out",
         ),
         (
             lambda: run(App(lambda context: context.node_config["nope"], 2)),
@@ -659,11 +661,11 @@ def noisy(rounds: int) -> Any:
     [
         (
             lambda: private(DifferentialPrivacyClientSideFixedClipping, clipping_norm=1.0),
-            "config contains 'clipping_norm', but nodes of fedloom do not clip by it; in the place of",
+            "config contains 'clipping_norm', but nodes of fedloom do not clip by it; instead of",
         ),
         (
             lambda: private(DifferentialPrivacyClientSideAdaptiveClipping),
-            "config contains 'clipping_norm', but nodes of fedloom do not clip by it; in the place of",
+            "config contains 'clipping_norm', but nodes of fedloom do not clip by it; instead of",
         ),
         (
             lambda: private(DifferentialPrivacyServerSideFixedClipping, clipping_norm=1.0),
@@ -761,12 +763,12 @@ def answer(message: Message, context: Context) -> Message:
 def test_functions_of_an_apps_own_stay_under_a_name_and_are_refused_without_one(kind: str) -> None:
     app = ClientApp()
     getattr(app, kind)()(answer)
-    with pytest.raises(ConfigError, match=r"has a function of its own.*remove it, or name it"):
+    with pytest.raises(ConfigError, match=r"already has a function under @app.*Remove it, or give it a name"):
         ff.client(app)(local)
     app = ClientApp()
     getattr(app, kind)("mine")(answer)
     ff.client(app)(local)
-    with pytest.raises(ConfigError, match=r"has a function of its own.*remove it, or name it"):
+    with pytest.raises(ConfigError, match=r"already has a function under @app.*Remove it, or give it a name"):
         getattr(app, kind)()(answer)
     getattr(app, kind)("second", mods=[])(answer)
     outside_flower()
