@@ -229,7 +229,7 @@ def test_an_epoch_of_one_step_is_two_steps_of_svrg() -> None:
 def test_full_gradients_take_no_momentum_and_no_clipping(method: Any, setting: dict[str, float]) -> None:
     p = Problem.random(0)
     ctx = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(**setting)).ctx(0, range(p.n))
-    with pytest.raises(Refused, match=r"set local=\{\"momentum\": 0\}"):
+    with pytest.raises(Refused, match=r"Set local=\{\"momentum\": 0\}"):
         check_together(method, ctx.local, UniformWeigher())
     free = ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
     check_together(method, free.local, UniformWeigher())
