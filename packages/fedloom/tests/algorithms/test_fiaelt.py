@@ -233,7 +233,7 @@ def test_full_gradients_take_no_momentum_and_no_clipping(method: Any, setting: d
         check_together(method, ctx.local, UniformWeigher())
     free = ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
     check_together(method, free.local, UniformWeigher())
-    assert all("without a regulariser" in note for note in method.check(free.layout, free))
+    assert all("without a regularizer" in note for note in method.check(free.layout, free))
 
 
 def test_a_penalty_below_l_is_said() -> None:
