@@ -117,7 +117,7 @@ def test_neither_scores_nor_workers_change_what_a_normalised_network_learns(name
 
     said = refusal(lambda: train(1, 1))
     if said:
-        assert "normalisation layers" in said
+        assert "normalization layers" in said
         return
     train(2, 2)
     for a, b in zip(*map(kept, results), strict=True):

@@ -229,11 +229,11 @@ def test_an_epoch_of_one_step_is_two_steps_of_svrg() -> None:
 def test_full_gradients_take_no_momentum_and_no_clipping(method: Any, setting: dict[str, float]) -> None:
     p = Problem.random(0)
     ctx = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(**setting)).ctx(0, range(p.n))
-    with pytest.raises(Refused, match=r"set local=\{\"momentum\": 0\}"):
+    with pytest.raises(Refused, match=r"Set local=\{\"momentum\": 0\}"):
         check_together(method, ctx.local, UniformWeigher())
     free = ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
     check_together(method, free.local, UniformWeigher())
-    assert all("without a regulariser" in note for note in method.check(free.layout, free))
+    assert all("without a regularizer" in note for note in method.check(free.layout, free))
 
 
 def test_a_penalty_below_l_is_said() -> None:

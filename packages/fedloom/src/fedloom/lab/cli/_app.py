@@ -227,7 +227,7 @@ ExecutorName = Annotated[
 ]
 DataDir = Annotated[
     Path | None,
-    typer.Option(help="folder of data sets (default: the environment variable FEDLOOM_DATA)"),
+    typer.Option(file_okay=False, help="folder of data sets (default: the environment variable FEDLOOM_DATA)"),
 ]
 
 
