@@ -164,7 +164,7 @@ def test_rare_levels_stay_out_of_agreements(tmp_path: Path) -> None:
     agreement = Agreement.read(tmp_path / "t.agreement.toml")
     (ward,) = [column for column in agreement.column if column.name == "ward"]
     assert (ward.levels, ward.missing, agreement.level_rows) == (("a", "b"), True, 5)
-    assert "column 'ward': 2 levels of fewer than 5 rows (level_rows) are not named, but filled" in said
+    assert "column 'ward': 2 levels with fewer than 5 rows (level_rows) are not named, but filled" in said
     assert "rare" not in (tmp_path / "t.agreement.toml").read_text().replace("rarer", "")
     data = fl.load(tmp_path / "t.csv", target="ill", agreement=str(tmp_path / "t.agreement.toml"))
     assert int(data.x[:, names(data).index("ward")].isnan().sum()) == 5

@@ -429,7 +429,7 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
         assert method == fresh.advised
         if method == "inconclusive":
             assert gain.startswith(f"{fresh.judged.needed} seeds detect 3 points")
-            assert ("; " in gain) == (fresh.judged.verdicts[fresh.mark] == "worse")
+            assert (f". {fresh.reference} is better than " in gain) == (fresh.judged.verdicts[fresh.mark] == "worse")
             assert [*means, cost] == ["-"] * 3
             largest.append(-math.inf)
             continue
@@ -526,7 +526,7 @@ def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_pa
     (tmp_path / "map.csv").write_bytes(files["map.csv"])
     assert pc.read_csv(tmp_path / "map.csv")["mean"].to_pylist() == table["mean"].to_pylist()
     assert {"commit", "versions", "gain_local", "gainers_fedavg", "worst10"} <= set(table.column_names)
-    assert "- fedbn: not applicable: no norms" in files["iid.md"]
+    assert "- fedbn is not applicable: no norms" in files["iid.md"]
     assert tabled([judge(setup, records)]).equals(table)
 
 
@@ -862,7 +862,7 @@ def test_a_method_of_a_user_gets_its_row_beside_the_recorded_ones(here: Path) ->
     before = RECORDS.read_bytes()
     own(here, "0.25")
     called("--page", "map.md")
-    assert "stale: of another commit of the method" in Path("map/iid.md").read_text()
+    assert "stale (another version of the method)" in Path("map/iid.md").read_text()
     called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
     (changed,) = set(RECORDS.read_bytes().splitlines()) - set(before.splitlines())
     assert json.loads(changed)["method"] == "mine:Half"
@@ -880,14 +880,14 @@ def test_a_method_that_diverges_or_refuses_has_its_cell_with_the_reason(here: Pa
     assert found["iid", "mine:Refuses"].status in (NOT_APPLICABLE, FAILED_STATUS)
     assert "wants no such clients" in found["iid", "mine:Refuses"].reason
     called("--page", "map.md")
-    assert "- mine:Half: failed: no trial completed" in Path("map/iid.md").read_text()
+    assert "- mine:Half is failed: no trial completed" in Path("map/iid.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("space", "said"),
     [
         ("mu = [0.1]", "unknown setting 'mu'"),
-        ('"local.lr" = { low = 1.0, high = 0.1 }', "low must be below high"),
+        ('"local.lr" = { low = 1.0, high = 0.1 }', "low must be less than high, got 1.0 and 0.1"),
         ('"local.lr" = [-1.0]', "cannot be tried"),
         ("mu = ", "is not a TOML file"),
     ],
@@ -916,7 +916,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkey
     whole = read_records(RECORDS)
     shutil.rmtree("runs")
     commands.reading_takes_a_second(monkeypatch)
-    assert "the same command resumes" in called(*words, "--budget", "10s", code=130)
+    assert "stopped. The same command resumes from here" in called(*words, "--budget", "10s", code=130)
     for _ in range(40):
         result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words, "--budget", "50s"])
         if result.exit_code == 0:

@@ -86,7 +86,7 @@ PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto", *SOLVED}
 REASONS = {
     "nothing": ("uploads nothing", "The method has no uploads."),
     "adds": (
-        "accumulates uploads",
+        "adds up uploads over rounds",
         "The server adds up uploads over rounds, which is correct only with the client weights of the experiment.",
     ),
     "noise adds": (
@@ -98,7 +98,7 @@ REASONS = {
         "The server mixes the clients' models for every client, and has no common aggregate.",
     ),
     "by itself": (
-        "averages single models itself",
+        "averages single models (itself|with its own weights)",
         "The server averages the clients' models with the method's own rule.",
     ),
     "exact": (
@@ -136,7 +136,7 @@ REASONS = {
         "sends something smaller",
         "The server does not send a model that a mixture could replace.",
     ),
-    "sums": ("in place of models", "The clients send statistics, so there are no models to mix."),
+    "sums": ("instead of models. Leave", "The clients send statistics, so there are no models to mix."),
     "no model": (
         "asks clients about the global model",
         "The sampler asks clients about the global model, but the method has no global model.",
@@ -157,7 +157,10 @@ REASONS = {
 """Why a pair is refused: what the error says, and what the page says."""
 PARTS_OF_PRESETS = {"aggregation_weights": "weigher"}
 """Attributes of a composition that are not named as the choice of a run."""
-CURE = re.compile(r"; (find|keep|leave|or|set|take|use|client_weights)\b|'flame' and 'fedslr'|'fedslr' and 'lpgd'")
+CURE = re.compile(
+    r"\. (Find|Keep|Leave|Set|Take|Use|Add|Give|Choose)\b"
+    r"|; (or|client_weights)\b|'flame' and 'fedslr'|'fedslr' and 'lpgd'"
+)
 """What an error names to be done."""
 
 
@@ -510,8 +513,8 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
 - A robust aggregator also replaces the weighted mean in each client's mixture, also in FedACS, FedAMP and HeurFedAMP.
   If a mixture has too few models for the rule, the client keeps its last model.
 - Personalized aggregation compares directions. In the attack `forged-direction`, one attacker wins a place in its
-  victim's mixture. In `sybils`, equal attackers fill the quantile of an attention. `copies` limits the total weight of
-  equal directions.
+  victim's mixture. In `sybils`, equal attackers fill the quantile of an attention. `copies` counts models of
+  one direction as one model. FedACS does so by default, from a cosine of 0.999.
 
 ### Robust aggregators
 

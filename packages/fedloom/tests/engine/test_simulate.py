@@ -505,7 +505,7 @@ def test_it_is_said_that_nobody_or_everybody_attacks(fed: Federation, attack: ty
     said = {
         f: " ".join(check(Setting.create("fedavg", attack=attack(fraction=f)), fed)) for f in (0.0, 0.02, 0.03, 0.98, 1)
     }
-    assert [f for f, notes in said.items() if "has no effect with" in notes] == [0.02]
+    assert [f for f, notes in said.items() if "changes nothing" in notes] == [0.02]
     assert [f for f, notes in said.items() if "all 20 clients" in notes] == [0.98, 1]
 
 
@@ -568,7 +568,7 @@ def test_refusals_follow_from_the_kinds() -> None:
     fed = Iid(clients=9)(load("digits"), seed=0)
     for method, rule, sentence in (
         (FedDyn(), {"aggregator": PrivateMean()}, "accumulates uploads"),
-        (FedDyn(), {"aggregation_weights": SamplesWeigher()}, "accumulates uploads"),
+        (FedDyn(), {"aggregation_weights": SamplesWeigher()}, "adds up uploads over rounds"),
         (composed("flame"), {"aggregation_weights": SamplesWeigher()}, "keeps every client"),
         (composed("fedskip"), {"aggregator": Median()}, "mixes single models"),
         (LocalOnly(), {"aggregator": Median()}, "uploads nothing"),
@@ -655,7 +655,7 @@ def test_it_is_said_that_a_client_drawn_twice_counts_once_where_uploads_add_up(f
         (FedAvg(), SizeWeighted(clients=5), False),
     ):
         notes = run(fed, method, sampler=sampler, rounds=1).notes
-        assert any("may draw a client twice, but .* counts it once" in note for note in notes) == said
+        assert any(re.search("may draw a client twice, but .* counts it once in", note) for note in notes) == said
 
 
 def test_it_is_said_that_a_mean_with_absent_clients_moves_little_and_it_does(fed: Federation) -> None:
@@ -666,7 +666,7 @@ def test_it_is_said_that_a_mean_with_absent_clients_moves_little_and_it_does(fed
     for method in ("fedpd", "fedadmm", "fedadmm-composite", "fedsplit", "flame"):
         (few, some), (none, all_) = moved(method, 1), moved(method, fed.n)
         assert few
-        assert f"with 1 of {fed.n} in a round" in few[0]
+        assert f"With 1 of {fed.n} in a round" in few[0]
         assert none == []
         assert some < all_ / 2
     assert moved("feddyn", 1)[0] == []

@@ -96,4 +96,4 @@ def test_speed_states_a_loss_of_slow_clients_only_where_it_is_clear_among_all_co
     page = script["PAGE"].read_text()
     assert f"Of {len(pairs)} comparisons by method and devices, {len(alone)} are clear losses by themselves" in page
     assert ("over-selection costs" in page) == any(certain)
-    assert ("With Holm's correction so no method is" in page) == (not any(certain))
+    assert ("With Holm's correction none is" in page) == (not any(certain))

@@ -263,7 +263,7 @@ class Draft:
         if (site := self._site) is None:
             may = f"; {_list(doubtful)} may" if option is None and (doubtful := split(doubtful)) else ""
             if len(sure) < 2 or option is not None:
-                dealt = f"the rows are assigned to {self._clients} clients"
+                dealt = f"The rows are assigned to {self._clients} clients"
                 self.report.append(f"site: no column names a site (--client-column does{may}). {dealt}")
             return
         names, counts = sizes(site)
