@@ -133,7 +133,9 @@ def test_nodes_of_another_run_of_flower_are_named_while_the_server_waits(
         ConfigError, match=r"0 suitable nodes are connected, but 2 are needed; node 150: .* name another folder"
     ):
         nodes.start("ditto", tmp_path, 2)
-    assert caplog.text.index("node 152 takes no part: it does not belong to the run") < caplog.text.index("waiting 0 s")
+    assert caplog.text.index("node 152 takes no part: it does not belong to the run") < caplog.text.index(
+        "waiting at most 0 s"
+    )
 
 
 def test_a_node_that_leaves_is_left_out_until_it_is_back() -> None:
@@ -158,7 +160,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     nodes = Nodes()
     nodes.start("ditto", tmp_path, 1)
     with pytest.raises(
-        ConfigError, match=r"belongs to another run: .*\"ditto\".*, but this is .*\"apfl\".*name another folder"
+        ConfigError, match=r"belongs to another run: .*\"ditto\".*, but this is .*\"apfl\".*Name another folder"
     ):
         nodes.start("apfl", tmp_path, 2)
     with pytest.raises(ConfigError, match="has another model"):

@@ -444,5 +444,7 @@ def test_a_subject_in_two_sets_is_refused_and_its_entry_is_no_input() -> None:
     assert len(apart.fed.data.design.units) == 16
     with pytest.raises(FedloomError, match="a subject .* is in the train part and in the test part"):
         ff.Local(nn.Linear(5, 3), sets(0), testset=sets(3), subject="patient").read()
-    with pytest.raises(FedloomError, match="samples of trainset contain no entry 'person'. They have 'x', 'patient'"):
+    with pytest.raises(
+        FedloomError, match="samples of trainset contain no entry 'person'; they have 'x', 'patient', 'label'"
+    ):
         ff.Local(nn.Linear(5, 3), sets(0), subject="person").read()
