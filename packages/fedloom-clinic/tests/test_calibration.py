@@ -82,7 +82,7 @@ def test_they_obey_the_laws_and_refuse_what_is_no_sum(trained: Result) -> None:
         with pytest.raises(Refused, match="no personal model"):
             fl.analyze(name, trained, model_kind="personal")
     numbers = run_of(load_breast_cancer().data[:, 7], "regression")
-    with pytest.raises(Refused, match="for the tasks binary, classification"):
+    with pytest.raises(Refused, match="for the task binary or classification"):
         fl.analyze("calibration", numbers)
-    with pytest.raises(Refused, match="for the tasks binary, classification"):
+    with pytest.raises(Refused, match="for the task binary or classification"):
         fl.analyze("pooled-importance", numbers)

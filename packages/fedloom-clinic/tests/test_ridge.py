@@ -94,7 +94,7 @@ def test_it_obeys_the_laws(task: str) -> None:
 
 
 def test_what_it_cannot_be_of_is_a_sentence() -> None:
-    with pytest.raises(Refused, match="for the tasks regression, binary, classification"):
+    with pytest.raises(Refused, match="for the task regression or binary or classification"):
         fl.analyze(
             "ridge", fl.Dataset.create(np.zeros((4, 1)), np.array([[1, 1], [2, 0], [3, 1], [4, 1.0]]), task="survival")
         )

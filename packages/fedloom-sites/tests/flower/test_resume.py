@@ -163,7 +163,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"belongs to another run: .*\"ditto\".*, but this is .*\"apfl\".*Name another folder"
     ):
         nodes.start("apfl", tmp_path, 2)
-    with pytest.raises(ConfigError, match="has another model"):
+    with pytest.raises(ConfigError, match="belongs to another model"):
         ff.Strategy("ditto", net(5), folder=tmp_path, **CHOICES).start(
             nodes.app.grid, ArrayRecord(net(5).state_dict()), 2
         )

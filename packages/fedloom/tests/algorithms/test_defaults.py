@@ -128,7 +128,7 @@ def test_momentum_derives_the_same_defaults_by_both_spellings(name: str) -> None
     [
         ({"momentum": 1.0}, "momentum must be a number from 0 to less than 1, got 1.0"),
         ({"momentum": "0.9"}, "momentum must be a number from 0 to less than 1, got '0.9'"),
-        ({"momentum": 0.5, "dampening": 1.5}, "dampening must be a number from 0 to less than 1, got 1.5"),
+        ({"momentum": 0.5, "dampening": 1.5}, "dampening must be a number from 0 to 1, got 1.5"),
     ],
 )
 def test_momentum_among_the_options_has_its_range(options: dict[str, Any], reason: str) -> None:

@@ -156,7 +156,9 @@ def tells(
         return True if any(e["type"] == "value_error" for e in error.errors()) else None
     except ConfigError as error:
         return True if re.search(rf"\b{name}\b", str(error)) else None
-    return after != before or any(re.search(rf"\b{name}\b.*\b(has (no|an) effect|changes?)\b", note) for note in said)
+    return after != before or any(
+        re.search(rf"\b{name}\b.*\b(has (no|an) effect|acts|changes?)\b", note) for note in said
+    )
 
 
 def mute(make: Any, run: Callable[..., Any], base: Mapping[str, Any]) -> list[str]:

@@ -73,7 +73,7 @@ def test_what_the_sentence_says_works() -> None:
         ({"fraction": 0.5}, "[sampler]"),
         (
             {"method": [{"algorithm": "fedavg", "lr": 0.1}]},
-            "it belongs in [local]: lr = 0.1; for this method alone, local = { lr = 0.1 }",
+            "it belongs in [local]: lr = 0.1. For this method alone, local = { lr = 0.1 }",
         ),
         ({"method": [{"algorithm": "fedavg", "servr_lr": 1.0}]}, "did you mean 'server_lr'"),
         ({"local": {"learning_rate": 0.1}}, "did you mean 'lr'"),

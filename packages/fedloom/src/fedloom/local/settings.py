@@ -118,8 +118,8 @@ class LocalSGD(Value):
             if key in ("lr", "weight_decay"):
                 raise ValueError(f"optimizer_options: {key} is a key of [local]. Set it there")
             if key in MOMENTUM_RANGES and self.has_momentum and not (_is_number(value) and MOMENTUM_RANGES[key](value)):
-                most = "below 1" if key == "momentum" else "at most 1"
-                raise ValueError(f"optimizer_options: {key} must be a number from 0 to less than {most}, got {value!r}")
+                limit = "less than 1" if key == "momentum" else "1"
+                raise ValueError(f"optimizer_options: {key} must be a number from 0 to {limit}, got {value!r}")
         return self
 
     def __hash__(self) -> int:
