@@ -205,3 +205,15 @@ def _of_torch() -> tuple[object, ...]:
         torch.get_num_threads(),
         torch.get_default_device(),
     )
+
+
+@pytest.fixture(autouse=True)
+def _packages_know_their_modules() -> None:
+    """Set modules of fedloom-sites as attributes of their packages again, for patches by dotted name.
+
+    Flower's programs drop the packages of an app from `sys.modules`, so a package can be imported anew without them.
+    """
+    for name in [name for name in sys.modules if name.startswith("fedloom_sites.")]:
+        package, _, module = name.rpartition(".")
+        if package in sys.modules and module not in vars(sys.modules[package]):
+            setattr(sys.modules[package], module, sys.modules[name])

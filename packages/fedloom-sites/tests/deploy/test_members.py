@@ -453,6 +453,6 @@ def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its SHA-256 is .* is required"):
         late.prepare()
     (folder / "sites" / "site-0" / "weights.safetensors").write_bytes(b"other")
-    with pytest.raises(ConfigError, match="is not the initial model that was agreed on"):
+    with pytest.raises(ConfigError, match="is not the agreed initial model"):
         _ = Client(read_site(folder / "sites" / "site-0" / "site.toml")).trainer.rounds
     assert issubclass(Refused, ConfigError)

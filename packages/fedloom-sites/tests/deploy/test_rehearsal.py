@@ -185,7 +185,7 @@ def test_an_attack_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.
     def failing(_: RehearsedSite) -> AttackOutcome:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("fedloom_sites.deploy.rehearsal.rehearse.ATTACKS", [("broken", failing)])
+    monkeypatch.setitem(rehearse.__globals__, "ATTACKS", [("broken", failing)])
     [row] = rehearse(masked(tmp_path).sites[0])
     assert row.outcome.verdict == "OPEN"
     assert "a bug" in row.outcome.rule
@@ -195,7 +195,7 @@ def test_the_command(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Exit code 1 and the names of open rows; 0 without any. `--json` has all columns."""
     folder = ready / "sites" / "site-1"
     tried = [("single upload", samples.read_single_upload)]
-    monkeypatch.setattr("fedloom_sites.deploy.rehearsal.rehearse.ATTACKS", tried)
+    monkeypatch.setitem(rehearse.__globals__, "ATTACKS", tried)
     result = CliRunner().invoke(app, ["deploy", "rehearse", str(folder), "--json"])
     assert result.exit_code == 1, result.output
     shown = json.loads(result.stdout)
@@ -225,7 +225,7 @@ def test_refused_and_repeated_messages_raise_alarms_that_grow_rarer(tmp_path: Pa
         rogue().exchange(0, "score", round=10**6 + k)
     log = site.folder / SENT_FILE
     raised = [line["reason"] for line in lines_of(log) if line["what"] == ALARM_ENTRY]
-    assert [text.partition(" messages")[0] for text in raised] == [f"ALARM: {n}" for n in (3, 6, 12)]
+    assert [text.partition(" messages")[0] for text in raised] == [f"ALARM: this site rejected {n}" for n in (3, 6, 12)]
     for _ in range(MAX_REPEATS + 1):
         rogue().exchange(0, "keys", round=1, session=b"1" * 16)
     status = site_status(site)

