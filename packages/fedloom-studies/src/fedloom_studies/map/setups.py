@@ -180,13 +180,20 @@ class Cell:
 
     @cached_property
     def source(self) -> str:
-        """Digest of the method's code without docstrings. For a preset, of the code of its parts."""
+        """Digest of the method's code. For a preset, of the code of its parts.
+
+        Docstrings, descriptions of options and sentences of errors do not change a figure, so the digest leaves them out.
+        """
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]
         trees = [ast.parse(inspect.getsource(sys.modules[part.__module__])) for part in parts]
         for node in (node for tree in trees for node in ast.walk(tree)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
+            if isinstance(node, ast.Call):
+                node.keywords = [keyword for keyword in node.keywords if keyword.arg != "description"]
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                node.exc.args = []
         return hashlib.sha256("".join(map(ast.unparse, trees)).encode()).hexdigest()[:16]
 
 
