@@ -903,7 +903,7 @@ def test_what_is_asked_for_and_cannot_be(here: Path) -> None:
     assert "did you mean 'fedprox'" in called("--method", "fedprx", code=2)
     assert "did you mean 'iid'" in called("--setup", "iidd", code=2)
     assert "a time such as" in called("--budget", "soon", "--setup", "iid", code=2)
-    assert "--space needs one --method" in called("--space", "space.toml", code=2)
+    assert "--space works only with exactly one --method" in called("--space", "space.toml", code=2)
     RECORDS.parent.mkdir(parents=True)
     for line in ("{}", "[]", "no"):
         RECORDS.write_text(line + "\n")

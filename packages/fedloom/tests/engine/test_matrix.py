@@ -129,7 +129,7 @@ REASONS = {
         "The clients keep duals or control variates for one global model, so personal models contradict them.",
     ),
     "prox": (
-        "the server's prox computes its model, and",
+        "its server computes the model with a prox",
         "The model is the result of the server's prox, which a mixture of clients' models would bypass.",
     ),
     "smaller": (
@@ -604,7 +604,7 @@ PAIR_REASONS = {
     ),
     "one row": ("needs m >", "The rule needs several uploads, but every upload is a separate server update."),
     "single models": (
-        "mixtures of single models, which noise on a mean does not protect",
+        "mixtures of single models, but noise on a mean does not protect",
         "Personalized aggregation sends mixtures of single models, which noise on a mean does not protect.",
     ),
 }

@@ -32,12 +32,13 @@ def renew(
         new, again = renew_certificate(directory, host, days)
         if again:
             say(
-                "an earlier renewal was interrupted. Its files are removed, and certificate and key are "
-                "made again together"
+                "an earlier renewal was interrupted. Its files were removed, and the certificate and "
+                "key are being created again"
             )
         say(
             f"copy {new} and its key to the server, reload the reverse proxy (nginx -s reload) and "
-            "restart the superlink's unit, which uses the old certificate too. A run survives that"
+            "restart the superlink's unit, which still uses the old certificate. A run continues "
+            "after the restart"
         )
 
 
@@ -67,13 +68,16 @@ def add(
         place = Location.model_validate(machine_folders(server_file(directory).parent) | chosen)
         change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")
-        say(f"keys of {name}: SHA-256 {change.keys}. Send both to every site by another way than this folder")
         say(
-            f"1. {change.folder / 'approval'} to every site. At the site: fedloom deploy approve SITE "
-            "FOLDER --digest DIGEST"
+            f"keys of {name}: SHA-256 {change.keys}. Send this digest and the digest above to every site "
+            "through a channel other than this folder"
         )
-        say(f"2. {change.folder / 'site'} to {name}, as its site folder")
-        say(f"3. {change.folder / 'server'} over the server's folder. Let nodes/{name}.pub in. Run the experiment")
+        say(
+            f"1. Send {change.folder / 'approval'} to every site. Every site then runs: fedloom "
+            "deploy approve SITE FOLDER --digest DIGEST"
+        )
+        say(f"2. Send {change.folder / 'site'} to {name}. It is the site folder of {name}")
+        say(f"3. Copy {change.folder / 'server'} over the server's folder. Admit nodes/{name}.pub. Run the experiment")
 
 
 @deploy.command()
@@ -106,14 +110,26 @@ def rotate(
         change = rotate_keys(directory, name)
         _say_amendment(change)
         say(f"new keys of {name}: SHA-256 {change.keys}")
-        say(f"3. {change.folder / 'site'} to {name} alone, by a safe way, in place of 1; then start the site again")
-        say(f"4. before 2, on the server: fedloom deploy revoke DIRECTORY {name}; after 2, let nodes/{name}.pub in")
+        say(
+            f"3. Send {change.folder / 'site'} only to {name}, through a secure channel, instead of step "
+            "1; then start the site again"
+        )
+        say(
+            f"4. On the server, before step 2: fedloom deploy revoke DIRECTORY {name}; after step 2, "
+            f"admit nodes/{name}.pub"
+        )
 
 
 def _say_amendment(change: Any) -> None:
-    say(f"{change.folder}: an amended agreement; digest {change.digest}, to be sent by another way than this folder")
-    say(f"1. {change.folder / 'approval'} to every site; there: fedloom deploy approve SITE FOLDER --digest DIGEST")
-    say(f"2. {change.folder / 'server'} over the server's folder; start the run again, which resumes")
+    say(
+        f"{change.folder}: an amended agreement; digest {change.digest}. Send this digest through a "
+        "channel other than this folder"
+    )
+    say(
+        f"1. Send {change.folder / 'approval'} to every site. Every site then runs: fedloom deploy "
+        "approve SITE FOLDER --digest DIGEST"
+    )
+    say(f"2. Copy {change.folder / 'server'} over the server's folder; start the run again, and the run resumes")
 
 
 @deploy.command()
@@ -148,7 +164,7 @@ def approve(
         say(f"{agreed.name}: {agreed.clients} sites, fingerprint {agreed.fingerprint[:16]}..., digest {agreed.digest}")
         for member in members:
             say(f"new: {member.site}, keys SHA-256 {keys_digest([member])}")
-        say("to approve, repeat the command with --digest and the digest that the coordinator gave you")
+        say("to approve, repeat the command with --digest and the digest that the coordinator sent you")
 
 
 @deploy.command()
@@ -168,7 +184,7 @@ def snapshot(
         new = declare(site, date)
         say(f"snapshot of {new.day}: {new.subjects} subjects, {new.path}")
         later = "the run has begun with other data and keeps them; the next experiment on these data may read it"
-        say("this experiment reads it" if new.used else later)
+        say("this experiment reads this snapshot" if new.used else later)
 
 
 @deploy.command()
@@ -185,7 +201,10 @@ def remove(
         from fedloom_sites.deploy.ops.members import remove as remove_member
 
         server = remove_member(directory, name)
-        say(f"{name} is out: {len(server.sites)} sites, quorum {server.quorum}. Its key: fedloom deploy revoke")
+        say(
+            f"{name} no longer takes part: {len(server.sites)} sites, quorum {server.quorum}. To revoke "
+            "its key: fedloom deploy revoke"
+        )
 
 
 @deploy.command()
