@@ -57,7 +57,8 @@ class FedBN(Algorithm):
     """FedBN (Li et al. 2021, Algorithm 1)."""
 
     layers: tuple[str, ...] = Field(
-        (), description="prefixes of the parameters that stay; the normalisation layers when empty"
+        (),
+        description="prefixes of the names of the parameters that stay at the client (empty: the normalization layers)",
     )
 
     family: ClassVar[str] = "personalised"

@@ -67,10 +67,11 @@ class GIFAIR(Algorithm):
     """GIFAIR-FL-Global (Yue et al. 2023, Algorithm 1)."""
 
     lam: DerivedFrom0 = by_rule(
-        description="lambda; half of min p_k |A| / (d - 1) when not given (public code); 0 is FedAvg"
+        description="lambda (default: 0.5 min_k(p_k) |A| / (d - 1), as in the public code); 0 gives FedAvg"
     )
     level: Literal["individual", "group"] = Field(
-        "individual", description="every client its own group (public code), or the federation's groups"
+        "individual",
+        description="treat every client as its own group (public code), or use the groups of the federation",
     )
 
     family: ClassVar[str] = "fair"

@@ -41,7 +41,8 @@ class Mixer(Value, ABC):
         1.0,
         ge=0,
         le=1,
-        description="weight of the mixture in the model that a client receives. The rest is the server's model",
+        description="weight of the mixture in the model that a client receives. The server's model has the rest "
+        "of the weight",
     )
 
     @property
@@ -109,13 +110,16 @@ class Attention(Mixer):
 
     kind: ClassVar[str] = "attention"
     quantile: float = Field(
-        0.5, ge=0, le=1, description="p of the threshold delta_k (Algorithm 1). Not given in the paper"
+        0.5, ge=0, le=1, description="quantile p of the threshold delta_k (Algorithm 1; the paper does not state it)"
     )
     lam: float | None = Field(
-        None, gt=0, description="lambda: alpha_k = lambda beta_k (Eq. 3, Theorem 2.1). None: alpha_k = 1 (Eq. 4)"
+        None,
+        gt=0,
+        description="lambda of the step alpha_k = lambda beta_k (Eq. 3, Theorem 2.1; None: alpha_k = 1, Eq. 4)",
     )
     similarity: Similarity = Field(
-        "model", description="vectors of the cosine s_ij: the models, or their changes from the initial model"
+        "model",
+        description="vectors whose cosines s_ij are compared: the models, or their changes from the initial model",
     )
     copies: float | None = Field(
         None, gt=0, le=1, description="cosine above which models count as copies of one model (None: no limit)"
@@ -143,7 +147,12 @@ class Proximity(Mixer):
     """
 
     kind: ClassVar[str] = "proximity"
-    alpha: float | None = Field(None, gt=0, description="step of the mixing. Reach sqrt(rounds)/2 when not given")
+    alpha: float | None = Field(
+        None,
+        gt=0,
+        description="step size of the mixing (default: reach sqrt(rounds)/2, where reach is lr times the steps per "
+        "round)",
+    )
     sigma: float | None = Field(
         None, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma) (default: 2 (n - 1) alpha)"
     )
@@ -178,7 +187,7 @@ class Angles(Mixer):
     kind: ClassVar[str] = "angles"
     sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
     self_weight: float | None = Field(
-        None, ge=0, le=1, description="own weight xi_ii (default: 1/m of the m mixed models)"
+        None, ge=0, le=1, description="weight xi_ii of the client's own model (default: 1/m for m mixed models)"
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:

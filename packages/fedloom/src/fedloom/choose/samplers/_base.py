@@ -118,9 +118,12 @@ class SizedSampler(Sampler, ABC):
     """A sampler that draws a fixed number of clients."""
 
     fraction: float = Field(
-        1.0, gt=0, le=1, description="fraction of the clients in a round: max(round(fraction n), 1)"
+        1.0,
+        gt=0,
+        le=1,
+        description="fraction of the clients in a round. The number of clients is max(round(fraction n), 1)",
     )
-    clients: int | None = Field(None, ge=1, description="clients in a round, instead of the fraction")
+    clients: int | None = Field(None, ge=1, description="number of clients in a round. Replaces the fraction")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:

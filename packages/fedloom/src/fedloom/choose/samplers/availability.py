@@ -23,12 +23,16 @@ class Availability(SizedSampler):
 
     kind: ClassVar[str] = "availability"
     table: tuple[tuple[Literal[0, 1], ...], ...] | None = Field(
-        None, min_length=1, description="table of rounds x clients, 1 if a client is present"
+        None, min_length=1, description="table of shape rounds x clients, with 1 if a client is present"
     )
     period: int = Field(
-        2, ge=1, description="length of a cycle in rounds, without a table (default: at most the number of clients)"
+        2,
+        ge=1,
+        description="length of a cycle in rounds, if there is no table (default: at most the number of clients)",
     )
-    on: int = Field(1, ge=1, description="rounds of a cycle in which a client is present, without a table")
+    on: int = Field(
+        1, ge=1, description="number of rounds of a cycle in which a client is present, if there is no table"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

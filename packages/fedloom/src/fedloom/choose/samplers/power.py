@@ -31,9 +31,13 @@ class PowerOfChoice(SizedSampler):
     """
 
     kind: ClassVar[str] = "power-of-choice"
-    candidates: int | None = Field(None, ge=1, description="d (default: twice the clients of a round)")
+    candidates: int | None = Field(
+        None, ge=1, description="d, number of candidate clients (default: twice the number of clients in a round)"
+    )
     estimate: Literal["loss", "batch", "last"] = Field(
-        "loss", description="loss over all samples (pow-d), over one mini-batch (cpow-d), or as last seen (rpow-d)"
+        "loss",
+        description="loss by which candidates are ranked: over all samples (pow-d), over one mini-batch "
+        "(cpow-d), or the last known loss (rpow-d)",
     )
 
     @property

@@ -173,16 +173,20 @@ class HubData(Source):
 
     name: str = Field(min_length=1, description="owner/name on the hub")
     config: str | None = Field(default=None, description="configuration of the data set, if it has several")
-    train: str = Field(default="train", description="split for training")
-    test: str | None = Field(default="test", description="split of the official test set, if it exists")
+    train: str = Field(default="train", description="split of the data set used for training")
+    test: str | None = Field(
+        default="test", description="split of the data set used as the official test set, if it exists"
+    )
     x: str | None = Field(default=None, description="column of the features (default: the first image or array column)")
     y: str | None = Field(default=None, description="column of the target (default: label, labels or fine_label)")
-    client_column: str | None = Field(default=None, description="column of a sample's client (writer_id, ...)")
+    client_column: str | None = Field(
+        default=None, description="column with the client of each sample (writer_id, ...)"
+    )
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     mean: tuple[float, ...] | None = Field(
-        default=None, description="number subtracted (from pixels in [0, 1], if images)"
+        default=None, description="number subtracted from samples (from pixels in [0, 1], if they are images)"
     )
-    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
+    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return both splits. Without a connection, only data in the library's cache is available."""

@@ -31,7 +31,7 @@ class ClipRows(Value):
     """
 
     kind: Literal["clip"] = "clip"
-    bound: float = Field(10.0, gt=0, description="largest norm of a client's concatenated fields")
+    bound: float = Field(10.0, gt=0, description="maximum norm of a client's concatenated fields")
 
     def rows(self, m: int) -> int:
         """Return the number of rows that m rows become."""
@@ -49,7 +49,7 @@ class Bucketing(Value):
     """
 
     kind: Literal["bucketing"] = "bucketing"
-    s: PositiveInt = Field(2, description="rows per group (section 6: 2)")
+    s: PositiveInt = Field(2, description="number of rows per group (section 6: 2)")
 
     def rows(self, m: int) -> int:
         """Return the number of rows that m rows become."""
@@ -73,7 +73,11 @@ class NNM(Value):
     """
 
     kind: Literal["nnm"] = "nnm"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
+    f: int = Field(
+        1,
+        ge=0,
+        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
+    )
 
     def rows(self, m: int) -> int:
         """Return the number of rows that m rows become.
@@ -105,7 +109,7 @@ class Aggregator(Value, ABC):
     Its state is an explicit dict of tensors that checkpoints contain. Empty for a stateless rule.
     """
 
-    pre: tuple[Pre, ...] = Field((), description="transformations of the rows before the rule, in this order")
+    pre: tuple[Pre, ...] = Field((), description="transformations applied to the rows before the rule, in this order")
 
     weighted: ClassVar[bool] = False
     """Uses the weigher's weights."""

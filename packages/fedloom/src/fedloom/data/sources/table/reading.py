@@ -67,28 +67,35 @@ class TableSource(DesignOptions):
 
     target: str | tuple[str, ...] | None = Field(
         default=None,
-        description="name of the target column (default: the last column), or of each label of a multilabel task",
+        description="name of the target column (default: the last column). For a multilabel task, the names of "
+        "all label columns",
     )
     event: str | None = Field(
-        default=None, description="column with 1 for an event and 0 for censoring. The target is then a time"
+        default=None,
+        description="column with 1 for an event and 0 for censoring. The target column then contains times",
     )
     event_levels: tuple[str, ...] = Field(
         default=(),
-        description="values of the event column that count as the event. All others are censored (default: 1 and 0)",
+        description="values of the event column that count as an event. All other values count as censored "
+        "(default: 1 and 0)",
     )
     task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
         default="auto",
         description=(
             "task. auto: classification if the target has text or whole numbers, binary if it has "
-            "two values, survival if event is set. multilabel: the targets are columns of 0 and 1"
+            "two values, survival if event is set. multilabel: the targets are 0/1 columns"
         ),
     )
-    categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text, with one feature per level")
+    categorical: tuple[str, ...] = Field(
+        default=(), description="columns of codes or text. Each level becomes one feature"
+    )
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
     include: tuple[str, ...] = Field(
         default=(), description="columns to keep as features although they number the rows or contain names of people"
     )
-    client_column: str | None = Field(default=None, description="column of a row's client. It is not a feature")
+    client_column: str | None = Field(
+        default=None, description="column with the client of each row. It is not a feature"
+    )
     columns: tuple[str, ...] = Field(
         default=(), description="columns by which a partition may split. They can be features too"
     )
@@ -108,12 +115,12 @@ class TableSource(DesignOptions):
         default="refuse",
         description="treatment of rows without a target or client: raise an error, or leave the rows out",
     )
-    scale: bool = Field(default=True, description="center and scale numbers on each client's training part")
-    centre: float = Field(default=0.0, description="number subtracted from the target of a regression")
+    scale: bool = Field(default=True, description="center and scale numeric columns by each client's training part")
+    centre: float = Field(default=0.0, description="number subtracted from the regression target")
     unit: float = Field(
         default=1.0,
         gt=0,
-        description="divisor of the target of a regression after the subtraction. Errors are in this unit",
+        description="divisor of the regression target after the subtraction. Errors are in units of this divisor",
     )
     agreement: Annotated[
         Agreement | None,
@@ -128,8 +135,8 @@ class TableSource(DesignOptions):
     days_since: dict[str, str] = Field(
         default={},
         description=(
-            "columns of dates as features: days since another column of dates, or since a date, such as "
-            "{ admission = 'birth_date' }"
+            "date columns to use as features: days since another date column, or since a fixed date, "
+            "such as { admission = 'birth_date' }"
         ),
     )
 
