@@ -24,6 +24,12 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.hints import nearest
 from fedloom.values import fields_of, make
 
+COLUMN_OPTIONS = (
+    "client_column", "subject", "order", "strata", "test_column", "categorical", "drop", "include", "columns",
+    "group_columns", "event",
+)  # fmt: skip
+"""Options of a table whose values are names of columns."""
+
 
 def as_dataset(
     obj: Any,
@@ -127,6 +133,7 @@ def as_dataset(
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
+    options = {key: _named(value) if key in COLUMN_OPTIONS else value for key, value in options.items()}
     if is_hub(obj):  # whose rows may come through a transform
         some = range(min(len(obj), REREAD_SAMPLES))
         for _ in steady((obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name):
@@ -166,6 +173,13 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
     problems = Problems(name, first=0)
     return read_table(spec, name, names, spec.with_days(names, frame_cells(obj), problems), problems)
+
+
+def _named(value: Any) -> Any:
+    """Return the names of columns as text. pandas numbers columns without names, so that 0 is a name."""
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return str(value)
+    return [*map(_named, value)] if isinstance(value, list | tuple) else value
 
 
 class HubData(Source):

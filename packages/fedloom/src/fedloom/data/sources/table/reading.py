@@ -37,8 +37,10 @@ from fedloom.data.sources.table.levels import (
 )
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
+from fedloom.data.survey.facts import MOST_ALONE
 from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
 from fedloom.data.survey.leaks import ReadColumn
+from fedloom.data.survey.people import IDENTITY_KINDS
 from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
@@ -438,8 +440,8 @@ class _Reading:
                 self.labels if task == "multilabel" else () if self.numeric_label else classes,
                 columns=codes,
                 levels=levels,
-                users=codes[users] if users else None,
-                user_names=coded[users][1] if users else (),
+                users=codes[users] if users is not None else None,
+                user_names=coded[users][1] if users is not None else (),
                 prepare=self._table(values, coded),
                 centre=centre if regression else 0.0,
                 unit=unit if regression else 1.0,
@@ -488,14 +490,16 @@ class _Reading:
         notes = list[str]()
         for column in [c for c in self.features if c not in stated]:
             if column in self.texts:
-                reason = text_left_out(column, self.texts[column], len(whole))
-            elif column in self.numeric:
-                reason = reason_left_out(column, ReadColumn(whole[:, self.place[column]]), len(whole))
+                reason, different = text_left_out(column, self.texts[column], len(whole)), len(self.texts[column])
             else:
-                reason = reason_left_out(column, ReadColumn(*self.codes[column].done()), len(whole))
+                read = ReadColumn(whole[:, self.place[column]])
+                read = read if column in self.numeric else ReadColumn(*self.codes[column].done())
+                reason, different = reason_left_out(column, read, len(whole)), len(np.unique(read.values))
             if reason:
                 keep = f"include = [{json.dumps(column, ensure_ascii=False)}] keeps it"
                 notes.append(f"column {column!r} {reason}, so it is left out; {keep}")
+                if reason in IDENTITY_KINDS and spec.subject is None and different <= MOST_ALONE * len(whole):
+                    notes[-1] += ". Its values repeat, so name it in subject, which keeps rows of one person together"
                 self.problems.forget(column)
                 self.features.remove(column)
                 self.numeric.discard(column)
