@@ -114,7 +114,7 @@ class TableOne(ScriptedAnalysis):
     }
 
     group: str | None = Field(None, description="a column with levels, or 'client' (None: one column of figures)")
-    bins: int = Field(50, ge=2, le=1000, description="number of equal bins of the agreed range of a number")
+    bins: int = Field(50, ge=2, le=1000, description="number of equal bins for a numeric column, over its agreed range")
 
     @property
     def shows_rows(self) -> bool:

@@ -48,11 +48,11 @@ class AnalysisStep(Value):
         pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$",
         description="name of the analysis, or its import path for user code",
     )
-    step: int = Field(ge=0, lt=MOST_STEPS, description="number of the question, from 0")
+    step: int = Field(ge=0, lt=MOST_STEPS, description="number of the question, counted from 0")
     content: str = Field(
         pattern=r"^([0-9a-f]{2})*$",
         max_length=MAX_TERMS_BYTES,
-        description="content of the question, in hexadecimal digits",
+        description="content of the question, as hexadecimal digits",
     )
 
     @classmethod
@@ -69,22 +69,26 @@ class AnalysisStep(Value):
 class Terms(Value):
     """Request to all sites of a session."""
 
-    round: int = Field(ge=0, description="round to train, or round whose models are scored without training")
+    round: int = Field(ge=0, description="round to train, or the round whose models are scored without training")
     trains: bool = Field(description="true if the sites train")
     sizes: tuple[tuple[Count, Count, Count], ...] = Field(
-        max_length=MAX_SITES, description="training, validation and test samples of every site"
+        max_length=MAX_SITES, description="number of training, validation and test samples of every site"
     )
     cohort: tuple[Count, ...] = Field(max_length=MAX_SITES, description="requested sites, in ascending order")
-    accepted: tuple[Count, ...] = Field(max_length=MAX_SITES, description="last accepted round of each requested site")
+    accepted: tuple[Count, ...] = Field(max_length=MAX_SITES, description="last accepted round of every requested site")
     download: str = Field("", description="SHA-256 of the message from which every site of the cohort trains")
-    scored: int = Field(-1, ge=-1, description="round whose models are scored. -1 for none")
+    scored: int = Field(-1, ge=-1, description="round whose models are scored (-1: none)")
     common: bool = Field(False, description="true if the global model is scored")
-    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with the models to score")
+    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of every message with models to score")
     figures: tuple[Bits, ...] = Field(
-        (), max_length=MAX_SITES, description="metrics and bins that every site's samples define, if any are summed"
+        (),
+        max_length=MAX_SITES,
+        description="metrics and bins to sum, which the samples of every site define. Empty if nothing is summed",
     )
 
-    question: AnalysisStep | None = Field(None, description="step of an analysis to sum, and nothing else")
+    question: AnalysisStep | None = Field(
+        None, description="step of an analysis to sum. The session then sums nothing else"
+    )
 
     @property
     def sums(self) -> dict[str, int]:
