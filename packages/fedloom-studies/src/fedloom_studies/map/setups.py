@@ -182,8 +182,7 @@ class Cell:
     def source(self) -> str:
         """Digest of the method's code. For a preset, of the code of its parts.
 
-        Docstrings, descriptions of options and sentences of errors do not change a figure, so the digest leaves them
-        out.
+        The digest leaves out docstrings, descriptions of options and sentences of errors, which change no figure.
         """
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]
