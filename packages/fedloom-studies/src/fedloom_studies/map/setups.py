@@ -206,7 +206,7 @@ class Cell:
     def source(self) -> str:
         """Digest of the method's code. For a preset, of the code of its parts.
 
-        It leaves out docstrings, descriptions of options and sentences of errors, because they change no figure.
+        The digest leaves out docstrings, descriptions of options and sentences of errors, which change no figure.
         """
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]

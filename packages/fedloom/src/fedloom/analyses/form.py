@@ -145,10 +145,15 @@ class Rules(Value):
     """Rules on which all parties agree before the first question of an analysis."""
 
     questions: int = Field(
-        200, ge=1, description="largest number of questions of the analysis (default at real sites: 24 for most)"
+        200,
+        ge=1,
+        description="maximum number of questions that the analysis may ask (default at real sites: 24 for most "
+        "analyses)",
     )
     min_subjects: int = Field(
-        1, ge=1, description="smallest number of subjects of a client or of a cell. With fewer, the client answers zero"
+        1,
+        ge=1,
+        description="smallest number of subjects of a client or in a cell. A client with fewer subjects answers zero",
     )
     min_clients: int = Field(1, ge=1, description="smallest number of clients in a cell. Cells with fewer are merged")
     missing: int = Field(
@@ -229,7 +234,7 @@ class Analysis(Value):
     """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
 
     rules: Rules | None = Field(
-        None, description="agreed limits of all clients (default: the limits of a simulation or of real sites)"
+        None, description="limits that all clients agree on (default: the limits of a simulation or of real sites)"
     )
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:

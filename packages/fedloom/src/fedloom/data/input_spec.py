@@ -44,18 +44,19 @@ class InputSpec(Value):
     shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
     task: Task = Field(description="classification, binary, multilabel, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="names of the classes or labels")
-    targets: int = Field(1, ge=1, description="values per sample, for numbers")
-    centre: float = Field(0.0, description="subtracted from the targets of a regression")
+    targets: int = Field(1, ge=1, description="number of values per sample, for numeric targets")
+    centre: float = Field(0.0, description="number subtracted from regression targets")
     unit: float = Field(1.0, gt=0, description="divisor of the targets after the subtraction")
     pixels: bool = Field(
-        False, description="true if samples were bytes, divided by 255. Otherwise they are unchanged floats"
+        False,
+        description="true if samples were stored as bytes and divided by 255. Otherwise they are unchanged floats",
     )
     mean: tuple[float, ...] | None = Field(
-        None, description="number subtracted from samples, per channel or one for all"
+        None, description="number subtracted from samples: one per channel, or one for all channels"
     )
     std: tuple[float, ...] | None = Field(None, description="divisor of samples after the subtraction")
     table: Table | None = Field(None, description="columns from which the features are made")
-    vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences")
+    vocabulary: tuple[str, ...] = Field((), description="names of the tokens in the vocabulary")
     each: bool = Field(False, description="true if every position of a sequence has a label")
 
     @model_validator(mode="after")

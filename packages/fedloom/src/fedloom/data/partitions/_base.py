@@ -144,8 +144,12 @@ class Partition(Value):
     by_row: ClassVar[bool] = False
     """True if a draw deals individual rows. False: each entry represents all rows of its subject, if there are
     subjects."""
-    test: float = Field(default=0.2, ge=0, lt=1, description="fraction of a client's samples for its test part (FLAME)")
-    validation: float = Field(default=0.1, ge=0, lt=1, description="fraction of a client's samples for validation")
+    test: float = Field(
+        default=0.2, ge=0, lt=1, description="fraction of a client's samples that form its test part (FLAME)"
+    )
+    validation: float = Field(
+        default=0.1, ge=0, lt=1, description="fraction of a client's samples that form its validation part"
+    )
     test_from: Literal["own", "ratio", "clients"] = Field(
         default="own",
         description=(
@@ -164,12 +168,13 @@ class Partition(Value):
         "div folds",
     )
     max_train_per_client: int | None = Field(
-        default=None, ge=1, description="training samples kept per client (FedACS, Table 2: 50)"
+        default=None, ge=1, description="maximum number of training samples kept per client (FedACS, Table 2: 50)"
     )
-    min_size: int = Field(default=1, ge=1, description="smallest number of samples of a client")
+    min_size: int = Field(default=1, ge=1, description="smallest number of samples per client")
     pool: bool = Field(
         default=False,
-        description="join the official training and test sets before the split. Otherwise the test set stays common",
+        description="join the official training and test sets before the split. Otherwise all clients share the "
+        "official test set",
     )
 
     @model_validator(mode="after")

@@ -24,8 +24,10 @@ class Natural(Partition):
     purpose: ClassVar[str] = "writers"
     """Purpose in the seed of its draws. It keeps the original name of the kind."""
     by_row: ClassVar[bool] = True
-    clients: int | None = Field(default=None, ge=1, description="number of clients (None: all of them)")
-    per_client: int | None = Field(default=None, ge=1, description="natural clients per client (FLAME on FEMNIST: 338)")
+    clients: int | None = Field(default=None, ge=1, description="number of clients (None: all clients of the source)")
+    per_client: int | None = Field(
+        default=None, ge=1, description="number of natural clients that form one client (FLAME on FEMNIST: 338)"
+    )
     shuffle: bool = Field(
         default=True,
         description="draw the natural clients of a group at random (false: consecutive ones (FLAME's code))",
@@ -48,7 +50,7 @@ class ByColumn(Partition):
     by_row: ClassVar[bool] = True
     column: str = Field(description="name of the column")
     clients: int | None = Field(default=None, ge=1, description="number of clients (None: one per value)")
-    per_client: int | None = Field(default=None, ge=1, description="values per client")
+    per_client: int | None = Field(default=None, ge=1, description="number of column values per client")
     shuffle: bool = Field(default=True, description="draw the values of a group at random (false: consecutive values)")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -106,11 +108,15 @@ class Clusters(Partition):
     """
 
     kind: ClassVar[str] = "clusters"
-    classes: tuple[int, ...] = Field(default=(4, 6), min_length=1, description="classes of each cluster (MNIST: 4, 6)")
-    sizes: tuple[int, ...] = Field(default=(4, 6), min_length=1, description="clients of each cluster (MNIST: 4, 6)")
+    classes: tuple[int, ...] = Field(
+        default=(4, 6), min_length=1, description="number of classes in each cluster (MNIST: 4, 6)"
+    )
+    sizes: tuple[int, ...] = Field(
+        default=(4, 6), min_length=1, description="number of clients in each cluster (MNIST: 4, 6)"
+    )
     per_class: int | tuple[int, ...] | None = Field(
         default=None,
-        description="samples per class of a client (MNIST: 800; CIFAR-100: 220, 160, 100). None: even",
+        description="number of samples per class at a client (MNIST: 800; CIFAR-100: 220, 160, 100). None: even shares",
     )
 
     @model_validator(mode="after")

@@ -20,7 +20,10 @@ from fedloom.values import choose
 
 Below = Annotated[
     dict[str, Any],
-    Field(default_factory=lambda: {"kind": "iid"}, description="partition before this one, a table with a kind"),
+    Field(
+        default_factory=lambda: {"kind": "iid"},
+        description="the partition to which noise is added, a table with a kind",
+    ),
 ]
 
 
@@ -31,7 +34,7 @@ class FeatureNoise(Sized):
     """
 
     kind: ClassVar[str] = "feature-noise"
-    sigma: float = Field(default=0.1, ge=0, description="noise of the last client (FLAME, Table III: 0.1)")
+    sigma: float = Field(default=0.1, ge=0, description="noise level of the last client (FLAME, Table III: 0.1)")
     sigma_unit: Literal["variance", "std"] = Field(
         default="variance",
         description=(
@@ -42,9 +45,9 @@ class FeatureNoise(Sized):
     noise_draws: Literal["per-sample", "per-batch"] = Field(
         default="per-sample",
         description=(
-            "time of a noise draw. per-sample: one draw per sample. per-batch: one draw per batch of "
-            "a step, as in FLAME's code, with fixed noise in validation and test samples and no "
-            "noise in passes over a whole training part"
+            "how often noise is drawn. per-sample: once per sample. per-batch: once per batch of a "
+            "step, as in FLAME's code, with fixed noise in validation and test samples and no noise "
+            "in passes over a whole training part"
         ),
     )
     base: dict[str, Any] = Field(
@@ -110,11 +113,11 @@ class Rotated(Sized):
         ge=1,
         le=4,
         description=(
-            "quarter turns: 1 leaves images upright, 2 adds 180 degrees (default: as many as clients and "
-            "image shape allow)"
+            "number of orientations: 1 is upright, 2 adds 180 degrees, 4 are all quarter turns "
+            "(default: as many as the number of clients and the image shape allow)"
         ),
     )
-    inverted: bool = Field(default=False, description="add every turn with inverted brightness")
+    inverted: bool = Field(default=False, description="add a copy of every orientation with inverted brightness")
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -153,12 +156,16 @@ class MixedSkew(Sized):
     kind: ClassVar[str] = "mixed"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
     clients: int = Field(default=10, ge=2, description="number of clients")
-    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients in the first partition")
+    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients that the first partition serves")
     labels_per_client: int = Field(
-        default=2, ge=1, description="labels of each client in the first partition (default: the default of its kind)"
+        default=2,
+        ge=1,
+        description="number of labels per client in the first partition (default: the default of its kind)",
     )
     alpha: float = Field(
-        default=0.5, gt=0, description="concentration of the second partition (default: the default of its kind)"
+        default=0.5,
+        gt=0,
+        description="concentration parameter of the second partition (default: the default of its kind)",
     )
     first_partition: dict[str, Any] | None = Field(
         default=None, description="first partition, a table with a kind (None: shards)"
@@ -168,7 +175,7 @@ class MixedSkew(Sized):
     )
     overlap: bool = Field(
         default=False,
-        description="both partitions draw from all samples, and quantity-skew also overlaps (FLAME's code)",
+        description="let both partitions draw from all samples and let quantity-skew clients overlap (FLAME's code)",
     )
 
     @model_validator(mode="after")

@@ -45,9 +45,9 @@ class _Arrays(SampleSource):
         description="task (default: classification if y has whole numbers); multilabel: y is 0 or 1 [N, labels]",
     )
     mean: tuple[float, ...] | None = Field(
-        default=None, description="number subtracted (from pixels in [0, 1], if bytes)"
+        default=None, description="number subtracted from samples (from pixels in [0, 1], if they are bytes)"
     )
-    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
+    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after the subtraction")
     layout: Layout | None = Field(
         default=None,
         description="layout of x: 'sequence' if x is [N, time, features]. Arrays [N, height, width] are images",
@@ -55,8 +55,8 @@ class _Arrays(SampleSource):
     vocabulary: int | None = Field(
         default=None,
         ge=2,
-        description="vocabulary size, if x contains tokens [N, length] below this number, with 0 for padding at "
-        "the end",
+        description="vocabulary size, if x contains tokens [N, length]. Tokens are below this size, with 0 for "
+        "padding at the end",
     )
 
 
@@ -68,7 +68,7 @@ class Npy(_Arrays):
     """
 
     channels_last: Literal[False] | None = Field(
-        default=None, description="false: channels come first, although the shape of x suggests channels last"
+        default=None, description="set to false if channels come first although the shape of x suggests channels last"
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

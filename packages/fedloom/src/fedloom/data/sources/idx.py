@@ -31,7 +31,7 @@ class Mnist(FileSource):
     """MNIST: 60,000 + 10,000 handwritten digits, 28x28 gray."""
 
     mean: tuple[float, ...] | None = Field(default=(0.1307,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after that")
+    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all 70,000 images. The official test set is the last 10,000."""
@@ -45,7 +45,9 @@ class FashionMnist(FileSource):
     mean: tuple[float, ...] | None = Field(
         default=(0.1307,), description="number subtracted from pixels in [0, 1] (FLAME)"
     )
-    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after that (FLAME)")
+    std: tuple[float, ...] | None = Field(
+        default=(0.3081,), description="divisor of pixels after the subtraction (FLAME)"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all 70,000 images. The official test set is the last 10,000."""

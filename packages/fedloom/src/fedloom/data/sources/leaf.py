@@ -181,7 +181,9 @@ class Leaf(FileSource):
     shape: tuple[int, ...] | None = Field(
         default=None, description="shape of one sample (default: the length of a row)"
     )
-    pixels: bool = Field(default=False, description="store features as bytes, because all are k/255")
+    pixels: bool = Field(
+        default=False, description="store features as bytes. Requires that every feature is k/255 with a whole number k"
+    )
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")
 

@@ -42,12 +42,14 @@ class Csv(TableSource):
     """
 
     separator: str | None = Field(
-        default=None, min_length=1, max_length=1, description="character between cells (default: detected)"
+        default=None, min_length=1, max_length=1, description="character that separates cells (default: detected)"
     )
-    decimal: Literal[".", ","] | None = Field(default=None, description="decimal sign of numbers (default: detected)")
+    decimal: Literal[".", ","] | None = Field(
+        default=None, description="decimal separator in numbers (default: detected)"
+    )
     header: bool = Field(default=True, description="whether the first row names the columns")
-    skip: int = Field(default=0, ge=0, description="number of lines above the header")
-    encoding: str | None = Field(default=None, description="encoding of the text, such as latin-1 (default: UTF-8)")
+    skip: int = Field(default=0, ge=0, description="number of lines above the header to skip")
+    encoding: str | None = Field(default=None, description="text encoding, such as latin-1 (default: UTF-8)")
 
     @field_validator("encoding")
     @classmethod

@@ -207,8 +207,8 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         help=(
-            "run code that the file names by import path, although another user or a package owns "
-            "it. Read the code first"
+            "run code that the file names by import path, even if another user or a package owns the "
+            "code. Read the code first"
         ),
     ),
 ]

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from fedloom.trained.predictions import Predictions
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory of 'fedloom run'", show_default=False)]
-DataOption = Annotated[str, typer.Option("--data", help="new data: a file, a folder, or a name", show_default=False)]
+DataOption = Annotated[
+    str, typer.Option("--data", help="new data: a file, a folder, or the name of a data set", show_default=False)
+]
 MethodOption = Annotated[
     str | None, typer.Option("--method", help="label of a method of the run", autocompletion=offer.methods)
 ]
@@ -41,12 +43,13 @@ IdColumnOption = Annotated[
 ]
 ThresholdOption = Annotated[
     float | None,
-    typer.Option("--threshold", help="smallest probability for which the second class is predicted (default: 0.5)"),
+    typer.Option("--threshold", help="smallest probability at which the second class is predicted (default: 0.5)"),
 ]
 SetThresholdOption = Annotated[
     float | None,
     typer.Option(
-        "--set-threshold", help="threshold of the analysis conformal: also write the set of classes (default: no sets)"
+        "--set-threshold",
+        help="threshold from the conformal analysis. Also writes the set of classes of every row (default: no sets)",
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of another kind")]
@@ -99,7 +102,9 @@ def evaluate(
 @app.command(rich_help_panel="Use models")
 def predict(
     run: RunArgument,
-    data: Annotated[str, typer.Argument(help="rows without labels: a file, or a name", show_default=False)],
+    data: Annotated[
+        str, typer.Argument(help="rows without labels: a file, or the name of a data set", show_default=False)
+    ],
     method: Annotated[
         str | None,
         typer.Option(
@@ -216,12 +221,14 @@ def adapt(
     method: MethodOption = None,
     seed: SeedOption = None,
     rounds: Annotated[
-        int, typer.Option(help="number of client rounds of the method. The server's state does not change")
+        int, typer.Option(help="number of client rounds to train. The server's state does not change")
     ] = 1,
-    epochs: Annotated[int | None, typer.Option(help="passes over the data per round (default: the run's)")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="number of passes over the data per round (default: as in the run)")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="steps per round, instead of epochs")] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate instead of the run's schedule")] = None,
-    holdout: Annotated[float, typer.Option(help="fraction of the data for scoring, not for training")] = 0.2,
+    holdout: Annotated[float, typer.Option(help="fraction of the data to use for scoring instead of training")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="safetensors file to write (default: RUN/adapted/...)")] = None,
     force: ForceOption = False,
     data_dir: DataDir = None,
@@ -284,7 +291,10 @@ def export(
     factorise: Annotated[
         bool | None,
         typer.Option(
-            help=("replace each low-rank layer by two thin ones (default: for methods of low rank, such as FedSLR)")
+            help=(
+                "replace each low-rank layer with two smaller layers (default: only for low-rank "
+                "methods, such as FedSLR)"
+            )
         ),
     ] = None,
     threshold: ThresholdOption = None,

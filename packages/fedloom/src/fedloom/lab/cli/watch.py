@@ -41,10 +41,13 @@ setInterval(async () => {
 def watch(
     run: Annotated[Path, typer.Argument(help="run directory, or directory of a deployment", show_default=False)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback (0: any free port)")] = 8321,
-    every: Annotated[int, typer.Option(min=1, help="seconds between two updates")] = 5,
+    every: Annotated[int, typer.Option(min=1, help="number of seconds between two updates")] = 5,
     list_: Annotated[
         bool,
-        typer.Option("--list", help="print the workers of each run, their progress and failures, and serve nothing"),
+        typer.Option(
+            "--list",
+            help="print the workers of each run, their progress and their failures, without starting a web server",
+        ),
     ] = False,
 ) -> None:
     """Serve the report of a run in progress.

@@ -36,17 +36,17 @@ class DesignOptions(FileSource):
 
     subject: str | None = Field(
         default=None,
-        description="column of the subject of a row, such as a patient. It is not a feature, and all rows of a "
-        "subject are in one part of every split",
+        description="column that identifies the subject of a row, such as a patient. It is not a feature, and "
+        "all rows of a subject are in one part of every split",
     )
     order: str | None = Field(
         default=None,
-        description="column of numbers or dates. Earlier rows are training rows, later rows are test rows. It is "
-        "not a feature",
+        description="column of numbers or dates that orders the rows. Earlier rows are training rows, later rows "
+        "are test rows. It is not a feature",
     )
     strata: tuple[str, ...] = Field(
         default=(),
-        description="columns whose proportions splits and folds preserve. They can be features, or the target",
+        description="columns whose proportions splits and folds preserve. They can be features or the target",
     )
     test_column: str | None = Field(
         default=None,

@@ -143,7 +143,7 @@ class Statistics(LibraryTable):
 
     labels: bool = Field(default=True, description="use value labels as levels")
     catalog: str | None = Field(default=None, description="file of value labels (.sas7bcat) of a .sas7bdat file")
-    encoding: str | None = Field(default=None, description="encoding of text (default: as the file states)")
+    encoding: str | None = Field(default=None, description="text encoding (default: as the file states)")
 
     def read_file(self, place: Path) -> LoadedTable:
         """Return a file's table with its labels and user-missing codes."""

@@ -37,8 +37,10 @@ from fedloom.data.sources.table.levels import (
 )
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
+from fedloom.data.survey.facts import MOST_ALONE
 from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
 from fedloom.data.survey.leaks import ReadColumn
+from fedloom.data.survey.people import IDENTITY_KINDS
 from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
@@ -67,28 +69,35 @@ class TableSource(DesignOptions):
 
     target: str | tuple[str, ...] | None = Field(
         default=None,
-        description="name of the target column (default: the last column), or of each label of a multilabel task",
+        description="name of the target column (default: the last column). For a multilabel task, the names of "
+        "all label columns",
     )
     event: str | None = Field(
-        default=None, description="column with 1 for an event and 0 for censoring. The target is then a time"
+        default=None,
+        description="column with 1 for an event and 0 for censoring. The target column then contains times",
     )
     event_levels: tuple[str, ...] = Field(
         default=(),
-        description="values of the event column that count as the event. All others are censored (default: 1 and 0)",
+        description="values of the event column that count as an event. All other values count as censored "
+        "(default: 1 and 0)",
     )
     task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
         default="auto",
         description=(
             "task. auto: classification if the target has text or whole numbers, binary if it has "
-            "two values, survival if event is set. multilabel: the targets are columns of 0 and 1"
+            "two values, survival if event is set. multilabel: the targets are 0/1 columns"
         ),
     )
-    categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text, with one feature per level")
+    categorical: tuple[str, ...] = Field(
+        default=(), description="columns of codes or text. Each level becomes one feature"
+    )
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
     include: tuple[str, ...] = Field(
         default=(), description="columns to keep as features although they number the rows or contain names of people"
     )
-    client_column: str | None = Field(default=None, description="column of a row's client. It is not a feature")
+    client_column: str | None = Field(
+        default=None, description="column with the client of each row. It is not a feature"
+    )
     columns: tuple[str, ...] = Field(
         default=(), description="columns by which a partition may split. They can be features too"
     )
@@ -108,12 +117,12 @@ class TableSource(DesignOptions):
         default="refuse",
         description="treatment of rows without a target or client: raise an error, or leave the rows out",
     )
-    scale: bool = Field(default=True, description="center and scale numbers on each client's training part")
-    centre: float = Field(default=0.0, description="number subtracted from the target of a regression")
+    scale: bool = Field(default=True, description="center and scale numeric columns by each client's training part")
+    centre: float = Field(default=0.0, description="number subtracted from the regression target")
     unit: float = Field(
         default=1.0,
         gt=0,
-        description="divisor of the target of a regression after the subtraction. Errors are in this unit",
+        description="divisor of the regression target after the subtraction. Errors are in units of this divisor",
     )
     agreement: Annotated[
         Agreement | None,
@@ -128,8 +137,8 @@ class TableSource(DesignOptions):
     days_since: dict[str, str] = Field(
         default={},
         description=(
-            "columns of dates as features: days since another column of dates, or since a date, such as "
-            "{ admission = 'birth_date' }"
+            "date columns to use as features: days since another date column, or since a fixed date, "
+            "such as { admission = 'birth_date' }"
         ),
     )
 
@@ -431,8 +440,8 @@ class _Reading:
                 self.labels if task == "multilabel" else () if self.numeric_label else classes,
                 columns=codes,
                 levels=levels,
-                users=codes[users] if users else None,
-                user_names=coded[users][1] if users else (),
+                users=codes[users] if users is not None else None,
+                user_names=coded[users][1] if users is not None else (),
                 prepare=self._table(values, coded),
                 centre=centre if regression else 0.0,
                 unit=unit if regression else 1.0,
@@ -481,14 +490,16 @@ class _Reading:
         notes = list[str]()
         for column in [c for c in self.features if c not in stated]:
             if column in self.texts:
-                reason = text_left_out(column, self.texts[column], len(whole))
-            elif column in self.numeric:
-                reason = reason_left_out(column, ReadColumn(whole[:, self.place[column]]), len(whole))
+                reason, different = text_left_out(column, self.texts[column], len(whole)), len(self.texts[column])
             else:
-                reason = reason_left_out(column, ReadColumn(*self.codes[column].done()), len(whole))
+                read = ReadColumn(whole[:, self.place[column]])
+                read = read if column in self.numeric else ReadColumn(*self.codes[column].done())
+                reason, different = reason_left_out(column, read, len(whole)), len(np.unique(read.values))
             if reason:
                 keep = f"include = [{json.dumps(column, ensure_ascii=False)}] keeps it"
                 notes.append(f"column {column!r} {reason}, so it is left out; {keep}")
+                if reason in IDENTITY_KINDS and spec.subject is None and different <= MOST_ALONE * len(whole):
+                    notes[-1] += ". Its values repeat, so name it in subject, which keeps rows of one person together"
                 self.problems.forget(column)
                 self.features.remove(column)
                 self.numeric.discard(column)
