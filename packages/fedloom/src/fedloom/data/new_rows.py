@@ -18,8 +18,9 @@ from fedloom.data.sources.table.cells import Piece, Problems, is_missing
 from fedloom.data.sources.table.checks import refuse_twins
 from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
-from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, level, unapplied
+from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, unapplied
 from fedloom.data.sources.table.reading import Raw
+from fedloom.data.tables import level
 from fedloom.data.text import UNKNOWN_TOKEN, encoded
 from fedloom.errors import DataError, NoSamples
 

@@ -32,7 +32,6 @@ from fedloom.data.sources.table.levels import (
     agreed_columns,
     factor_of,
     factors_by_client,
-    level,
     unapplied,
 )
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
@@ -41,7 +40,7 @@ from fedloom.data.survey.facts import MOST_ALONE
 from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
 from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.survey.people import IDENTITY_KINDS
-from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, markers_of
+from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
 MOST_COLUMNS = 100_000
@@ -567,6 +566,7 @@ class _Reading:
         yield from checks.note_filled_cells(self.agreed)
         yield from checks.note_range_excess(self.agreed, columns)
         yield from self.spellings.notes()
+        yield from self.design.notes()
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}
         yield from checks.doubtful_levels(coded, self.label)
