@@ -79,9 +79,9 @@ class DesignOptions(FileSource):
     @model_validator(mode="after")
     def _design_fits(self) -> DesignOptions:
         if self.test_levels and self.test_column is None:
-            raise ValueError("test_levels belong to test_column, which is not set. Set it")
+            raise ValueError("test_levels are levels of test_column, but test_column is not set. Set test_column")
         if self.test_since is not None and self.order is None and getattr(self, "agreement", None) is None:
-            raise ValueError("test_since needs order, the column with the time of each row. Set it")
+            raise ValueError("test_since needs order, the column with the time of each row. Set order")
         if self.test_since is not None and self.test_column is not None:
             raise ValueError("test_since and test_column both choose the test part. Leave one of them out")
         check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "client_column")})
@@ -260,7 +260,7 @@ class DesignReading:
             return None
         if not bool(held_out.any()) or bool(held_out.all()):
             some = "every row is a test row" if bool(held_out.any()) else "no row is a test row"
-            raise DataError(f"{what}: {some}. Give a value that splits the rows, or leave it out")
+            raise DataError(f"{what}: {some}. Choose a value that splits the rows, or leave the option out")
         return held_out
 
     def _marks(self, names: Sequence[str]) -> set[str]:
