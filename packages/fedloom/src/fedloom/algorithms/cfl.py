@@ -48,7 +48,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, DerivedFrom0, Model, Rows, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
-from fedloom.rows.algebra import norm
+from fedloom.rows.algebra import directions, norm
 from fedloom.rows.layout import Layout
 
 
@@ -146,7 +146,7 @@ def bipartition(changes: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
 
     Also return the separation gap: the smallest cosine within a part minus the largest cosine between the parts.
     """
-    unit = (changes / norm(changes).clamp(min=torch.finfo(changes.dtype).tiny)).double()
+    unit = directions(changes).double()
     cosine, m = unit @ unit.T, len(unit)
     label = torch.arange(m)
     pairs = torch.triu_indices(m, m, 1)

@@ -15,6 +15,7 @@ from fedloom.choose.weighers import clear_clusters, spectral_clusters
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx
 from fedloom.rows import algebra
+from fedloom.rows.algebra import directions
 from fedloom.seeds import random_state
 from fedloom.values import Value
 
@@ -203,7 +204,7 @@ class Angles(Mixer):
         return self_weight * torch.eye(len(models), dtype=models.dtype, device=models.device) + (1 - self_weight) * xi
 
     def _self_and_peers(self, models: Tensor) -> tuple[float, Tensor]:
-        direction = models / algebra.norm(models).clamp(min=1e-30)
+        direction = directions(models)
         score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
         xi = torch.softmax(score, 1).nan_to_num(1.0)  # a client alone has itself for all others
         return (1 / len(models) if self.self_weight is None else self.self_weight), xi
@@ -242,12 +243,6 @@ class ClusterMeans(Mixer):
                 rule="mixer-clusters",
                 fix=f"set {{personalized_aggregation.clusters = {n}}}, or less",
             )
-
-
-def directions(w: Tensor) -> Tensor:
-    """Scale rows ``[m, d]`` to length 1. A row of zeros stays unchanged."""
-    lengths: Tensor = torch.linalg.vector_norm(w, dim=1, keepdim=True)
-    return w / lengths.clamp(min=1e-30)
 
 
 def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.aggregators._base import Aggregator, Rows, State, mixture, need
 from fedloom.rows.aggregators.vectors import Result, median
-from fedloom.rows.algebra import distances, norm
+from fedloom.rows.algebra import distances, norm, shortest
 from fedloom.rows.context import Cohort
 
 MOST_SUBSETS = 200_000
@@ -175,10 +175,10 @@ class FLTrust(Aggregator):
         self.check_cohort(ctx.ids)
         at = (ctx.ids == self.root).nonzero().flatten().tolist()
         x = rows[primary]
-        lengths, trusted = norm(x), x[at[0]]
+        lengths, trusted = norm(x).clamp_min(shortest(x)), x[at[0]]
         cosines = (x @ trusted[:, None]) / (lengths * norm(trusted)).clamp_min(torch.finfo(x.dtype).tiny)
         scores = cosines.clamp_min(0).index_fill(0, torch.tensor(at, device=x.device), 0)
-        share = scores / scores.sum() * norm(trusted) / lengths.clamp_min(torch.finfo(x.dtype).tiny)
+        share = scores / scores.sum() * norm(trusted) / lengths
         alone = torch.zeros_like(share).index_fill(0, torch.tensor(at, device=x.device), 1)
         return mixture(share if scores.sum() > 0 else alone, rows), state
 
