@@ -98,7 +98,7 @@ def test_no_subject_is_in_two_parts(kind: str, split: str, roles: str) -> None:
     data = samples(images=name == "rotated", **ROLES[roles])
     cut = PARTITIONS[name](**options, **SPLITS[split])
     if roles == "marked" and split == "folds":
-        with pytest.raises(PartitionError, match=r"folds = 3 cannot choose others\. Leave one of them out"):
+        with pytest.raises(PartitionError, match=r"folds = 3 cannot choose other test rows\. Leave one of the two out"):
             cut(data, seed=1)
         return
     for seed in range(2):
@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "target": ({"subject": "died"}, ConfigError, "the target cannot also be subject"),
     "text": ({"order": "sex"}, DataError, "row 0, column 'sex': expected a number or a date, got 'f'"),
     "since alone": ({"test_since": 3}, ConfigError, "test_since needs order"),
-    "levels alone": ({"test_levels": ["x"]}, ConfigError, "test_levels belong to test_column"),
+    "levels alone": ({"test_levels": ["x"]}, ConfigError, "test_levels are levels of test_column"),
     "no mark": ({"test_column": "sex"}, ConfigError, "neither yes nor no. List the levels"),
     "no level": ({"test_column": "cohort", "test_levels": ["z"]}, ConfigError, "has no level 'z'"),
     "none later": ({"order": "admitted", "test_since": "2040"}, DataError, "no row is a test row"),

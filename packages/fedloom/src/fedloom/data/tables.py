@@ -112,12 +112,16 @@ class TableColumn(Value):
     """One raw column: a number, or a code 0..levels-1. NaN is missing."""
 
     name: str
-    levels: int = Field(default=0, ge=0, description="number of levels of a code (0 is a number)")
+    levels: int = Field(
+        default=0, ge=0, description="number of levels of a categorical column (0: the column is numeric)"
+    )
     names: tuple[str, ...] = Field(default=(), description="names of the levels, if the source has them")
-    flag: bool = Field(default=False, description="true if a feature marks missing values")
+    flag: bool = Field(default=False, description="true if an additional feature marks missing values")
     scale: bool = Field(default=True, description="true if the number is centered and scaled")
-    unit: str = Field(default="", description="agreed unit of a number")
-    range: tuple[float, float] | None = Field(default=None, description="smallest and largest plausible number")
+    unit: str = Field(default="", description="agreed unit of a numeric column")
+    range: tuple[float, float] | None = Field(
+        default=None, description="smallest and largest plausible value of a numeric column"
+    )
 
     @model_validator(mode="after")
     def _shows_its_names(self) -> TableColumn:
@@ -141,9 +145,13 @@ class Table(Value):
     """
 
     columns: tuple[TableColumn, ...] = Field(min_length=1)
-    min_observed: int = Field(default=5, ge=1, description="number of training values below which a column is dropped")
-    missing: tuple[str, ...] = Field(default=("",), description="cells that mean missing, by value")
-    impute: bool = Field(default=True, description="true if missing cells of new rows are filled")
+    min_observed: int = Field(
+        default=5,
+        ge=1,
+        description="smallest number of training values of a column. A column with fewer values is dropped",
+    )
+    missing: tuple[str, ...] = Field(default=("",), description="cell values that mean missing")
+    impute: bool = Field(default=True, description="true if missing cells in new rows are filled")
 
     @classmethod
     def numeric(cls, count: int) -> Table:

@@ -40,17 +40,17 @@ class DesignOptions(FileSource):
 
     subject: str | None = Field(
         default=None,
-        description="column of the subject of a row, such as a patient. It is not a feature, and all rows of a "
-        "subject are in one part of every split",
+        description="column that identifies the subject of a row, such as a patient. It is not a feature, and "
+        "all rows of a subject are in one part of every split",
     )
     order: str | None = Field(
         default=None,
-        description="column of numbers or dates. Earlier rows are training rows, later rows are test rows. It is "
-        "not a feature",
+        description="column of numbers or dates that orders the rows. Earlier rows are training rows, later rows "
+        "are test rows. It is not a feature",
     )
     strata: tuple[str, ...] = Field(
         default=(),
-        description="columns whose proportions splits and folds preserve. They can be features, or the target",
+        description="columns whose proportions splits and folds preserve. They can be features or the target",
     )
     test_column: str | None = Field(
         default=None,
@@ -79,9 +79,9 @@ class DesignOptions(FileSource):
     @model_validator(mode="after")
     def _design_fits(self) -> DesignOptions:
         if self.test_levels and self.test_column is None:
-            raise ValueError("test_levels belong to test_column, which is not set. Set it")
+            raise ValueError("test_levels are levels of test_column, but test_column is not set. Set test_column")
         if self.test_since is not None and self.order is None and getattr(self, "agreement", None) is None:
-            raise ValueError("test_since needs order, the column with the time of each row. Set it")
+            raise ValueError("test_since needs order, the column with the time of each row. Set order")
         if self.test_since is not None and self.test_column is not None:
             raise ValueError("test_since and test_column both choose the test part. Leave one of them out")
         check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "client_column")})
@@ -260,7 +260,7 @@ class DesignReading:
             return None
         if not bool(held_out.any()) or bool(held_out.all()):
             some = "every row is a test row" if bool(held_out.any()) else "no row is a test row"
-            raise DataError(f"{what}: {some}. Give a value that splits the rows, or leave it out")
+            raise DataError(f"{what}: {some}. Choose a value that splits the rows, or leave the option out")
         return held_out
 
     def _marks(self, names: Sequence[str]) -> set[str]:

@@ -68,28 +68,35 @@ class TableSource(DesignOptions):
 
     target: str | tuple[str, ...] | None = Field(
         default=None,
-        description="name of the target column (default: the last column), or of each label of a multilabel task",
+        description="name of the target column (default: the last column). For a multilabel task, the names of "
+        "all label columns",
     )
     event: str | None = Field(
-        default=None, description="column with 1 for an event and 0 for censoring. The target is then a time"
+        default=None,
+        description="column with 1 for an event and 0 for censoring. The target column then contains times",
     )
     event_levels: tuple[str, ...] = Field(
         default=(),
-        description="values of the event column that count as the event. All others are censored (default: 1 and 0)",
+        description="values of the event column that count as an event. All other values count as censored "
+        "(default: 1 and 0)",
     )
     task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
         default="auto",
         description=(
             "task. auto: classification if the target has text or whole numbers, binary if it has "
-            "two values, survival if event is set. multilabel: the targets are columns of 0 and 1"
+            "two values, survival if event is set. multilabel: the targets are 0/1 columns"
         ),
     )
-    categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text, with one feature per level")
+    categorical: tuple[str, ...] = Field(
+        default=(), description="columns of codes or text. Each level becomes one feature"
+    )
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
     include: tuple[str, ...] = Field(
         default=(), description="columns to keep as features although they number the rows or contain names of people"
     )
-    client_column: str | None = Field(default=None, description="column of a row's client. It is not a feature")
+    client_column: str | None = Field(
+        default=None, description="column with the client of each row. It is not a feature"
+    )
     columns: tuple[str, ...] = Field(
         default=(), description="columns by which a partition may split. They can be features too"
     )
@@ -109,12 +116,12 @@ class TableSource(DesignOptions):
         default="refuse",
         description="treatment of rows without a target or client: raise an error, or leave the rows out",
     )
-    scale: bool = Field(default=True, description="center and scale numbers on each client's training part")
-    centre: float = Field(default=0.0, description="number subtracted from the target of a regression")
+    scale: bool = Field(default=True, description="center and scale numeric columns by each client's training part")
+    centre: float = Field(default=0.0, description="number subtracted from the regression target")
     unit: float = Field(
         default=1.0,
         gt=0,
-        description="divisor of the target of a regression after the subtraction. Errors are in this unit",
+        description="divisor of the regression target after the subtraction. Errors are in units of this divisor",
     )
     agreement: Annotated[
         Agreement | None,
@@ -129,8 +136,8 @@ class TableSource(DesignOptions):
     days_since: dict[str, str] = Field(
         default={},
         description=(
-            "columns of dates as features: days since another column of dates, or since a date, such as "
-            "{ admission = 'birth_date' }"
+            "date columns to use as features: days since another date column, or since a fixed date, "
+            "such as { admission = 'birth_date' }"
         ),
     )
 
@@ -140,12 +147,13 @@ class TableSource(DesignOptions):
         several = (self.task if self.agreement is None else self.agreement.task) == "multilabel"
         if not isinstance(self.target, tuple):
             if several and (self.target is not None or self.agreement is None):
-                raise ValueError("task = 'multilabel' needs target = [...], the columns of 0 and 1, one for each label")
+                raise ValueError("task = 'multilabel' needs target = [...], a list of 0/1 columns, one per label")
         elif not several or len({*self.target}) < max(2, len(self.target)):
             raise ValueError(
-                f"a model predicts one column, got {', '.join(map(str, self.target))}. For a time to an "
-                "event, set target to the time and event to the event. For several columns of 0 and 1, each given "
-                "once, set task = 'multilabel'. For several numbers, run one experiment for each"
+                f"a model predicts one column, got {', '.join(map(str, self.target))}. For a time to "
+                "an event, set target to the time and event to the event. For several 0/1 columns, "
+                "each given once, set task = 'multilabel'. For several numbers, run one experiment "
+                "for each"
             )
         return self
 
@@ -156,8 +164,8 @@ class TableSource(DesignOptions):
             columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
         ):
             raise ValueError(
-                f"factors of {columns[0]!r} differ by client, but client_column is not set. Set it to the "
-                "column of clients"
+                f"factors of {columns[0]!r} differ by client, but client_column is not set. Set "
+                "client_column to the column with the client of each row"
             )
         return self
 
@@ -252,7 +260,9 @@ class _Reading:
         self.special = [*spec.columns, *([] if spec.client_column is None else [spec.client_column])]
         self.design = design = DesignReading(spec.chosen)
         if {*self.labels} & {*design.complete} or (self.event is not None and self.event in design.complete):
-            raise ConfigError(f"{where}: the target cannot also be subject, order or test_column. Name another column")
+            raise ConfigError(
+                f"{where}: the target cannot also be subject, order or test_column. Name a different column"
+            )
         wanted = {
             *design.columns,
             *self.labels,
@@ -268,8 +278,9 @@ class _Reading:
         self.special += [column for column in design.complete if column != design.order]
         if len(names) > MOST_COLUMNS:
             raise DataError(
-                f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read. Check the separator, or give the "
-                "features as an array (NPZ, or a folder with x.npy)"
+                f"{where}: has {len(names):,} columns, but fedloom reads at most {MOST_COLUMNS:,}. "
+                "Check the separator, or provide the features as an array (NPZ, or a folder with "
+                "x.npy)"
             )
         checks.refuse_twins(where, names)
         if disguised := direction_in(*names, hidden=True):
@@ -289,7 +300,7 @@ class _Reading:
             self.features = list(self.agreed)
         if not self.features:
             raise ConfigError(
-                f"{where}: no column is left as a feature, the header contains "
+                f"{where}: no column is left as a feature. The header contains "
                 f"{', '.join(map(repr, names))}. Check separator, target and drop"
             )
         categorical = () if self.agreed else spec.categorical
