@@ -95,6 +95,6 @@ class Pooled(TorchDispatchMode):
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Return whether a hook observes the layer's inputs or outputs."""
+    """Return whether a hook observes the layer's inputs or outputs, or a function replaces its forward pass."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(layer, name) for name in hooks)
+    return "forward" in vars(layer) or any(getattr(layer, name) for name in hooks)
