@@ -55,7 +55,7 @@ class Hooks:
         """Let the next training also return the scores of this state, which `evaluate` then uses."""
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        """Return the state with its scores in the records, and a sentence if the run cannot continue from them."""
+        """Return the state with its scores in the records, and a sentence if the run cannot continue with them."""
         return state, ""
 
     def trained(self, state: State) -> tuple[str, ...]:

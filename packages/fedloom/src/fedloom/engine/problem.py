@@ -177,7 +177,7 @@ class JobFacts:
         )
 
     def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
-        """Return personal models ``[m, d]``, or for a method without them the mixtures that clients receive."""
+        """Return personal models ``[m, d]``, or for a method without any, the mixtures that clients receive."""
         if type(self.algorithm).personal is Algorithm.personal:
             received: Tensor = down[0]
             return received.expand(work.m, -1)

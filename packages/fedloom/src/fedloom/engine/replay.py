@@ -83,7 +83,7 @@ class Replay:
         return None if self.batches is None else [self._read[i][round] for i in ids.tolist()]
 
     def evaluation_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
-        """Return the batches after a round, from 0, of all streams but "local", or None without another stream."""
+        """Return the batches after a round (from 0) of all streams except "local", or None if there are none."""
         tuning = {
             i: {stream: table for stream, table in of.get(round, {}).items() if stream != "local"}
             for i, of in self._read.items()

@@ -56,7 +56,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
 def take(
     job: Job, state: State, t: int, cohort: Tensor, sampler: Fields, query_counts: Tensor, uploads: Uploads
 ) -> tuple[State, tuple[str, ...]]:
-    """Take the server's step with the uploads of a cohort ``[m]``, drawn with ``sampler`` at cost ``query_counts [7]``.
+    """Take the server's step with the uploads of a cohort ``[m]`` that ``sampler`` drew at cost ``query_counts [7]``.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.

@@ -23,7 +23,8 @@ START_UP_BASELINE_ROUNDS = 5
 PACE_WINDOW_ROUNDS = 10
 """Number of newest rounds and evaluations whose median is the pace."""
 MOST_LATEST = 64
-"""Number of cohorts that a tally holds before it adds them up: a round must not cost a copy of all clients' counts."""
+"""Number of cohorts that a tally holds before it adds them up, because a round must not cost a copy of all clients'
+counts."""
 
 
 class Tally(NamedTuple):
@@ -99,7 +100,7 @@ class Times:
         return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
 
     def pace(self, every: int) -> float | None:
-        """Return recent seconds per round, including a share of the evaluation every ``every`` rounds.
+        """Return the recent time per round in seconds, including its part of an evaluation every ``every`` rounds.
 
         None before this process's third round. Also None before the process's second evaluation if evaluations take a
         fifth of the time or more, because the first evaluation has one-off costs too.

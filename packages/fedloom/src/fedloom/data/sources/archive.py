@@ -28,8 +28,8 @@ MAX_UNPACKED_BYTES = 16 * 2**30
 """Largest size in bytes of one unpacked file. It was chosen above the memory of most machines, so that only an attack
 or a mistake reaches it."""
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
-"""Number of unpacked bytes up to which any compression ratio is accepted: small tables of equal rows pack by more than
-`MAX_UNPACKING_RATIO`, and every machine has the memory for this number of bytes."""
+"""Number of unpacked bytes up to which any compression ratio is accepted: small tables of equal rows may be compressed
+by more than `MAX_UNPACKING_RATIO`, and every machine has the memory for this many bytes."""
 READ_CHUNK_BYTES = 2**20
 """Number of bytes per read, because gzip and lzma copy their output."""
 MAX_UNPACKING_RATIO = 400

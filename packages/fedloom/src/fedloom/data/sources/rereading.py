@@ -32,7 +32,7 @@ A change with probability 0.1 differs between two readings with probability 0.18
 REREAD_OF_RANDOM = 256
 """Smallest number of second readings for a data set that draws from a global generator.
 
-A change of one sample in a hundred is missed with probability 0.98^256 < 10 %.
+A change of one sample in a hundred is missed with probability 0.98^256 < 1 %.
 """
 REREAD_NOTE = (
     "samples change at random when they are read: every training step reads them again, while validation, test and "

@@ -17,13 +17,13 @@ LEAST_CLIENT_ROWS = 20
 """Smallest number of rows at a client for comparing missing cells with classes."""
 MAX_CHECKED_CLIENTS = 50
 LEAST_ORDERED_ROWS = 100
-"""Smallest number of rows at which groups of a target without an overlap are not explained by a design, such as steps
-of a load in a test of few parts."""
+"""Smallest number of rows for which non-overlapping groups of a target are not explained by a design, such as steps of
+a load in a test of few parts."""
 LEAST_CLIENTS = 4
 """Smallest number of clients for which equal means are not due to chance."""
 EQUAL_SHARE = 1 - 1e-9
-"""Squared correlation above which two numbers by client are equal except for a unit: means of float64 numbers differ by
-about 1e-15 in relative terms, and columns that are only alike differ by far more than 1e-9."""
+"""Squared correlation above which two numbers by client are equal up to a unit: means of float64 numbers have relative
+differences of about 1e-15, and columns that are merely similar differ by much more than 1e-9."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

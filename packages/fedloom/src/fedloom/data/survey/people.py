@@ -58,8 +58,8 @@ FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """Pattern of a street with a number, in either order."""
 MIN_WORD_SHARE = 0.2
-"""Smallest number of different texts without digits, per text, at which numbers with words may be addresses instead of
-sizes or labels."""
+"""Smallest number of different texts without digits, per text, from which on numbers with words may be addresses
+instead of sizes or labels."""
 MIN_SENTENCE_WORDS = 4
 """Smallest number of words for a cell to count as a sentence instead of the name of a level."""
 

@@ -27,9 +27,9 @@ class Letter(NamedTuple):
     """A message, and how it is written.
 
     Attributes:
-        codec: writes it.
+        codec: codec that writes the message.
         values: fields ``[m, .]``, or ``[.]`` if all clients receive the same values.
-        ranks: of matrices. None if they are unknown.
+        ranks: ranks of the matrices. None if they are unknown.
     """
 
     codec: Codec
@@ -37,7 +37,7 @@ class Letter(NamedTuple):
     ranks: Mapping[str, Any] = {}
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Number of bytes per client, ``[m]`` or ``[1]``, and the number as papers count it.
+        """Return the number of bytes per client, ``[m]`` or ``[1]``, and the number as papers count it.
 
         If there is nothing to send, there is no message.
         """

@@ -62,7 +62,7 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
 
 
 def _stamped(fed: Federation, attack: Backdoor, index: Tensor, owner: Tensor) -> Tensor:
-    """Return the samples at `index` ``[k]`` of clients `owner` ``[k]`` with the trigger, in stored form."""
+    """Return the samples at `index` ``[k]`` of clients `owner` ``[k]``, with the trigger added, in stored form."""
     data, fitted = fed.data, fed.data.fitted
     with attribute_error("attack", attack, "stamp"):
         if fitted is not None:

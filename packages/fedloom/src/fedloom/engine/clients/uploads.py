@@ -61,7 +61,7 @@ class RowsField:
 
 
 class GatheredMean(RowsField):
-    """A `fedloom.algorithms.Mean` field with gathered rows: their weights, or a robust rule, need all of them."""
+    """Field of kind `fedloom.algorithms.Mean` with gathered rows, which the weights or a robust rule need."""
 
     def finish(self, cohort: Uploads) -> Tensor:
         rows = torch.cat(self.parts)
@@ -296,7 +296,7 @@ class Uploads:
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Combine the rows of some clients by their primary field, or else by the first field.
+        """Combine the rows of some clients, using their primary field, or else their first field.
 
         Also return the aggregator's state.
         """

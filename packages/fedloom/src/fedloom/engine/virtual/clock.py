@@ -39,14 +39,14 @@ class Fate(IntEnum):
 
 
 LOG_COLUMNS = ("client", "version", "round", "start", "end", "busy", "fate")
-"""Columns of the log: the client, the server's steps at its dispatch, the step that took its upload or in which it was
-given up, the seconds of its dispatch and of its end, its busy seconds, and its `Fate`."""
+"""Columns of the log: the client, the number of server steps at its dispatch, the step that used its upload or in which
+it was given up, the times in seconds of its dispatch and its end, its busy time in seconds, and its `Fate`."""
 CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
 """Event at which a client answers or is given up: its time, the number of the dispatch, the client, its flight and its
-place in the flight, the time of the dispatch, the busy seconds, and True if the client is given up. Events are sorted
-by the first two."""
+position in the flight, the time of the dispatch, the busy time in seconds, and True if the client is given up. Events
+are sorted by the first two."""
 
 
 class Flight(NamedTuple):

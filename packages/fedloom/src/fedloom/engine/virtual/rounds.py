@@ -115,7 +115,7 @@ def _places(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
 
 
 def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
-    """Return the local steps ``[m]`` that clients have time for, besides a model down and a model up."""
+    """Return the local steps ``[m]`` for which clients have time, in addition to a model down and a model up."""
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64

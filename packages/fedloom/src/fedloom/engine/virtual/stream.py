@@ -25,7 +25,7 @@ MAX_VERSION_DRAWS = 16
 """Number of the sampler's draws at one version after which a slot stays free until the next event."""
 
 MAX_IDLE_ATTEMPTS = 1000
-"""Largest number of times in a row that all places are free and no drawn client is present, or that a client is given
+"""Largest number of times in a row that all slots are free and no drawn client is present, or that a client is given
 up, before a run ends. The number of clients is added to the second limit."""
 
 
