@@ -72,9 +72,13 @@ class Conformal(Analysis):
     questions: ClassVar = {"reached": {}, "scores": {"reached": 2}, "coverage": {"thresholds": 1}}
     uses_models: ClassVar[bool] = True
 
-    alpha: float = Field(0.1, gt=0, lt=1, description="fraction of rows whose set may miss their class")
+    alpha: float = Field(
+        0.1, gt=0, lt=1, description="target fraction of rows whose class is missing from their prediction set"
+    )
     model_kind: Literal["global", "personal"] = Field("global", description="model whose probabilities are used")
-    by_client: bool = Field(False, description="one threshold per client. Clients then show their own histograms")
+    by_client: bool = Field(
+        False, description="use a separate threshold for each client. Clients then reveal their own histograms"
+    )
     calibration_fraction: float = Field(0.5, gt=0, lt=1, description="fraction of the test rows for calibration")
     bins: int = Field(1000, ge=10, le=100_000, description="number of equal bins of scores from 0 to 1")
     draw: int = Field(0, ge=0, description="seed of the draw of calibration rows")

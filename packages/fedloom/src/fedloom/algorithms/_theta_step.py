@@ -24,12 +24,20 @@ class ThetaStep(Algorithm):
     gradient descent until FIAELT's criterion (9).
     """
 
-    lam: Derived = by_rule(description="Moreau weight lambda. 4/(reach rounds) when not given. 1 in Table III")
-    eps0: float | None = Field(
-        None, gt=0, description="eps^0 of Eq. 18, before the first round (None: the run's epochs of SGD)"
+    lam: Derived = by_rule(
+        description="Moreau weight lambda (default: 4/(reach rounds), where reach is lr times the steps per round; "
+        "Table III uses 1)"
     )
-    shrink: float = Field(0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, factor of the tolerance per round")
-    most: int = Field(1000, ge=1, description="largest number of gradient steps until the tolerance is met")
+    eps0: float | None = Field(
+        None,
+        gt=0,
+        description="eps^0 of Eq. 18, the tolerance before the first round (None: take the run's epochs of SGD "
+        "instead)",
+    )
+    shrink: float = Field(
+        0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, the factor by which the tolerance shrinks every round"
+    )
+    most: int = Field(1000, ge=1, description="maximum number of gradient steps to reach the tolerance")
     solver: Literal["sgd", "criterion"] = Field(
         "sgd",
         description="solver of the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)",
@@ -37,8 +45,10 @@ class ThetaStep(Algorithm):
     r: float = Field(
         0.005, gt=0, lt=1, description="tolerance r_i of (9): the factor by which ||theta - theta*||^2 decreases"
     )
-    iterations: int = Field(100, ge=1, description="largest number of gradient steps until (9) holds")
-    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, less than lam (None: lam/5)")
+    iterations: int = Field(100, ge=1, description="maximum number of gradient steps to satisfy (9)")
+    smooth: float | None = Field(
+        None, gt=0, description="L of (9), the smoothness constant of every f_i; must be less than lam (None: lam/5)"
+    )
 
     needs: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("shrink", "most"), "eps0"),
@@ -48,14 +58,16 @@ class ThetaStep(Algorithm):
     @model_validator(mode="after")
     def _one_solver(self) -> Self:
         if self.solver == "criterion" and self.eps0 is not None:
-            raise ValueError("solver = 'criterion' and eps0 both end the theta step. Leave eps0 out")
+            raise ValueError(
+                "solver = 'criterion' and eps0 are two different ways to end the theta step. Leave eps0 out"
+            )
         return self
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.solver == "criterion" and self.smooth and self.lam <= self.smooth:
             raise Refused(
                 f"{type(self).__name__} with solver 'criterion' needs lam > smooth, got lam = "
-                f"{self.lam:g} and smooth = {self.smooth:g}, so the bound (9) does not hold. Give a "
+                f"{self.lam:g} and smooth = {self.smooth:g}, so the bound (9) does not hold. Set a "
                 "larger lam"
             )
         return []

@@ -64,9 +64,16 @@ class Client(NamedTuple):
 class ADMMLpProj(Algorithm):
     """ADMM-Lp-Proj-2 (Zhu et al., Algorithm 2)."""
 
-    lam: Derived = by_rule(description="weight lambda; 1/reach when not given; 1 as in FLAME's Table III")
-    rho: Derived = by_rule(description="ADMM penalty; lam/n when not given; 0.1 in FLAME's Table III")
-    dim: int | None = Field(10, ge=1, description="d_sub; 10 in the public code; None: P is the identity")
+    lam: Derived = by_rule(
+        description="weight lambda (default: 1/reach, where reach is lr times the steps per round; FLAME's Table III "
+        "uses 1)"
+    )
+    rho: Derived = by_rule(description="ADMM penalty (default: lam/n; FLAME's Table III uses 0.1)")
+    dim: int | None = Field(
+        10,
+        ge=1,
+        description="d_sub, the dimension of the projection (the public code uses 10; None: P is the identity)",
+    )
 
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True

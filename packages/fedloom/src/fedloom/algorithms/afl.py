@@ -76,11 +76,12 @@ class AFL(Algorithm):
     """Agnostic federated learning (Mohri et al. 2019, Figure 3)."""
 
     lambda_lr: DerivedFrom0 = by_rule(
-        description="step of lambda; by the rule of step when not given; 0.1 in the q-FFL authors' code; 0 is FedAvg"
+        description="step size of lambda (default: follows from step; the q-FFL authors' code uses 0.1); 0 gives FedAvg"
     )
     step: Literal["adaptive", "fixed"] | None = Field(
         None,
-        description="lambda_lr over the norm of all losses met, or itself; when not given fixed if lambda_lr is given",
+        description="adaptive: lambda_lr over the norm of all losses so far; fixed: lambda_lr itself (default: "
+        "fixed if lambda_lr is set)",
     )
 
     family: ClassVar[str] = "fair"

@@ -47,7 +47,10 @@ class AnalyticFL(Algorithm):
     """AFL, analytic federated learning (He et al. 2025, Theorem 1)."""
 
     ridge: float = Field(
-        0.0, ge=0, description="weight of the squared head, as scikit-learn's Ridge(alpha); 0: AFL's least squares"
+        0.0,
+        ge=0,
+        description="weight of the squared norm of the head, like alpha of scikit-learn's Ridge; 0 gives AFL's "
+        "least squares",
     )
 
     needs_exact: ClassVar[str | None] = sums.SUM_IS_EXACT

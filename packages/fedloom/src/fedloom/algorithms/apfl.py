@@ -55,11 +55,16 @@ class _Rows(NamedTuple):
 class APFL(Algorithm):
     """APFL (Deng et al. 2020, Algorithm 1)."""
 
-    alpha: float = Field(0.5, ge=0, le=1, description="share of the local part (at the start); 0.5 in FedSLR's runs")
-    adaptive: bool = Field(False, description="alpha descends its own gradient (the paper's adaptive alpha)")
+    alpha: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="weight of the local model in the mixture, at the start of the run (FedSLR's runs use 0.5)",
+    )
+    adaptive: bool = Field(False, description="learn alpha by gradient descent (the paper's adaptive alpha)")
     mix: Literal["before", "after"] = Field(
         "before",
-        description="v's gradient is at the mixture formed before w moves (Algorithm 1), or after (public code)",
+        description="compute v's gradient at the mixture before w is updated (Algorithm 1), or after (public code)",
     )
 
     family: ClassVar[str] = "personalised"

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, DerivedFrom0, Model, Rows, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
-from fedloom.rows.algebra import norm
+from fedloom.rows.algebra import directions, norm
 from fedloom.rows.layout import Layout
 
 
@@ -73,10 +73,12 @@ class Up(NamedTuple):
 class CFL(Algorithm):
     """Clustered federated learning (Sattler et al. 2021)."""
 
-    ratio: float = Field(0.75, ge=0, description="eps_1/eps_2; 0.1 to 1 in the paper, 0.25 in the public code")
-    gap: float = Field(0.1, ge=-2, le=2, description="least separation gap of the parts; -2 lets any part")
-    first: DerivedFrom0 = by_rule(description="rounds before the first bipartition; a fifth of the run's by default")
-    least: int = Field(6, ge=2, description="members of a cluster that may part; 3 in the public code")
+    ratio: float = Field(0.75, ge=0, description="eps_1/eps_2 (0.1 to 1 in the paper, 0.25 in the public code)")
+    gap: float = Field(0.1, ge=-2, le=2, description="smallest separation gap of two parts; -2 allows every split")
+    first: DerivedFrom0 = by_rule(description="number of rounds before the first split (default: a fifth of all)")
+    least: int = Field(
+        6, ge=2, description="smallest number of members of a cluster that may be split (3 in the public code)"
+    )
 
     family: ClassVar[str] = "clustered"
     uses_shares: ClassVar[bool] = True
@@ -144,7 +146,7 @@ def bipartition(changes: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
 
     Also return the separation gap: the smallest cosine within a part minus the largest cosine between the parts.
     """
-    unit = (changes / norm(changes).clamp(min=torch.finfo(changes.dtype).tiny)).double()
+    unit = directions(changes).double()
     cosine, m = unit @ unit.T, len(unit)
     label = torch.arange(m)
     pairs = torch.triu_indices(m, m, 1)

@@ -77,9 +77,13 @@ class _Rows(NamedTuple):
 class DBE(Algorithm):
     """FedAvg with the domain bias eliminator (Zhang et al. 2023)."""
 
-    kappa: float = Field(1.0, ge=0, description="weight of the mean regularisation; 50 for 512 features in the paper")
-    momentum: float = Field(1.0, gt=0, le=1, description="mu, weight of the newest batch in a client's mean")
-    memory: bool = Field(True, description="clients have a memory (PRBM)")
+    kappa: float = Field(
+        1.0, ge=0, description="kappa, weight of the mean regularization (50 for 512 features in the paper)"
+    )
+    momentum: float = Field(
+        1.0, gt=0, le=1, description="mu, weight of the newest batch in the running mean of a client's representation"
+    )
+    memory: bool = Field(True, description="give every client a memory (PRBM)")
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its memory and its model take their steps on one batch side by side"

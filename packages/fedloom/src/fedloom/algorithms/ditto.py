@@ -59,13 +59,19 @@ class Ditto(Algorithm):
     """Ditto (Li et al. 2021, Algorithm 1)."""
 
     lam: DerivedFrom0 = by_rule(
-        description="pull lambda; 2/(reach sqrt(rounds)) when not given; the paper tunes it in {0.1, 1, 2} (Sec. 5)"
+        description="lambda, pull towards w (default: 2/(reach sqrt(rounds)), where reach is lr times the steps "
+        "per round; the paper tunes it over {0.1, 1, 2}, Sec. 5)"
     )
-    personal_lr: float | None = Field(None, gt=0, description="step size of v; the local one when not given")
-    personal_epochs: int | None = Field(None, ge=0, description="epochs of v per round; the local steps when not given")
-    batches: Literal["same", "own"] = Field("same", description="batches of v: those of w (public code), or its own")
+    personal_lr: float | None = Field(None, gt=0, description="step size of v (default: the local step size)")
+    personal_epochs: int | None = Field(
+        None, ge=0, description="number of epochs of v per round (default: the steps of [local])"
+    )
+    batches: Literal["same", "own"] = Field(
+        "same", description="batches for v: the same as for w (public code), or separate ones"
+    )
     branch: Literal["server", "own"] = Field(
-        "server", description="start of w: the received model, or the client's own last w_k (FLAME's public code)"
+        "server",
+        description="starting point of w: the received model, or the client's own last w_k (FLAME's public code)",
     )
 
     family: ClassVar[str] = "personalised"

@@ -44,9 +44,12 @@ class Fed3R(Algorithm):
     """Fed3R (Fani et al. 2024, Section 4)."""
 
     ridge: float = Field(
-        0.01, ge=0, description="lambda, weight of the squared head, as scikit-learn's Ridge(alpha); 0.01 in the paper"
+        0.01,
+        ge=0,
+        description="lambda, weight of the squared norm of the head, like alpha of scikit-learn's Ridge (0.01 in "
+        "the paper)",
     )
-    normalise: bool = Field(True, description="divide every class's weights by their length")
+    normalise: bool = Field(True, description="scale every class's weight vector to length 1")
 
     needs_exact: ClassVar[str | None] = sums.SUM_IS_EXACT
 

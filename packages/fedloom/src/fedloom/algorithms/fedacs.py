@@ -43,17 +43,20 @@ class FedACS(Mixed):
     """FedACS (Algorithm 1)."""
 
     quantile: float = Field(
-        0.5, ge=0, le=1, description="p of the threshold delta_k (Algorithm 1); not given in the paper"
+        0.5, ge=0, le=1, description="quantile p of the threshold delta_k (Algorithm 1; the paper does not state it)"
     )
     among: Among = Field(
-        "cohort", description="whose models S has: the round's cohort, or also all clients seen so far, or all (Eq. 4)"
+        "cohort", description="models in S: the round's cohort, all clients seen so far, or all clients (Eq. 4)"
     )
     lam: float | None = Field(
-        None, gt=0, description="lambda: alpha_k = lambda beta_k (Eq. 3, Theorem 2.1); None: alpha_k = 1 (Eq. 4)"
+        None,
+        gt=0,
+        description="lambda of the step alpha_k = lambda beta_k (Eq. 3, Theorem 2.1; None: alpha_k = 1, Eq. 4)",
     )
     copies: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = Field(
         0.999,
-        description="cosine from which models count as one, so that equal attackers weigh as one; 'off': the paper",
+        description="cosine at which models count as copies of one model, so that attackers with equal models "
+        "weigh as one; 'off' as in the paper",
     )
 
     def mixer(self, round: int) -> Attention:

@@ -62,12 +62,16 @@ class Up(NamedTuple):
 class FedADMM(Algorithm):
     """FedADMM (Gong et al. 2022, Algorithm 1)."""
 
-    rho: Derived = by_rule(description="penalty rho; 1/reach when not given; 0.01 in the experiments (Sec. V)")
+    rho: Derived = by_rule(
+        description="penalty rho (default: 1/reach, where reach is lr times the steps per round; the experiments in "
+        "Sec. V use 0.01)"
+    )
     server_lr: Annotated[float, Field(gt=0)] | Literal["fraction"] = Field(
-        "fraction", description="eta; 'fraction' is |S|/n (theory); 1 in the experiments (0.5 from round 60 on)"
+        "fraction",
+        description="eta; 'fraction' is |S|/n, as in the theory (the experiments use 1, and 0.5 from round 60 on)",
     )
     start: Literal["own", "server"] = Field(
-        "server", description="where local SGD starts: theta (public code), or the client's own w_i"
+        "server", description="starting point of local SGD: theta (public code), or the client's own w_i"
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"rho": 0.01, "server_lr": 1.0}

@@ -59,10 +59,15 @@ class Client(NamedTuple):
 class FedADMMComposite(Algorithm):
     """Composite FedADMM (Wang et al. 2022, Algorithm 1)."""
 
-    eta: Derived = by_rule(description="inverse penalty; the reach when not given; the paper gives no one value")
-    regulariser: Regulariser = Field(None, description="g, a function with a prox; none when not given")
+    eta: Derived = by_rule(
+        description="inverse of the penalty (default: reach, which is lr times the steps per round; the paper states "
+        "several values)"
+    )
+    regulariser: Regulariser = Field(None, description="g, a function with a prox (default: none)")
     start: Literal["own", "server"] | None = Field(
-        None, description="where local SGD starts: the client's x_i, or xbar; when not given x_i if eta is given"
+        None,
+        description="starting point of local SGD: the client's x_i, or xbar (default: x_i if eta is set, "
+        "otherwise xbar)",
     )
 
     family: ClassVar[str] = "composite"

@@ -58,10 +58,22 @@ class _Mixed(NamedTuple):
 class FedALA(Algorithm):
     """FedALA (Zhang et al. 2023, Algorithm 1)."""
 
-    head: tuple[str, ...] = Field((), description="prefixes of the parameters that adapt; the last layer when empty")
-    eta: float = Field(1.0, ge=0, description="step size eta of the weights; 1 (Sec. 5.1)")
-    share: float = Field(0.8, gt=0, le=1, description="part s of the data that the weights are learned on; 80 %")
-    first: int = Field(10, ge=1, description="passes over it when the models first differ; until it settles (Sec. 4.2)")
+    head: tuple[str, ...] = Field(
+        (), description="prefixes of the names of the adaptive parameters (empty: the last layer)"
+    )
+    eta: float = Field(1.0, ge=0, description="step size eta of the aggregation weights (1 in Sec. 5.1)")
+    share: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="fraction s of the data on which the aggregation weights are learned (0.8 in the paper)",
+    )
+    first: int = Field(
+        10,
+        ge=1,
+        description="number of passes over these data in the first round with different models (the paper passes "
+        "until convergence, Sec. 4.2)",
+    )
 
     family: ClassVar[str] = "personalised"
 

@@ -48,18 +48,21 @@ from fedloom.rows.layout import Layout
 class FedAMP(Mixed):
     """FedAMP (Huang et al. 2021, Algorithm 1)."""
 
-    lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
-    alpha: Derived = by_rule(description="step of the mixing; reach sqrt(rounds)/2 when not given; 1 in PFLlib")
+    lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction between models")
+    alpha: Derived = by_rule(
+        description="step size of the mixing (default: reach sqrt(rounds)/2, where reach is lr times the steps per "
+        "round; 1 in PFLlib)"
+    )
     sigma: Derived = by_rule(
-        description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given; 1 in PFLlib"
+        description="width sigma of A(t) = 1 - exp(-t/sigma) (default: 2 (n - 1) alpha; 1 in PFLlib)"
     )
     decay: float = Field(
-        1.0, gt=0, le=1, description="factor of alpha_k every ``every`` rounds; 0.1 in the experiments"
+        1.0, gt=0, le=1, description="factor that multiplies alpha_k every ``every`` rounds (0.1 in the experiments)"
     )
-    every: int = Field(30, ge=1, description="rounds between two steps of alpha_k; 30 in the experiments")
-    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's w_i, or u_i")
+    every: int = Field(30, ge=1, description="number of rounds between two changes of alpha_k (30 in the experiments)")
+    start: Literal["own", "server"] = Field("own", description="starting point of local SGD: the client's w_i, or u_i")
     among: Among = Field(
-        "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"
+        "cohort", description="models to mix: the round's cohort, all clients seen so far, or all clients"
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0, "sigma": 1.0}
@@ -72,7 +75,7 @@ class FedAMP(Mixed):
     def _consistent(self) -> Self:
         if self.every != type(self).model_fields["every"].default and self.decay == 1:
             raise ValueError(
-                "every and decay = 1 contradict each other: a constant alpha_k has no steps; give decay < 1"
+                "decay = 1 keeps alpha_k constant, so every has no effect; leave every out, or set decay < 1"
             )
         return self
 

@@ -81,8 +81,12 @@ class _Trace(NamedTuple):
 class FedAS(Algorithm):
     """FedAS (Yang et al. 2024)."""
 
-    align: int = Field(1, ge=0, description="epochs of the alignment; 1 in the public code")
-    lr: float | None = Field(None, gt=0, description="its step size; that of the round when not given; 0.01 there")
+    align: int = Field(1, ge=0, description="number of epochs of the alignment (1 in the public code)")
+    lr: float | None = Field(
+        None,
+        gt=0,
+        description="step size of the alignment (default: the step size of the round; 0.01 in the public code)",
+    )
 
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True

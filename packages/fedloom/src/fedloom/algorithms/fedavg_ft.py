@@ -41,11 +41,13 @@ from fedloom.rows.layout import Layout
 class FedAvgFT(Algorithm):
     """FedAvg with fine-tuning (Yu et al. 2020, Section 4.1)."""
 
-    epochs: int = Field(5, ge=0, description="passes of the fine-tuning over the client's training part")
+    epochs: int = Field(5, ge=0, description="number of fine-tuning passes over the client's training part")
     steps: int | None = Field(
-        None, ge=0, description="its steps, the same for every client; in place of epochs when given"
+        None, ge=0, description="number of fine-tuning steps, the same for every client. Replaces epochs"
     )
-    lr: float | None = Field(None, gt=0, description="its step size; that of the round when not given")
+    lr: float | None = Field(
+        None, gt=0, description="step size of the fine-tuning (default: the step size of the round)"
+    )
 
     family: ClassVar[str] = "personalised"
 

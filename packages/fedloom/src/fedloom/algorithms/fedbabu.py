@@ -63,12 +63,19 @@ class Up(NamedTuple):
 class FedBABU(Algorithm):
     """FedBABU (Oh et al. 2022, Algorithm 1)."""
 
-    head: tuple[str, ...] = Field((), description="prefixes of the head's parameters; the last layer when empty")
-    epochs: DerivedFrom0 = by_rule(
-        description="tau_f, rounded; 5, or a quarter of the run's local epochs, when not given; 5 in the tables"
+    head: tuple[str, ...] = Field(
+        (), description="prefixes of the names of the head's parameters (empty: the last layer)"
     )
-    lr: float | None = Field(None, gt=0, description="step size of the fine-tuning; that of the round when not given")
-    tunes: Literal["all", "head", "body"] = Field("all", description="what the fine-tuning moves (the paper's Table 5)")
+    epochs: DerivedFrom0 = by_rule(
+        description="tau_f, number of fine-tuning epochs, rounded (default: a quarter of the run's local epochs, at "
+        "least 5; 5 in the tables)"
+    )
+    lr: float | None = Field(
+        None, gt=0, description="step size of the fine-tuning (default: the step size of the round)"
+    )
+    tunes: Literal["all", "head", "body"] = Field(
+        "all", description="which parameters fine-tuning updates (Table 5 of the paper)"
+    )
 
     family: ClassVar[str] = "personalised"
     paper: ClassVar[Mapping[str, Any]] = {"epochs": 5}

@@ -57,7 +57,8 @@ class FedBN(Algorithm):
     """FedBN (Li et al. 2021, Algorithm 1)."""
 
     layers: tuple[str, ...] = Field(
-        (), description="prefixes of the parameters that stay; the normalisation layers when empty"
+        (),
+        description="prefixes of the names of the parameters that stay at the client (empty: the normalization layers)",
     )
 
     family: ClassVar[str] = "personalised"
@@ -65,8 +66,9 @@ class FedBN(Algorithm):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if not masks.normalisation(layout, self.layers).any():
             raise Refused(
-                "FedBN keeps normalisation layers at the clients, and the model has none: it would be FedAvg; take a "
-                "model with norm, or name the parameters that stay in the option layers"
+                "FedBN keeps normalisation layers at the clients, but the model has no normalisation "
+                "layers, so FedBN would equal FedAvg; use a model with norm, or name the parameters "
+                "to keep in the option layers"
             )
         return []
 

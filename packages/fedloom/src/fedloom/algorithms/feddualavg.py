@@ -74,8 +74,8 @@ class _Dual(NamedTuple):
 class FedDualAvg(Algorithm):
     """FedDualAvg (Yuan et al. 2021, Algorithm 3)."""
 
-    regulariser: Regulariser = Field(None, description="psi, a function with a prox; none when not given")
-    server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 is the mean of the dual variables")
+    regulariser: Regulariser = Field(None, description="psi, a function with a prox (default: none)")
+    server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 gives the mean of the dual variables")
 
     family: ClassVar[str] = "composite"
     plain_sgd: ClassVar[str | None] = "the weight of psi grows with the step sizes taken, which momentum outgrows"

@@ -75,9 +75,16 @@ class Up(NamedTuple):
 class FedDyn(Algorithm):
     """FedDyn (Acar et al. 2021, Algorithm 1)."""
 
-    alpha: Derived = by_rule(description="dynamic regularisation; 1/reach when not given; 0.01 in the authors' example")
+    alpha: Derived = by_rule(
+        description="weight of the dynamic regularization (default: 1/reach, where reach is lr times the steps per "
+        "round; 0.01 in the authors' example)"
+    )
 
-    scaled: bool = Field(False, description="alpha_i = alpha mean(n)/n_i, in proportion to samples (public code)")
+    scaled: bool = Field(
+        False,
+        description="set alpha_i to alpha mean(n)/n_i, so that it depends on client i's number of samples (public "
+        "code)",
+    )
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 0.01}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:

@@ -79,11 +79,15 @@ class Up(NamedTuple):
 class FedFomo(Algorithm):
     """FedFomo (Zhang et al. 2021)."""
 
-    peers: int = Field(5, ge=0, description="M, models that a client receives; fewer where there are fewer others")
-    epsilon: float = Field(0.3, ge=0, le=1, description="probability of models drawn at random in the first round")
-    decay: float = Field(0.05, ge=0, description="what epsilon loses every round")
-    share: float = Field(0.2, gt=0, lt=1, description="part of the training samples that weights are measured on")
-    returns: bool = Field(False, description="a client that no model helps goes back to where its training began")
+    peers: int = Field(5, ge=0, description="M, maximum number of other clients' models that a client receives")
+    epsilon: float = Field(
+        0.3, ge=0, le=1, description="probability, in the first round, that the received models are drawn at random"
+    )
+    decay: float = Field(0.05, ge=0, description="amount by which epsilon decreases every round")
+    share: float = Field(0.2, gt=0, lt=1, description="fraction of the training samples on which weights are measured")
+    returns: bool = Field(
+        False, description="if no model helps a client, the client returns to the model from which its training started"
+    )
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"

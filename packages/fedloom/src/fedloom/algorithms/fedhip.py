@@ -60,9 +60,14 @@ class Fit(NamedTuple):
 class FedHiP(Algorithm):
     """FedHiP (Tang et al. 2025)."""
 
-    ridge: float = Field(1.0, ge=0, description="weight of the squared head, as scikit-learn's Ridge(alpha)")
+    ridge: float = Field(
+        1.0, ge=0, description="weight of the squared norm of the head, like alpha of scikit-learn's Ridge"
+    )
     share: float | None = Field(
-        None, ge=0, le=1, description="weight of others' sums in a client's head; every client's own when not given"
+        None,
+        ge=0,
+        le=1,
+        description="weight of the other clients' sums in a client's head (default: each client chooses its own)",
     )
 
     family: ClassVar[str] = "personalised"

@@ -58,8 +58,8 @@ class Up(NamedTuple):
 class FedMiD(Algorithm):
     """FedMiD (Yuan et al. 2021, Algorithm 2)."""
 
-    regulariser: Regulariser = Field(None, description="psi, a function with a prox; none when not given")
-    server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 is the mean of the local models")
+    regulariser: Regulariser = Field(None, description="psi, a function with a prox (default: none)")
+    server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 gives the mean of the local models")
 
     family: ClassVar[str] = "composite"
     plain_sgd: ClassVar[str | None] = (

@@ -52,8 +52,10 @@ class Up(NamedTuple):
 class FedNova(Algorithm):
     """FedNova (Wang et al. 2020, Eq. 8)."""
 
-    mu: float = Field(0.0, ge=0, description="proximal weight mu of the local problems, as in FedProx")
-    gamma: float = Field(1.0, gt=0, le=1, description="factor gamma of the step size per local step; 1: constant")
+    mu: float = Field(0.0, ge=0, description="weight mu of the proximal term in the local problems, as in FedProx")
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="factor gamma of the step size per local step; 1 keeps the step size constant"
+    )
 
     weighs_partial: ClassVar[bool] = True
     needs_sgd: ClassVar[str | None] = "it divides a change by the weights of its gradients, those of SGD with momentum"

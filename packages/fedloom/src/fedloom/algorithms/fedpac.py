@@ -77,8 +77,10 @@ class Up(NamedTuple):
 class FedPAC(Algorithm):
     """FedPAC (Xu et al. 2023, Algorithm 1)."""
 
-    lam: float = Field(1.0, ge=0, description="lambda, weight of the alignment; 1 (Sec. 5.1)")
-    head_epochs: int = Field(1, ge=0, description="epochs of the head before the body moves; 1 (Sec. 5.1)")
+    lam: float = Field(1.0, ge=0, description="lambda, weight of the feature alignment (1 in Sec. 5.1)")
+    head_epochs: int = Field(
+        1, ge=0, description="number of epochs that train the head before the body is trained (1 in Sec. 5.1)"
+    )
 
     family: ClassVar[str] = "personalised"
 

@@ -70,12 +70,17 @@ class _Iterate(NamedTuple):
 class FedPD(Algorithm):
     """FedPD (Zhang et al. 2021, Algorithm 1)."""
 
-    eta: Derived = by_rule(description="inverse penalty; the reach when not given; 1 and 10 in FedDR's scripts")
+    eta: Derived = by_rule(
+        description="inverse of the penalty (default: reach, which is lr times the steps per round; 1 and 10 in "
+        "FedDR's scripts)"
+    )
     skip: float = Field(
-        0.0, ge=0, lt=1, description="probability p of an iteration without communication (Algorithm 1)"
+        0.0, ge=0, lt=1, description="probability p that an iteration skips communication (Algorithm 1)"
     )
     start: Literal["own", "server"] | None = Field(
-        None, description="where local SGD starts: the client's x_i, or x_{0,i}; when not given x_i if eta is given"
+        None,
+        description="starting point of local SGD: the client's x_i, or x_{0,i} (default: x_i if eta is set, "
+        "otherwise x_{0,i})",
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"eta": 1.0, "start": "own"}

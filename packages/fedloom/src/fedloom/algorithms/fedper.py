@@ -53,7 +53,9 @@ class Up(NamedTuple):
 class FedPer(Algorithm):
     """FedPer (Arivazhagan et al. 2019, Algorithms 1 and 2)."""
 
-    head: tuple[str, ...] = Field((), description="prefixes of the head's parameters; the last layer when empty")
+    head: tuple[str, ...] = Field(
+        (), description="prefixes of the names of the head's parameters (empty: the last layer)"
+    )
 
     family: ClassVar[str] = "personalised"
 

@@ -66,7 +66,9 @@ class Up(NamedTuple):
 class FedProto(Algorithm):
     """FedProto (Tan et al. 2022, Algorithm 1)."""
 
-    lam: float = Field(1.0, ge=0, description="lambda, weight of the distance to prototypes; 1 for digits (Sec. 5.1)")
+    lam: float = Field(
+        1.0, ge=0, description="lambda, weight of the distance to the prototypes (1 for digits in Sec. 5.1)"
+    )
 
     family: ClassVar[str] = "personalised"
     needs_exact: ClassVar[str | None] = (

@@ -39,7 +39,8 @@ class FedProx(Algorithm):
     """FedProx (Li et al. 2020, Algorithm 2)."""
 
     mu: DerivedFrom0 = by_rule(
-        description="proximal weight; 1/(3 reach) when not given; 0.001 to 1 in the paper, tuned (Sec. 5.1)"
+        description="weight of the proximal term (default: 1/(3 reach), where reach is lr times the steps per "
+        "round; the paper tunes it over 0.001 to 1, Sec. 5.1)"
     )
 
     weighs_partial: ClassVar[bool] = True

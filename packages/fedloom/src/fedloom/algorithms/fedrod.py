@@ -57,7 +57,7 @@ class _Rows(NamedTuple):
 class FedRoD(Algorithm):
     """FedRoD (Chen and Chao 2022, Algorithm 1)."""
 
-    gamma: float = Field(1.0, ge=0, description="exponent of the class counts in the balanced softmax; 1 (Eq. 8)")
+    gamma: float = Field(1.0, ge=0, description="exponent of the class counts in the balanced softmax (1 in Eq. 8)")
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its two heads take their steps on one batch side by side"

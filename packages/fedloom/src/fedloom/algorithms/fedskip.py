@@ -54,7 +54,7 @@ class Up(NamedTuple):
 class FedSkip(Algorithm):
     """FedSkip (Fan et al. 2022, Algorithm 1)."""
 
-    skip: int = Field(3, ge=1, description="rounds from one aggregation to the next; 3 in the authors' code")
+    skip: int = Field(3, ge=1, description="number of rounds from one aggregation to the next (3 in the authors' code)")
 
     mixes: ClassVar[bool] = True
 

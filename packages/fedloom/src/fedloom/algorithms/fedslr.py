@@ -89,15 +89,15 @@ class Sparsity(NamedTuple):
 class FedSLR(Algorithm):
     """FedSLR (Huang et al. 2023, Algorithm 3)."""
 
-    eta_g: Derived = by_rule(description="proximal step size eta_g; 4 reach when not given; 10 in Sec. 6.1")
-    lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
-    mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
-    personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
-    components: Components = Field("lr+s", description="global + personal part, of low rank or sparse (App. A.3)")
-    method: Literal["fedslr", "gpgd"] = Field("fedslr", description="how (P1) is solved (App. A.2)")
-    personal_start: Literal["zero", "model"] = Field("zero", description="p at the start; the public code copies w_0")
+    eta_g: Derived = by_rule(description="proximal step size eta_g (default: 4 reach; 10 in Sec. 6.1)")
+    lam: float = Field(1e-4, ge=0, description="weight lambda of the penalty on the GKR (Sec. 6.1)")
+    mu: float = Field(1e-3, ge=0, description="weight mu of the penalty on p (Sec. 6.1)")
+    personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1; None: as in phase I)")
+    components: Components = Field("lr+s", description="global + personal part, each low-rank or sparse (App. A.3)")
+    method: Literal["fedslr", "gpgd"] = Field("fedslr", description="algorithm for (P1) (App. A.2)")
+    personal_start: Literal["zero", "model"] = Field("zero", description="initial p: 0, or w_0 (public code)")
     personal_decay: Literal["model", "component"] = Field(
-        "model", description="weight decay of phase II acts on w + p, or on p (public code)"
+        "model", description="phase II applies weight decay to w + p, or to p (public code)"
     )
 
     family: ClassVar[str] = "personalised"

@@ -67,9 +67,13 @@ class _Look(NamedTuple):
 class FedSpa(Algorithm):
     """FedSpa (Huang et al. 2022, Algorithm 1)."""
 
-    density: float = Field(0.5, gt=0, le=1, description="share of the weights in a mask; 0.5 in FedSLR's comparison")
-    exchange: float = Field(0.5, ge=0, le=1, description="alpha_0, share of a layer that is exchanged in round 1")
-    horizon: Derived = by_rule(description="T, rounds until masks stay; those of the run when not given")
+    density: float = Field(
+        0.5, gt=0, le=1, description="fraction of the weights in a mask (0.5 in FedSLR's comparison)"
+    )
+    exchange: float = Field(0.5, ge=0, le=1, description="alpha_0, fraction of a layer's weights exchanged in round 1")
+    horizon: Derived = by_rule(
+        description="T, round after which masks no longer change (default: the number of rounds of the run)"
+    )
 
     family: ClassVar[str] = "personalised"
     paper: ClassVar[Mapping[str, Any]] = {"horizon": 1000}

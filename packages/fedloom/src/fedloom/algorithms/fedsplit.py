@@ -54,7 +54,8 @@ class FedSplit(Algorithm):
     """FedSplit (Pathak and Wainwright 2020, Algorithm 1)."""
 
     step: Derived = by_rule(
-        description="s of the prox; 2 reach when not given; 1/sqrt(l L) of the curvatures is the theory's (Theorem 1)"
+        description="step size s of the prox (default: 2 reach, where reach is lr times the steps per round; "
+        "Theorem 1 uses 1/sqrt(l L), from the curvatures)"
     )
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:

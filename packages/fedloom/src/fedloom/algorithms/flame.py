@@ -89,19 +89,20 @@ class Down(NamedTuple):
 class FLAME(ThetaStep):
     """FLAME (Algorithm 1)."""
 
-    rho: Derived = by_rule(description="ADMM penalty rho; lam/n when not given; 0.1 in Table III")
+    rho: Derived = by_rule(description="ADMM penalty rho (default: lam/n; 0.1 in Table III)")
     centre: Literal["own", "received"] = Field(
-        "own", description="prox centre of theta: the client's w_i (Eq. 11), or the received w (public code)"
+        "own", description="center of the prox for theta: the client's w_i (Eq. 11), or the received w (public code)"
     )
     dual: Literal["round", "epoch", "none"] = Field(
         "round",
-        description="w_i and pi_i move once per round (Algorithm 1), every epoch (public code), or pi_i is 0 (IV-E)",
+        description="update w_i and pi_i once per round (Algorithm 1) or every epoch (public code), or set pi_i "
+        "to 0 (IV-E)",
     )
     regulariser: Regulariser = Field(
-        None, description="g, a function of the global model with a prox; none in the paper"
+        None, description="g, a function of the global model with a prox (the paper uses none)"
     )
     residuals: bool = Field(
-        False, description="record the Lagrangian and both residuals, from gradients of all samples"
+        False, description="record the Lagrangian and both residuals, computed from the gradients of all samples"
     )
 
     family: ClassVar[str] = "personalised"
@@ -117,8 +118,8 @@ class FLAME(ThetaStep):
     def _has_epochs(self) -> Self:
         if self.dual == "epoch" and (self.eps0 is not None or self.solver == "criterion"):
             raise ValueError(
-                f"dual = 'epoch' and {'eps0' if self.eps0 else 'solver'} contradict each other: a round then has no "
-                "epochs; leave one out"
+                f"dual = 'epoch' needs epochs, but with {'eps0' if self.eps0 else 'solver'} a round "
+                "has no epochs; leave one of the two out"
             )
         return self
 

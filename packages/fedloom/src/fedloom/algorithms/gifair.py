@@ -67,10 +67,11 @@ class GIFAIR(Algorithm):
     """GIFAIR-FL-Global (Yue et al. 2023, Algorithm 1)."""
 
     lam: DerivedFrom0 = by_rule(
-        description="lambda; half of min p_k |A| / (d - 1) when not given (public code); 0 is FedAvg"
+        description="lambda (default: 0.5 min_k(p_k) |A| / (d - 1), as in the public code); 0 gives FedAvg"
     )
     level: Literal["individual", "group"] = Field(
-        "individual", description="every client its own group (public code), or the federation's groups"
+        "individual",
+        description="treat every client as its own group (public code), or use the groups of the federation",
     )
 
     family: ClassVar[str] = "fair"
@@ -104,7 +105,7 @@ class GIFAIR(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.level == "group" and ctx.groups is None:
-            raise Refused("GIFAIR with level 'group' needs clients in groups; use a partition that has them")
+            raise Refused("GIFAIR with level 'group' needs clients in groups; use a partition that defines groups")
         if (self.lam or 0.0) >= self._bound(ctx):
             bound = self._bound(ctx)
             raise Refused(f"GIFAIR's lam must be below min p_k |A| / (d - 1) = {bound:.3g} here, got {self.lam}")

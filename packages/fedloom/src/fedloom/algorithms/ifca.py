@@ -62,7 +62,7 @@ class Up(NamedTuple):
 class IFCA(Algorithm):
     """IFCA (Ghosh et al. 2020, Algorithm 1)."""
 
-    clusters: int = Field(2, ge=1, description="k, models; 2 to 4 in Sec. 6")
+    clusters: int = Field(2, ge=1, description="k, number of models (2 to 4 in Sec. 6)")
 
     family: ClassVar[str] = "clustered"
     uses_shares: ClassVar[bool] = True

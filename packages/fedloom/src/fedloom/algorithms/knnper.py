@@ -66,12 +66,14 @@ class Up(NamedTuple):
 class KNNPer(Algorithm):
     """kNN-Per (Marfoq et al. 2022, Algorithm 1)."""
 
-    neighbours: int = Field(10, ge=1, description="k, nearest samples that count; 10 (Sec. 5)")
-    scale: float = Field(1.0, gt=0, description="of the kernel, times the number of features; 1 in the public code")
-    weight: float | None = Field(
-        None, ge=0, le=1, description="lambda, the kNN's part in a prediction; every client's own when not given"
+    neighbours: int = Field(10, ge=1, description="k, number of nearest samples used for a prediction (10 in Sec. 5)")
+    scale: float = Field(
+        1.0, gt=0, description="width of the kernel, as a multiple of the number of features (1 in the public code)"
     )
-    share: float = Field(0.2, gt=0, lt=1, description="part of the training samples that lambda is chosen on")
+    weight: float | None = Field(
+        None, ge=0, le=1, description="lambda, weight of the kNN in a prediction (default: each client chooses its own)"
+    )
+    share: float = Field(0.2, gt=0, lt=1, description="fraction of the training samples on which lambda is chosen")
 
     family: ClassVar[str] = "personalised"
 

@@ -55,7 +55,9 @@ class Up(NamedTuple):
 class LGFedAvg(Algorithm):
     """LG-FedAvg (Liang et al. 2020, Algorithm 1)."""
 
-    head: tuple[str, ...] = Field((), description="prefixes of the head's parameters; the last layer when empty")
+    head: tuple[str, ...] = Field(
+        (), description="prefixes of the names of the head's parameters (empty: the last layer)"
+    )
 
     family: ClassVar[str] = "personalised"
 

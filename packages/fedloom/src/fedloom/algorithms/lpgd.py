@@ -51,10 +51,14 @@ class Up(NamedTuple):
 class LPGD(Algorithm):
     """LPGD (Huang et al. 2023, Appendix A.2)."""
 
-    lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
-    mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
-    personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
-    components: Components = Field("lr+s", description="global + personal part, of low rank or sparse (App. A.3)")
+    lam: float = Field(1e-4, ge=0, description="weight lambda of the penalty on the global model (GKR; Sec. 6.1)")
+    mu: float = Field(1e-3, ge=0, description="weight mu of the penalty on the personal component (Sec. 6.1)")
+    personal_epochs: int | None = Field(
+        1, ge=0, description="number of epochs of phase II (Sec. 6.1; None: the steps of [local])"
+    )
+    components: Components = Field(
+        "lr+s", description="structure of the global and the personal part: low-rank (lr) or sparse (s) (App. A.3)"
+    )
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times lam and mu, which momentum outgrows"

@@ -53,7 +53,9 @@ class Client(NamedTuple):
 class MOON(Algorithm):
     """MOON (Li et al. 2021, Algorithm 1)."""
 
-    mu: float = Field(0.5, ge=0, description="weight of the contrastive loss; tuned in {0.1, 1, 5, 10} (Sec. 4.1)")
+    mu: float = Field(
+        0.5, ge=0, description="weight of the contrastive loss (the paper tunes it over {0.1, 1, 5, 10}, Sec. 4.1)"
+    )
     tau: float = Field(0.5, gt=0, description="temperature; 0.5 (Sec. 4.1)")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:

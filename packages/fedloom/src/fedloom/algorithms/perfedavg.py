@@ -43,10 +43,12 @@ class PerFedAvg(Algorithm):
     """Per-FedAvg (Fallah et al. 2020, Algorithm 1)."""
 
     alpha: DerivedFrom0 = by_rule(
-        description="step size alpha of the personal model; local.lr when not given; 0.01 in FedSLR's comparison"
+        description="step size alpha of the personal model (default: local.lr; 0.01 in FedSLR's comparison)"
     )
-    variant: Literal["hf", "fo"] = Field("hf", description="Hessian-free or first-order approximation")
-    delta: float = Field(0.001, gt=0, description="delta of the Hessian product's difference; 0.001 in public codes")
+    variant: Literal["hf", "fo"] = Field("hf", description="approximation of the Hessian: Hessian-free or first-order")
+    delta: float = Field(
+        0.001, gt=0, description="delta of the difference quotient for the Hessian product (0.001 in public codes)"
+    )
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local step is the gradient of a personal model after one plain step"

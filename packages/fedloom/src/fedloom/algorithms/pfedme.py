@@ -60,17 +60,22 @@ class _Rows(NamedTuple):
 class PFedMe(Algorithm):
     """pFedMe (Dinh et al. 2020, Algorithm 1)."""
 
-    lam: Derived = by_rule(description="Moreau weight lambda; 1/reach when not given; 15 for MNIST (experiments)")
-    eta: Derived = by_rule(description="step size of w_i; 1/lam when not given; 0.005 (experiments)")
-    inner: int = Field(5, ge=1, description="K, steps on one batch; 5 (experiments)")
-    personal_lr: float | None = Field(None, gt=0, description="step size of theta; the local one when not given")
-    beta: float = Field(1.0, gt=0, description="server step beta; 1, or 2 where tuned (experiments)")
+    lam: Derived = by_rule(
+        description="Moreau weight lambda (default: 1/reach, where reach is lr times the steps per round; 15 for "
+        "MNIST in the experiments)"
+    )
+    eta: Derived = by_rule(description="step size of w_i (default: 1/lam; 0.005 in the experiments)")
+    inner: int = Field(5, ge=1, description="K, number of steps on one batch (5 in the experiments)")
+    personal_lr: float | None = Field(None, gt=0, description="step size of theta (default: the local step size)")
+    beta: float = Field(1.0, gt=0, description="server step size beta (1 in the experiments, or 2 if tuned)")
 
     theta: Literal["received", "kept"] = Field(
-        "received", description="start of theta: the received model (public code), or the client's last (FLAME's code)"
+        "received",
+        description="starting point of theta: the received model (public code), or the client's last theta "
+        "(FLAME's code)",
     )
     moves: Literal["batch", "epoch", "round"] = Field(
-        "batch", description="w_i moves after every batch (Algorithm 1), every epoch (FLAME's code), or once per round"
+        "batch", description="update w_i after every batch (Algorithm 1), every epoch (FLAME's code), or once per round"
     )
 
     family: ClassVar[str] = "personalised"

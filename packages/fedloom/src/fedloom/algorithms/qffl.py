@@ -59,9 +59,16 @@ class Up(NamedTuple):
 class QFFL(Algorithm):
     """q-FFL by q-FedAvg (Li et al. 2020, Algorithm 2)."""
 
-    q: float = Field(1.0, ge=0, description="fairness; 0 is FedAvg (Sec. 4: tuned in {0.001, 0.01, 0.1, 1, 2, 5, ...})")
+    q: float = Field(
+        1.0,
+        ge=0,
+        description="degree of fairness; 0 gives FedAvg (Sec. 4 tunes it over {0.001, 0.01, 0.1, 1, 2, 5, ...})",
+    )
     lipschitz: Annotated[Annotated[float, Field(gt=0)] | Literal["step"], WrapValidator(or_derived), AS_IT_IS] = (
-        by_rule(description="L; 1/reach when not given; 'step': 1 / step size of the round (Sec. 3.3)")
+        by_rule(
+            description="L (default: 1/reach, where reach is lr times the steps per round); 'step' is 1 / step size "
+            "of the round (Sec. 3.3)"
+        )
     )
 
     family: ClassVar[str] = "fair"

@@ -73,10 +73,14 @@ class Up(NamedTuple):
 class SCAFFOLD(Algorithm):
     """SCAFFOLD (Karimireddy et al. 2020, Algorithm 1)."""
 
-    server_lr: float = Field(1.0, gt=0, description="global step size eta_g; 1 in the paper's experiments (Sec. 7)")
-    option: Literal["I", "II"] = Field("II", description="update of c_i: gradient at x (I) or mean local gradient (II)")
+    server_lr: float = Field(1.0, gt=0, description="global step size eta_g (1 in the paper's experiments, Sec. 7)")
+    option: Literal["I", "II"] = Field(
+        "II", description="update of c_i: by the gradient at x (option I) or the mean local gradient (option II)"
+    )
 
-    scaled: bool = Field(False, description="variates in proportion to samples, n_i/mean(n) (FedDyn's public code)")
+    scaled: bool = Field(
+        False, description="scale the control variates by n_i/mean(n), in proportion to samples (FedDyn's public code)"
+    )
 
     plain_sgd: ClassVar[str | None] = "option II divides x - y by K lr, which is the mean gradient of plain SGD only"
 

@@ -15,6 +15,7 @@ from fedloom.choose.weighers import clear_clusters, spectral_clusters
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx
 from fedloom.rows import algebra
+from fedloom.rows.algebra import directions
 from fedloom.seeds import random_state
 from fedloom.values import Value
 
@@ -42,7 +43,8 @@ class Mixer(Value, ABC):
         1.0,
         ge=0,
         le=1,
-        description="weight of the mixture in the model that a client receives. The rest is the server's model",
+        description="weight of the mixture in the model that a client receives. The server's model has the rest "
+        "of the weight",
     )
 
     @property
@@ -111,13 +113,16 @@ class Attention(Mixer):
 
     kind: ClassVar[str] = "attention"
     quantile: float = Field(
-        0.5, ge=0, le=1, description="p of the threshold delta_k (Algorithm 1). Not given in the paper"
+        0.5, ge=0, le=1, description="quantile p of the threshold delta_k (Algorithm 1; the paper does not state it)"
     )
     lam: float | None = Field(
-        None, gt=0, description="lambda: alpha_k = lambda beta_k (Eq. 3, Theorem 2.1). None: alpha_k = 1 (Eq. 4)"
+        None,
+        gt=0,
+        description="lambda of the step alpha_k = lambda beta_k (Eq. 3, Theorem 2.1; None: alpha_k = 1, Eq. 4)",
     )
     similarity: Similarity = Field(
-        "model", description="vectors of the cosine s_ij: the models, or their changes from the initial model"
+        "model",
+        description="vectors whose cosines s_ij are compared: the models, or their changes from the initial model",
     )
     copies: float | None = Field(
         None, gt=0, le=1, description="cosine above which models count as copies of one model (None: no limit)"
@@ -145,7 +150,12 @@ class Proximity(Mixer):
     """
 
     kind: ClassVar[str] = "proximity"
-    alpha: float | None = Field(None, gt=0, description="step of the mixing. Reach sqrt(rounds)/2 when not given")
+    alpha: float | None = Field(
+        None,
+        gt=0,
+        description="step size of the mixing (default: reach sqrt(rounds)/2, where reach is lr times the steps per "
+        "round)",
+    )
     sigma: float | None = Field(
         None, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma) (default: 2 (n - 1) alpha)"
     )
@@ -180,7 +190,7 @@ class Angles(Mixer):
     kind: ClassVar[str] = "angles"
     sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
     self_weight: float | None = Field(
-        None, ge=0, le=1, description="own weight xi_ii (default: 1/m of the m mixed models)"
+        None, ge=0, le=1, description="weight xi_ii of the client's own model (default: 1/m for m mixed models)"
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
@@ -194,7 +204,7 @@ class Angles(Mixer):
         return self_weight * torch.eye(len(models), dtype=models.dtype, device=models.device) + (1 - self_weight) * xi
 
     def _self_and_peers(self, models: Tensor) -> tuple[float, Tensor]:
-        direction = models / algebra.norm(models).clamp(min=1e-30)
+        direction = directions(models)
         score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
         xi = torch.softmax(score, 1).nan_to_num(1.0)  # a client alone has itself for all others
         return (1 / len(models) if self.self_weight is None else self.self_weight), xi
@@ -229,16 +239,10 @@ class ClusterMeans(Mixer):
         """Raise if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
-                f"personalized_aggregation.clusters must be at most the {n} clients, got {self.clusters}",
+                f"personalized_aggregation.clusters must be at most the number of clients ({n}), got {self.clusters}",
                 rule="mixer-clusters",
-                fix=f"set {{personalized_aggregation.clusters = {n}}}, or less",
+                fix=f"set {{personalized_aggregation.clusters = {n}}}, or use a smaller number",
             )
-
-
-def directions(w: Tensor) -> Tensor:
-    """Scale rows ``[m, d]`` to length 1. A row of zeros stays unchanged."""
-    lengths: Tensor = torch.linalg.vector_norm(w, dim=1, keepdim=True)
-    return w / lengths.clamp(min=1e-30)
 
 
 def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor:

@@ -125,12 +125,17 @@ class EquitableWeigher(Weigher):
 
     kind: ClassVar[str] = "equitable"
     clusters: int | None = Field(
-        None, ge=1, description="C, the true number in the paper (2, 2, 3, 5; Table 1). Sought when not given"
+        None,
+        ge=1,
+        description="C, number of groups. The paper uses the true number (2, 2, 3, 5; Table 1) (default: estimated)",
     )
     layer: Literal["penultimate", "logits"] = Field("penultimate", description="representation a_i (Fig. 1)")
-    log_softmax: bool = Field(True, description="log-softmax of each sample's representation before the mean (Fig. 1)")
+    log_softmax: bool = Field(
+        True, description="apply log-softmax to each sample's representation before the mean (Fig. 1)"
+    )
     reduce: Literal["mean", "last_batch"] = Field(
-        "mean", description="samples of the mean: the training part, or the last mini-batch. Not stated in the paper"
+        "mean",
+        description="samples in the mean: the whole training part, or the last mini-batch (not stated in the paper)",
     )
 
     probes: ClassVar[bool] = True
@@ -169,7 +174,8 @@ class EquitableWeigher(Weigher):
         """Raise if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
-                f"aggregation_weights.clusters must be at most the {n} clients of the federation, got {self.clusters}"
+                "aggregation_weights.clusters must be at most the number of clients in the "
+                f"federation ({n}), got {self.clusters}"
             )
 
 
@@ -249,12 +255,13 @@ class FairFedWeigher(Weigher):
 
     kind: ClassVar[str] = "fairfed"
     beta: float | None = Field(
-        None, ge=0, description="fairness budget beta (Eq. 7). 1/(n rounds) when not given. 0 weighs by samples"
+        None, ge=0, description="fairness budget beta (Eq. 7; default: 1/(n rounds)). 0 weights clients by samples"
     )
     metric: Literal["accuracy", "loss", "equal-opportunity", "statistical-parity"] = Field(
         "accuracy",
         description=(
-            "metric whose client value is compared with its global value. The last two compare groups within clients"
+            "metric whose value at a client is compared with the global value. The last two metrics "
+            "compare groups within clients"
         ),
     )
     group: str | None = Field(
@@ -265,7 +272,7 @@ class FairFedWeigher(Weigher):
         ),
     )
     floor: bool = Field(
-        True, description="force weights of at least 0 (Equitable-FL). The paper allows negative weights"
+        True, description="require weights of at least 0 (Equitable-FL). The paper allows negative weights"
     )
 
     probes: ClassVar[bool] = True
@@ -286,8 +293,8 @@ class FairFedWeigher(Weigher):
             return self
         if not groups:
             raise ConfigError(
-                f"weigher.metric = {self.metric!r} compares two groups of rows; name them in [evaluate], as groups = "
-                "['sex'] or ['age>=75']"
+                f"weigher.metric = {self.metric!r} compares two groups of rows; name the groups in "
+                "[evaluate], for example groups = ['sex'] or ['age>=75']"
             )
         return self.with_(group=groups[0])
 

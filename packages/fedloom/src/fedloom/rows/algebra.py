@@ -21,6 +21,16 @@ def norm(rows: Tensor) -> Tensor:
     return length
 
 
+def directions(rows: Tensor) -> Tensor:
+    """Scale rows [m, d] to length 1. Rows without an exact norm become shorter than 1, so no cosine exceeds 1."""
+    return torch.nn.functional.normalize(rows, dim=1, eps=shortest(rows))
+
+
+def shortest(rows: Tensor) -> float:
+    """Return the smallest divisor of a direction, 1e-16 in float32: the squares of shorter rows may underflow to 0."""
+    return 1024 * math.sqrt(torch.finfo(rows.dtype).tiny)
+
+
 def soft(v: Tensor, t: Scalar) -> Tensor:
     """Return the soft threshold sign(v) max(|v| - t, 0)."""
     return v.sign() * (v.abs() - t).clamp_min(0)

@@ -128,11 +128,18 @@ class Backdoor(Attack):
 
     kind: Literal["backdoor"] = "backdoor"
     target: int | str = Field(0, description="target class, by its number or its name", union_mode="left_to_right")
-    share: float = Field(0.5, gt=0, le=1, description="fraction of an attacker's training samples with the trigger")
-    size: int = Field(3, ge=1, description="edge of the trigger in images, a square at the lower right, in pixels")
-    value: float = Field(1.0, description="value of the trigger's pixels. Images stored as bytes range from 0 to 1")
+    share: float = Field(0.5, gt=0, le=1, description="fraction of an attacker's training samples that get the trigger")
+    size: int = Field(
+        3,
+        ge=1,
+        description="side length of the trigger in images, in pixels. The trigger is a square in the lower right "
+        "corner",
+    )
+    value: float = Field(
+        1.0, description="value of the trigger's pixels. Images stored as bytes have values from 0 to 1"
+    )
     columns: dict[str, float | str] = Field(
-        default_factory=dict, description="trigger in tables: value or level of each column that it changes"
+        default_factory=dict, description="trigger in tables: for each changed column, its new value or level"
     )
 
     def stamp(self, x: Tensor, names: Mapping[str, tuple[str, ...]]) -> Tensor:
@@ -233,7 +240,11 @@ class ModelReplacement(Forgery):
 
     trains: ClassVar[bool] = True
     kind: Literal["model-replacement"] = "model-replacement"
-    scale: float | None = Field(None, gt=0, description="boost (None: m, which replaces the mean (Eq. 3))")
+    scale: float | None = Field(
+        None,
+        gt=0,
+        description="factor by which the vector is multiplied (None: m, so that the vector replaces the mean (Eq. 3))",
+    )
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return base + (m if self.scale is None else self.scale) * (benign - base)
@@ -247,7 +258,7 @@ class Sybils(Forgery):
     """
 
     kind: Literal["sybils"] = "sybils"
-    scale: float = Field(1.0, gt=0, description="norm of the sent vector, relative to that model's norm")
+    scale: float = Field(1.0, gt=0, description="norm of the sent vector, relative to the norm of the received model")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return (-self.scale * base[:1]).expand_as(base).clone()
@@ -266,7 +277,7 @@ class ALIE(Forgery):
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
     kind: Literal["alie"] = "alie"
-    z: float | None = Field(None, description="standard deviations (default: by the formula, from m and b)")
+    z: float | None = Field(None, description="number of standard deviations (default: by the formula, from m and b)")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         rows = benign if honest is None else honest
@@ -287,7 +298,9 @@ class IPM(Forgery):
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
     kind: Literal["ipm"] = "ipm"
-    epsilon: float = Field(0.1, gt=0, description="norm relative to the mean. Above m / b - 1 it reverses a mean")
+    epsilon: float = Field(
+        0.1, gt=0, description="norm relative to the norm of the mean. Values above m / b - 1 reverse the mean"
+    )
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return base - self.epsilon * ((benign if honest is None else honest).mean(0) - base)
@@ -303,7 +316,9 @@ class MinMax(Forgery):
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
     kind: Literal["min-max"] = "min-max"
-    direction: Literal["std", "unit", "sign"] = Field("std", description="p: std, mean / ||mean|| or sign(mean) (IV-C)")
+    direction: Literal["std", "unit", "sign"] = Field(
+        "std", description="direction p of the perturbation: std, mean / ||mean|| or sign(mean) (IV-C)"
+    )
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         rows = benign if honest is None else honest
@@ -346,7 +361,9 @@ class ForgedDirection(Forgery):
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
     kind: Literal["forged-direction"] = "forged-direction"
-    scale: float = Field(100.0, gt=0, description="norm of the sent vector, relative to that client's model")
+    scale: float = Field(
+        100.0, gt=0, description="norm of the sent vector, relative to the norm of the target client's model"
+    )
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return (self.scale * (benign if honest is None else honest)[:1]).expand_as(base).clone()
@@ -367,12 +384,14 @@ class ForgedActivations(Attack):
     disguises: ClassVar[bool] = True
     send: Literal["same", "own"] = Field(
         "same",
-        description="one vector for all attackers, or a coordinate for each, reused in turn if there are too few",
+        description="send the same vector from all attackers, or give each attacker a coordinate of its own "
+        "(reused in turn if there are too few)",
     )
     length: float = Field(
         1000.0,
         gt=0,
-        description="entry of the sent activations. Mean activations after log-softmax also contain a few such entries",
+        description="value of the entries in the sent activations. Mean activations after log-softmax also "
+        "contain a few entries of this size",
     )
 
     def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:

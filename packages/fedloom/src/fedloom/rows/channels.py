@@ -82,15 +82,16 @@ class GaussianNoise(Channel):
     """
 
     kind: Literal["gaussian-noise"] = "gaussian-noise"
-    clip: float = Field(1.0, gt=0, description="largest norm before the noise")
+    clip: float = Field(1.0, gt=0, description="maximum norm before noise is added")
     sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation in units of clip")
     delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
     neighbours: Literal["replace", "zero"] = Field(
         "replace",
-        description="meaning of epsilon: any two uploads (sensitivity 2 clip), or presence or absence of one (clip)",
+        description="what epsilon protects: the replacement of one upload by another (sensitivity 2 clip), or "
+        "presence or absence of one upload (clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(
-        "pld", description="accountant: Renyi divergences, as in every deployment, or privacy losses (tighter)"
+        "pld", description="accounting method: Renyi divergences, as in every deployment, or privacy losses (tighter)"
     )
     needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 
@@ -116,8 +117,10 @@ class TopK(Channel):
     encoding: ClassVar[fields.Kind] = "sparse"
     remembers: ClassVar[bool] = True
     kind: Literal["top-k"] = "top-k"
-    fraction: float = Field(0.01, gt=0, le=1, description="k / D. k is at least 1")
-    error_feedback: bool = Field(True, description="keep the part that was not sent for the next round")
+    fraction: float = Field(
+        0.01, gt=0, le=1, description="fraction k / D of the coordinates that are sent. k is at least 1"
+    )
+    error_feedback: bool = Field(True, description="keep the unsent part of the upload for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
         best = x.abs().topk(_count(self.fraction, x.shape[1]), dim=1).indices
@@ -135,8 +138,10 @@ class RandomK(Channel):
     encoding: ClassVar[fields.Kind] = "sparse"
     remembers: ClassVar[bool] = True
     kind: Literal["random-k"] = "random-k"
-    fraction: float = Field(0.01, gt=0, le=1, description="k / D. k is at least 1")
-    error_feedback: bool = Field(False, description="keep the part that was not sent for the next round")
+    fraction: float = Field(
+        0.01, gt=0, le=1, description="fraction k / D of the coordinates that are sent. k is at least 1"
+    )
+    error_feedback: bool = Field(False, description="keep the unsent part of the upload for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
         D, k = x.shape[1], _count(self.fraction, x.shape[1])
@@ -156,9 +161,13 @@ class QSGD(Channel):
     remembers: ClassVar[bool] = True
     kind: Literal["qsgd"] = "qsgd"
     levels: int = Field(
-        127, ge=1, lt=2**15, description="s. A coordinate takes ceil(log2(2 s + 1)) bits: 127 is 8 bits"
+        127,
+        ge=1,
+        lt=2**15,
+        description="s, number of quantization levels. A coordinate takes ceil(log2(2 s + 1)) bits, so 127 takes "
+        "8 bits",
     )
-    error_feedback: bool = Field(False, description="keep the part that was not sent for the next round")
+    error_feedback: bool = Field(False, description="keep the unsent part of the upload for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
         scale = x.abs().amax(1, keepdim=True)
@@ -177,7 +186,7 @@ class Sign(Channel):
     encoding: ClassVar[fields.Kind] = "sign"
     remembers: ClassVar[bool] = True
     kind: Literal["sign"] = "sign"
-    error_feedback: bool = Field(True, description="keep the part that was not sent for the next round")
+    error_feedback: bool = Field(True, description="keep the unsent part of the upload for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
         return x.abs().mean(1, keepdim=True) * torch.where(x >= 0, 1, -1)

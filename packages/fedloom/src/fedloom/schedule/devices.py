@@ -45,13 +45,15 @@ class Devices(Value, ABC):
 class Stated(Devices, ABC):
     """Devices with given speeds, rates and availability."""
 
-    speed: float = Field(100.0, gt=0, description="training samples per second of a typical device, measured or stated")
+    speed: float = Field(
+        100.0, gt=0, description="number of training samples per second on a typical device, measured or stated"
+    )
     up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
     down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
-    latency: float = Field(0.05, ge=0, description="seconds of delay of every message")
-    present: float = Field(1.0, gt=0, le=1, description="fraction of every period in which a client is present")
+    latency: float = Field(0.05, ge=0, description="delay of every message, in seconds")
+    present: float = Field(1.0, gt=0, le=1, description="fraction of every period in which a client is available")
     period: float = Field(
-        86400.0, gt=0, description="seconds of a period. Each client's presence begins at its own time"
+        86400.0, gt=0, description="length of a period in seconds. Each client becomes available at a different time"
     )
 
     def _fleet(
@@ -92,7 +94,9 @@ class LogNormal(Stated):
 
     kind: ClassVar[str] = "lognormal"
     spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a client's speed")
-    slow: Slow = Field("drawn", description="clients with slow devices: drawn at random, or clients with rare labels")
+    slow: Slow = Field(
+        "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
+    )
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
         """Speeds are assigned at random, or the slowest speed is assigned to the client with the rarest labels.
@@ -111,19 +115,25 @@ class LogNormal(Stated):
 class DeviceClass(Value):
     """Devices of one class."""
 
-    share: float = Field(gt=0, le=1, description="fraction of the clients with such a device. All fractions sum to 1")
-    speed: float = Field(100.0, gt=0, description="training samples per second")
+    share: float = Field(
+        gt=0, le=1, description="fraction of the clients with this kind of device. All fractions sum to 1"
+    )
+    speed: float = Field(100.0, gt=0, description="number of training samples per second")
     up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
     down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
-    latency: float = Field(0.05, ge=0, description="seconds of delay of every message")
+    latency: float = Field(0.05, ge=0, description="delay of every message, in seconds")
 
 
 class Classes(Devices):
     """Named device classes with their shares of the clients, rounded by the largest remainder."""
 
     kind: ClassVar[str] = "classes"
-    classes: dict[str, DeviceClass] = Field(min_length=1, description="devices by name: [devices.classes.NAME]")
-    slow: Slow = Field("drawn", description="clients with slow devices: drawn at random, or clients with rare labels")
+    classes: dict[str, DeviceClass] = Field(
+        min_length=1, description="kinds of devices by name: [devices.classes.NAME]"
+    )
+    slow: Slow = Field(
+        "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
+    )
 
     @field_validator("classes")
     @classmethod
@@ -170,10 +180,13 @@ class Trace(Devices):
 
     kind: ClassVar[str] = "trace"
     file: str = Field(description="Parquet or CSV file (also .csv.gz) with the columns client, speed, up, down")
-    period: float | None = Field(None, gt=0, description="seconds after which the intervals repeat (default: never)")
+    period: float | None = Field(
+        None, gt=0, description="number of seconds after which the intervals repeat (default: never)"
+    )
     draw: bool = Field(
         False,
-        description="draw the clients' devices from a larger file at random. Otherwise they are matched by number",
+        description="draw the clients' devices at random from a larger file. Otherwise each client gets the "
+        "device with the same client number",
     )
 
     @model_validator(mode="after")

@@ -32,10 +32,11 @@ class Deadline(Schedule):
     """A round ends after a number of seconds, or once all clients have answered. Late uploads are lost."""
 
     kind: ClassVar[str] = "deadline"
-    seconds: float = Field(gt=0, description="longest round, in simulated seconds")
+    seconds: float = Field(gt=0, description="maximum length of a round, in simulated seconds")
     partial: bool = Field(
         False,
-        description="let clients take as many steps as time allows. Only for methods that can weight partial work",
+        description="let clients take as many steps as time allows. Works only with methods that can weight "
+        "partial work",
     )
 
 
@@ -46,7 +47,7 @@ class OverSelection(Schedule):
     """
 
     kind: ClassVar[str] = "over-selection"
-    factor: float = Field(1.3, ge=1, description="number of drawn clients per used upload")
+    factor: float = Field(1.3, ge=1, description="number of clients drawn per upload that is used")
 
     def enough(self, m: int) -> int:
         """Return the number of uploads that are used out of ``m`` clients."""
@@ -61,17 +62,17 @@ class Stream(Schedule, ABC):
     """
 
     concurrency: int | None = Field(
-        None, ge=1, description="clients that train at the same time (default: as many as the sampler draws)"
+        None, ge=1, description="number of clients that train at the same time (default: as many as the sampler draws)"
     )
     discount: Literal["polynomial", "hinge", "none"] = Field(
         "polynomial",
-        description="discount of an upload with staleness s. polynomial: (1 + s)^-power. hinge: 1 up to hinge, "
-        "then 1 / (power (s - hinge) + 1)",
+        description="discount of an upload with staleness s. polynomial: (1 + s)^-power. hinge: 1 if s is at "
+        "most hinge, otherwise 1 / (power (s - hinge) + 1)",
     )
-    power: float = Field(0.5, ge=0, description="decay rate of the factor")
-    hinge: int = Field(4, ge=0, description="staleness without a discount, with discount = 'hinge'")
+    power: float = Field(0.5, ge=0, description="decay rate of the discount")
+    hinge: int = Field(4, ge=0, description="with discount = 'hinge': the largest staleness without a discount")
     timeout: float | None = Field(
-        None, gt=0, description="seconds after which fedloom gives up a silent client (default: never)"
+        None, gt=0, description="number of seconds after which fedloom gives up on a silent client (default: never)"
     )
 
     needs: ClassVar[Mapping[str, str]] = {"hinge": "discount hinge"}
@@ -103,7 +104,7 @@ class Buffered(Stream):
     """FedBuff: a server step uses the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
 
     kind: ClassVar[str] = "buffered"
-    buffer: int = Field(10, ge=1, description="K, number of uploads of a step (default: at most all clients)")
+    buffer: int = Field(10, ge=1, description="K, number of uploads per server step (default: at most all clients)")
 
     @property
     def size(self) -> int:
@@ -124,7 +125,7 @@ class Asynchronous(Stream):
     """
 
     kind: ClassVar[str] = "asynchronous"
-    mix: float = Field(0.6, gt=0, le=1, description="alpha, weight of a fresh client model")
+    mix: float = Field(0.6, gt=0, le=1, description="alpha, weight of a newly received client model")
 
     @property
     def rate(self) -> float | None:

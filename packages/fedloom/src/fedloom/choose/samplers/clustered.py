@@ -37,10 +37,13 @@ class Clustered(SizedSampler):
 
     kind: ClassVar[str] = "clustered"
     by: Literal["similarity", "size"] = Field(
-        "similarity", description="groups of similar clients (Algorithm 2), or clients by falling size (Algorithm 1)"
+        "similarity",
+        description="group clients by similarity (Algorithm 2), or in descending order of size (Algorithm 1)",
     )
-    distance: Distance = Field("arccos", description="between gradients: the angle (the paper's), or a norm")
-    masses: Masses = Field("samples", description="client probabilities p_i: n_i / n (the paper's), or 1 / n")
+    distance: Distance = Field(
+        "arccos", description="distance between gradients: the angle (as in the paper), or a norm"
+    )
+    masses: Masses = Field("samples", description="client probabilities p_i: n_i / n (as in the paper), or 1 / n")
 
     needs: ClassVar[Mapping[str, str]] = {"distance": "by similarity"}
 

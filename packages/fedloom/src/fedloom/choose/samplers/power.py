@@ -31,9 +31,13 @@ class PowerOfChoice(SizedSampler):
     """
 
     kind: ClassVar[str] = "power-of-choice"
-    candidates: int | None = Field(None, ge=1, description="d (default: twice the clients of a round)")
+    candidates: int | None = Field(
+        None, ge=1, description="d, number of candidate clients (default: twice the number of clients in a round)"
+    )
     estimate: Literal["loss", "batch", "last"] = Field(
-        "loss", description="loss over all samples (pow-d), over one mini-batch (cpow-d), or as last seen (rpow-d)"
+        "loss",
+        description="loss by which candidates are ranked: over all samples (pow-d), over one mini-batch "
+        "(cpow-d), or the last known loss (rpow-d)",
     )
 
     @property
@@ -56,8 +60,8 @@ class PowerOfChoice(SizedSampler):
         super().check(n)
         if self.candidates is not None and not self.size(n) <= self.candidates <= n:
             raise ConfigError(
-                f"sampler.candidates must be between the {self.size(n)} clients of a round and the {n} of the "
-                f"federation, got {self.candidates}"
+                f"sampler.candidates must be from {self.size(n)} (the clients in a round) to {n} (the "
+                f"clients in the federation), got {self.candidates}"
             )
 
     def remarks(self, ctx: Ctx) -> list[str]:

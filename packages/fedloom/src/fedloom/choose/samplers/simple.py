@@ -53,7 +53,9 @@ class SizeWeighted(SizedSampler):
     """
 
     kind: ClassVar[str] = "size-weighted"
-    replacement: bool = Field(True, description="draw with replacement (Scheme I). Otherwise large clients count less")
+    replacement: bool = Field(
+        True, description="draw clients with replacement (Scheme I). Without replacement, large clients count less"
+    )
 
     @property
     def repeats(self) -> bool:

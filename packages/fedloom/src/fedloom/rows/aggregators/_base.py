@@ -31,7 +31,7 @@ class ClipRows(Value):
     """
 
     kind: Literal["clip"] = "clip"
-    bound: float = Field(10.0, gt=0, description="largest norm of a client's concatenated fields")
+    bound: float = Field(10.0, gt=0, description="maximum norm of a client's concatenated fields")
 
     def rows(self, m: int) -> int:
         """Return the number of rows that remain of m rows."""
@@ -50,7 +50,7 @@ class Bucketing(Value):
     """
 
     kind: Literal["bucketing"] = "bucketing"
-    s: PositiveInt = Field(2, description="rows per group (section 6: 2)")
+    s: PositiveInt = Field(2, description="number of rows per group (section 6: 2)")
 
     def rows(self, m: int) -> int:
         """Return the number of rows that remain of m rows."""
@@ -74,7 +74,11 @@ class NNM(Value):
     """
 
     kind: Literal["nnm"] = "nnm"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
+    f: int = Field(
+        1,
+        ge=0,
+        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
+    )
 
     def rows(self, m: int) -> int:
         """Return the number of rows that remain of m rows.
@@ -106,7 +110,7 @@ class Aggregator(Value, ABC):
     The state is an explicit dict of tensors, which checkpoints contain. It is empty for a stateless rule.
     """
 
-    pre: tuple[Pre, ...] = Field((), description="transformations of the rows before the rule, in this order")
+    pre: tuple[Pre, ...] = Field((), description="transformations applied to the rows before the rule, in this order")
 
     weighted: ClassVar[bool] = False
     """True if the rule uses the weigher's weights."""

@@ -24,17 +24,17 @@ class PrivateMean(Aggregator):
     """
 
     kind: Literal["private-mean"] = "private-mean"
-    clip: float = Field(1.0, gt=0, description="largest norm of a client's differences, all fields together")
+    clip: float = Field(1.0, gt=0, description="maximum norm of a client's differences, over all fields together")
     sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation of the sum in units of clip")
     delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
     neighbours: Literal["replace", "zero"] = Field(
         "zero",
-        description="meaning of epsilon: presence or absence of one upload (sensitivity clip), or any two "
-        "uploads (2 clip)",
+        description="what epsilon protects: presence or absence of one upload (sensitivity clip), or the "
+        "replacement of one upload by another (2 clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(
         "pld",
-        description="method of accounting: Renyi divergences, as in every deployment, or privacy losses (tighter)",
+        description="accounting method: Renyi divergences, as in every deployment, or privacy losses (tighter)",
     )
     needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.aggregators._base import Aggregator, Rows, State, mixture, need
 from fedloom.rows.aggregators.vectors import Result, median
-from fedloom.rows.algebra import distances, norm
+from fedloom.rows.algebra import distances, norm, shortest
 from fedloom.rows.context import Cohort
 
 MOST_SUBSETS = 200_000
@@ -28,7 +28,11 @@ class Krum(Aggregator):
     """
 
     kind: Literal["krum"] = "krum"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
+    f: int = Field(
+        1,
+        ge=0,
+        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
+    )
 
     def require(self, m: int) -> None:
         need(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
@@ -47,8 +51,12 @@ class MultiKrum(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["multi-krum"] = "multi-krum"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
-    k: PositiveInt | None = Field(None, description="rows averaged (None: m - f)")
+    f: int = Field(
+        1,
+        ge=0,
+        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
+    )
+    k: PositiveInt | None = Field(None, description="number of rows to average (None: m - f)")
     squared: bool = Field(True, description="use squared distances for the scores, as in the paper")
 
     def require(self, m: int) -> None:
@@ -69,7 +77,11 @@ class Bulyan(Aggregator):
     """
 
     kind: Literal["bulyan"] = "bulyan"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
+    f: int = Field(
+        1,
+        ge=0,
+        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
+    )
 
     def require(self, m: int) -> None:
         need(self.kind, m >= 4 * self.f + 3, "m >= 4 f + 3", m, f=self.f)
@@ -96,7 +108,11 @@ class MDA(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["mda"] = "mda"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort (default: 0 if the cohort allows no more)")
+    f: int = Field(
+        1,
+        ge=0,
+        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
+    )
 
     def require(self, m: int) -> None:
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
@@ -159,10 +175,10 @@ class FLTrust(Aggregator):
         self.check_cohort(ctx.ids)
         at = (ctx.ids == self.root).nonzero().flatten().tolist()
         x = rows[primary]
-        lengths, trusted = norm(x), x[at[0]]
+        lengths, trusted = norm(x).clamp_min(shortest(x)), x[at[0]]
         cosines = (x @ trusted[:, None]) / (lengths * norm(trusted)).clamp_min(torch.finfo(x.dtype).tiny)
         scores = cosines.clamp_min(0).index_fill(0, torch.tensor(at, device=x.device), 0)
-        share = scores / scores.sum() * norm(trusted) / lengths.clamp_min(torch.finfo(x.dtype).tiny)
+        share = scores / scores.sum() * norm(trusted) / lengths
         alone = torch.zeros_like(share).index_fill(0, torch.tensor(at, device=x.device), 1)
         return mixture(share if scores.sum() > 0 else alone, rows), state
 

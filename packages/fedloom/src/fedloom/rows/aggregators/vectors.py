@@ -46,7 +46,9 @@ class TrimmedMean(Aggregator):
     """Mean of each coordinate without the f smallest and f largest, m > 2f (Yin et al., ICML 2018, Definition 2)."""
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
-    f: int = Field(1, ge=0, description="rows dropped at each end (default: 0 if the cohort allows no more)")
+    f: int = Field(
+        1, ge=0, description="number of rows dropped at each end (default: 1, or 0 if the cohort is too small for 1)"
+    )
 
     def require(self, m: int) -> None:
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
@@ -64,9 +66,9 @@ class GeometricMedian(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["geometric-median"] = "geometric-median"
-    nu: float = Field(1e-6, gt=0, description="smoothing: smaller distances count as this distance (section V)")
+    nu: float = Field(1e-6, gt=0, description="smoothing: distances below this value are raised to it (section V)")
     iterations: PositiveInt = Field(100, description="most iterations")
-    tolerance: float = Field(1e-8, ge=0, description="stop if x moves less than this, relative to 1 + ||x||")
+    tolerance: float = Field(1e-8, ge=0, description="stop if x changes by less than this value, relative to 1 + ||x||")
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
         return {name: self._centre(r, weights.to(r.dtype)) for name, r in rows.items()}, state

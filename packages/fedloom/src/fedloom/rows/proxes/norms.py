@@ -49,7 +49,7 @@ class SquaredL2(Value):
 
     convex: ClassVar[bool] = True
     kind: Literal["squared-l2"] = "squared-l2"
-    c: float = Field(0.01, ge=0, description="weight of the squared norm, without a factor 1/2")
+    c: float = Field(0.01, ge=0, description="weight of the squared norm, without the factor 1/2")
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         return self.c * total(x.square())
@@ -65,7 +65,7 @@ class ElasticNet(Value):
     makes: ClassVar[Form] = "sparse"
     kind: Literal["elastic-net"] = "elastic-net"
     a: float = Field(0.01, ge=0, description="weight of the l1 norm")
-    b: float = Field(0.01, ge=0, description="weight of the squared l2 norm, without a factor 1/2")
+    b: float = Field(0.01, ge=0, description="weight of the squared l2 norm, without the factor 1/2")
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         return total(self.a * x.abs() + self.b * x.square())
@@ -103,8 +103,10 @@ class GroupL1(Value):
     makes: ClassVar[Form] = "sparse"
     kind: Literal["group-l1"] = "group-l1"
     c: float = Field(0.01, ge=0, description="weight of the norm")
-    by: Literal["parameter", "unit"] | PositiveInt = Field("unit", description="unit of a group")
-    scaled: bool = Field(False, description="s_g = sqrt(size of the group) (Yuan and Lin, Eq. 2.1) instead of 1")
+    by: Literal["parameter", "unit"] | PositiveInt = Field("unit", description="which parameters form a group")
+    scaled: bool = Field(
+        False, description="weight each group by s_g = sqrt(size of the group) (Yuan and Lin, Eq. 2.1) instead of 1"
+    )
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         lengths, scale, _ = self._groups(x, layout)

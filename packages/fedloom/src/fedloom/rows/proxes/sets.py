@@ -92,7 +92,7 @@ class Simplex(ConvexSet):
 
     makes: ClassVar[Form] = "sparse"
     kind: Literal["simplex"] = "simplex"
-    radius: float = Field(1.0, gt=0, description="sum of the coordinates")
+    radius: float = Field(1.0, gt=0, description="required sum of the coordinates")
 
     def project(self, v: Tensor, layout: Layout | None = None) -> Tensor:
         return onto_simplex(v, self.radius)
@@ -102,7 +102,7 @@ class HalfSpace(ConvexSet):
     """{<a, x> <= b}. The projection is v - a max(<a, v> - b, 0) / ||a||^2 (Parikh and Boyd, 6.2.3)."""
 
     kind: Literal["half-space"] = "half-space"
-    a: tuple[float, ...] = Field(description="normal, one number per scalar, or one number for all")
+    a: tuple[float, ...] = Field(description="normal vector: one number per scalar, or one number for all")
     b: float = Field(description="bound")
 
     @model_validator(mode="after")
@@ -122,7 +122,7 @@ class Affine(ConvexSet):
     """{x: A x = b}. The projection is v - A^+ (A v - b) (Parikh and Boyd, 6.2.2)."""
 
     kind: Literal["affine"] = "affine"
-    A: tuple[tuple[float, ...], ...] = Field(min_length=1, description="k rows of d numbers")
+    A: tuple[tuple[float, ...], ...] = Field(min_length=1, description="matrix with k rows of d numbers")
     b: tuple[float, ...] = Field(min_length=1, description="k numbers")
 
     @model_validator(mode="after")

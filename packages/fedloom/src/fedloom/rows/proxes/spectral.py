@@ -48,7 +48,7 @@ class NuclearBall(ConvexSet):
 
     makes: ClassVar[Form] = "lowrank"
     kind: Literal["nuclear-ball"] = "nuclear-ball"
-    radius: float = Field(1.0, gt=0, description="largest nuclear norm of a layer")
+    radius: float = Field(1.0, gt=0, description="maximum nuclear norm of a layer")
 
     def project(self, v: Tensor, layout: Layout | None = None) -> Tensor:
         layers = _layers(self, layout)
