@@ -118,7 +118,7 @@ class Work:
         return (self.steps + per - 1) // per
 
     def ends(self, span: Literal["epoch", "round"]) -> Tensor:
-        """Return whether step `k` of `iterate` is the client's last in an epoch or in the round, bool ``[m, 1]``."""
+        """Return True if step `k` of `iterate` is the client's last in an epoch or in the round, bool ``[m, 1]``."""
         last = self.steps == self.k + 1
         return last if span == "round" else last | ((self.k + 1) % self._per_epoch() == 0)
 
@@ -208,7 +208,7 @@ class Work:
         return self.oracle.features(each_client(w, self.m), self.ids)
 
     def class_means(self, w: Tensor) -> Tensor:
-        """Return the mean representation ``[m, c, k]`` at ``w`` of every class in the training part, 0 if missing.
+        """Return the mean representation ``[m, c, k]`` at ``w`` of each class in the training part, 0 if missing.
 
         Args:
             w: model, ``[d]`` or ``[m, d]``.

@@ -1,4 +1,4 @@
-"""Memory that the C library reuses: fresh pages from the system take longer than the computations on them."""
+"""Memory that the C library reuses, because getting fresh pages from the system takes longer than the computation."""
 
 from __future__ import annotations
 

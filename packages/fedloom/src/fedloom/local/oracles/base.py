@@ -92,7 +92,7 @@ class Oracle(ABC):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """Set ``out <- beta out + alpha grad + steady``, for the mean loss of ``batch`` and terms at ``w``.
+        """Set ``out <- beta out + alpha grad + steady``, for the mean loss of ``batch`` and the terms at ``w``.
 
         Args:
             out: rows ``[m, d]``, which are written in place. Without terms, ``out`` may be ``w`` itself (which gives an

@@ -105,7 +105,7 @@ def repeat_single(x: Tensor) -> Tensor:
 
 
 def evaluated_together(module: nn.Module, sample: Tensor) -> int:
-    """Return the number of samples evaluated together, from the widest activation of one ``sample [1, ...]``."""
+    """Return the number of samples evaluated together, given the widest activation of one ``sample [1, ...]``."""
     widths = [sample.numel()]
     hooks = [
         m.register_forward_hook(lambda _m, _x, out: widths.append(out.numel()) if isinstance(out, Tensor) else None)
