@@ -94,8 +94,8 @@ class Federation:
             for c in present:
                 members[c].receive(t, nonce, inbox[c], terms, weights)
                 is_neutral = c in neutral or (kind == "uploads" and members[c].stays_neutral)
-                known = NEUTRAL_COUNTS if kind == "uploads" else SILENT_COUNTS
-                answer = known if is_neutral else ANSWERED_COUNTS
+                unable = NEUTRAL_COUNTS if kind == "uploads" else SILENT_COUNTS
+                answer = unable if is_neutral else ANSWERED_COUNTS
                 counts = answer if any(weights[c]) else ABSENT_COUNTS
                 vectors[c] = members[c].masked(t, nonce, np.zeros(3, dtype=np.uint64), counts)
         except Broken as error:
