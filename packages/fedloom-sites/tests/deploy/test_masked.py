@@ -54,6 +54,7 @@ from fedloom_sites.deploy.secure.terms import Terms, check_summands, read_terms
 from fedloom_sites.deploy.secure.vectors import NUMBERS_PER_SCORE, ScoreVector, UploadVector
 from fedloom_sites.deploy.settings import Secure
 from fedloom_sites.deploy.site.state import models
+from fedloom_sites.deploy.site.trainer import Trainer
 from fedloom_sites.transport import node as node_module
 from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
@@ -676,6 +677,29 @@ def test_a_sum_of_the_last_scores_that_is_never_opened_costs_the_figures_only(tm
     [line] = here.audit("scores given up")
     assert line["round"] == 1
     assert not [k for k in figures(pq.read_table(here.server.results / "metrics.parquet"), total=True) if k[0] == 1]
+
+
+def test_scores_of_a_round_in_which_a_site_has_none_are_given_up_and_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the session of the next training, and in that of the last scores; uploads and models stay what they are."""
+    changes: dict[str, Any] = {"rounds": 3, "evaluate": {"every": 1}}
+    whole, here = secured(tmp_path / "whole", "ditto", **changes), secured(tmp_path / "here", "ditto", **changes)
+    score = Trainer._score
+
+    def diverged(trainer: Trainer, job: Any, models: Any, t: int, common: bool) -> Any:
+        scores = score(trainer, job, models, t, common)
+        return {} if trainer.site.client == 4 and t in (1, 3) and here.folder in trainer.site.state.parents else scores
+
+    monkeypatch.setattr(Trainer, "_score", diverged)
+    assert (whole.serve(), here.serve()) == (Stop.DONE, Stop.DONE)
+    assert torch.equal(here.model(), whole.model())
+    lines = here.audit("scores given up")
+    assert [line["round"] for line in lines] == [1, 3]
+    assert all("because 1 of 5 sites have no finite score" in line["reason"] for line in lines)
+    tables = [figures(pq.read_table(one.server.results / "metrics.parquet"), total=True) for one in (whole, here)]
+    assert {key[0] for key in tables[0]} - {key[0] for key in tables[1]} == {1, 3}
+    assert {key: value for key, value in tables[0].items() if key[0] not in (1, 3)} == tables[1]
 
 
 PRIVATE = {"kind": "private-mean", "clip": 0.5, "sigma": 2.0, "delta": 1e-5}

@@ -249,7 +249,10 @@ def test_an_odd_trace_is_read(tmp_path: Path) -> None:
         ({"schedule": OverSelection(factor=4), "devices": "equal", "aggregator": KRUM}, r"got m = 2 rows"),
         ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "cannot ask candidates"),
         ({"schedule": "asynchronous", "devices": "equal", "attack": "alie"}, "honest uploads of a round"),
-        ({"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4}, "cohorts are lists of clients per round"),
+        (
+            {"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4},
+            "cohorts are lists of clients per round",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) -> None:

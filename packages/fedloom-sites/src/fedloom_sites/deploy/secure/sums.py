@@ -90,7 +90,7 @@ class SecureSums:
 
     def sum(
         self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
-        counted: bool = False,
+        counted: bool = False, again: bool = False,
     ) -> Sum:  # fmt: skip
         """Compute and return the sum of the sites' vectors.
 
@@ -105,12 +105,13 @@ class SecureSums:
             read: function that decodes a sum of a number of vectors. The function raises Refused for an implausible
                 sum.
             counted: True if the sites read the sum of their counters before they open the sum of their vectors.
+            again: True to begin a new session although a sum was requested, because that sum stays closed.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
             GivenUp: the sum was requested too often, or a vector is wrong.
         """
-        pending = self._unmasked.of(terms.sums)
+        pending = None if again else self._unmasked.of(terms.sums)
         if pending is None:
             pending = self._collected(terms, weights, request, length, counted)
             self._enter_change(terms, weights, pending.clients)
