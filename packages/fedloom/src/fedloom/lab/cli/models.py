@@ -46,7 +46,8 @@ ThresholdOption = Annotated[
 SetThresholdOption = Annotated[
     float | None,
     typer.Option(
-        "--set-threshold", help="threshold of the analysis conformal: also write the set of classes (default: no sets)"
+        "--set-threshold",
+        help="threshold of the analysis conformal: also write sets of classes, or intervals (default: neither)",
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of another kind")]
