@@ -67,9 +67,9 @@ def test_the_comparison_of_the_first_page_prints_what_is_shown(
 
 def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> None:
     text = " ".join((ROOT / "README.md").read_text().replace("\n> ", " ").split())
-    assert f"let {len(fl.testing.METHOD_LAWS)} laws check it" in text
+    assert f"check it against {len(fl.testing.METHOD_LAWS)} laws" in text
     replayed = [name for name, card in cards().items() if "Replayed:" in card]
-    assert f"{len(replayed)} of {len(COUNTED_METHODS)} are replayed step by step against public code" in text
+    assert f"{len(replayed)} of {len(COUNTED_METHODS)} are compared step by step with public code" in text
     assert f"It runs {len(COUNTED_METHODS)} published methods" in text
     with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:
         measured = {(row["method"], row["setup"]) for row in csv.DictReader(file) if row["mean"]}
@@ -77,7 +77,7 @@ def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> 
     methods, setups = ({pair[k] for pair in measured} for k in (0, 1))
     page = (ROOT / "docs" / "map.md").read_text()
     (none,) = re.findall(rf"\*\*In (\d+) of {len(setups)} federations, no method is better than the baseline", page)
-    assert f"In {none} of {len(setups)} kinds of federation, none of {len(methods)} methods is better" in text
+    assert f"In {none} of {len(setups)} kinds of federation, none of {len(methods)} methods beats both" in text
 
 
 def test_figures_of_the_first_page_are_those_of_their_records() -> None:
@@ -85,7 +85,7 @@ def test_figures_of_the_first_page_are_those_of_their_records() -> None:
     (row,) = re.findall(r"^\| FedAvg \| 1,000,000 \|(.+)\|$", scale, flags=re.MULTILINE)
     cells = [cell.strip() for cell in row.split("|")]
     milliseconds = f"{1000 * float(cells[2].removesuffix(' s')):.0f} ms"
-    assert f"train a round of FedAvg in {milliseconds} on one core, in {cells[-1]} (softmax" in text
+    assert f"clients takes {milliseconds} on one core, in {cells[-1]} (softmax" in text
     assert "1,000 clients train" in " ".join(scale.split()), "the cohort of that row"
     assert f"1,000 of 1,000,000 clients takes {milliseconds}" in " ".join(
         (ROOT / "docs" / "scale.md").read_text().split()

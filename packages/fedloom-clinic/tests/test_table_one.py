@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -175,7 +176,7 @@ def test_the_command_prints_it_without_histograms(tmp_path: Path) -> None:
     assert said.exit_code == 0, said.output
     line = next(line for line in said.output.splitlines() if {"age", "new"} <= {*line.split()})
     assert f"{frame[frame.arm == 'new'].age.mean():.4g}" in line
-    assert "2 questions to 4 clients" in said.output
+    assert "3 questions to 4 clients" in said.output
 
 
 def test_it_obeys_the_laws() -> None:
@@ -190,3 +191,47 @@ def test_what_it_cannot_be_of_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="group"):
         fl.analyze("table-1", patients()[0], group="age")
     assert torch.is_tensor(patients()[0].x)
+
+
+@pytest.mark.parametrize("clients", [3, 5])
+def test_a_statistic_over_clients_leaves_their_counts_open(clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An observer of total and statistic tries all counts of a level at clients of known sizes.
+
+    At three clients, a fine step leaves the true counts only, so no statistic is computed. At five clients, many counts
+    fit the statistic in its coarse step.
+    """
+    steps, bounds = [], TableOne.bounds
+
+    def recorded(self: TableOne, question: Any, terms: Any) -> Any:
+        found = bounds(self, question, terms)
+        if question.name == "differences":
+            steps.append((question.values["shares"], found.step))
+        return found
+
+    monkeypatch.setattr(TableOne, "bounds", recorded)
+    rng, sizes = np.random.default_rng(3), (30, 25, 20, 22, 27)[:clients]
+    frame = pd.DataFrame({
+        "site": np.repeat(list("abcde")[:clients], sizes), "sex": rng.choice(["f", "m"], sum(sizes), p=[0.3, 0.7]),
+        "died": rng.integers(0, 2, sum(sizes)),
+    })  # fmt: skip
+    data = fl.Dataset.create(frame, "died", client_column="site", categorical=("sex",))
+    table = fl.analyze(TableOne(rules={"min_subjects": 2, "min_clients": 2}), data).table.to_pandas()
+    assert table.p_clients.isna().all() == (clients == 3) == (not steps)
+    female = (frame[frame.sex == "f"].groupby("site").size().to_numpy()).astype(int)
+    n, share = np.array(sizes), female.sum() / sum(sizes)
+    grids = np.meshgrid(*(np.arange(size + 1) for size in sizes[:-1]), indexing="ij")
+    last = female.sum() - sum(grids)
+    possible = np.stack([*grids, last], -1)[(last >= 0) & (last <= sizes[-1])]
+
+    def left(step: float) -> int:
+        """Return how many counts agree with the rounded statistic."""
+        chi = [(counts - n * share) ** 2 * (1 / (n * share) + 1 / (n * (1 - share))) for counts in (possible, female)]
+        sums = [np.rint(values / step).sum(-1) for values in chi]
+        return int((sums[0] == sums[1]).sum())
+
+    if clients == 3:
+        assert left(2.0**-36) == 1
+    else:
+        (shares, step) = steps[-1]
+        assert float(shares.sum()) == pytest.approx(1)
+        assert left(2.0 ** np.floor(np.log2(float(step[-2])))) > 20

@@ -75,9 +75,13 @@ class Conformal(Analysis):
     questions: ClassVar = {"reached": {}, "scores": {"reached": 2}, "coverage": {"thresholds": 1}}
     uses_models: ClassVar[bool] = True
 
-    alpha: float = Field(0.1, gt=0, lt=1, description="fraction of rows whose set or interval may miss the truth")
+    alpha: float = Field(
+        0.1, gt=0, lt=1, description="target fraction of rows whose prediction set or interval misses the truth"
+    )
     model_kind: Literal["global", "personal"] = Field("global", description="model whose predictions are used")
-    by_client: bool = Field(False, description="one threshold per client. Clients then show their own histograms")
+    by_client: bool = Field(
+        False, description="use a separate threshold for each client. Clients then reveal their own histograms"
+    )
     calibration_fraction: float = Field(0.5, gt=0, lt=1, description="fraction of the test rows for calibration")
     bins: int = Field(
         1000, ge=10, le=100_000, description="number of equal bins of scores from 0 to 1, or of residuals"

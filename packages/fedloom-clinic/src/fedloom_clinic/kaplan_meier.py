@@ -69,10 +69,10 @@ class KaplanMeier(Analysis):
 
     width: float = Field(gt=0, description="width of time bins, in the unit of the times")
     until: float | None = Field(
-        None, gt=0, description="end of the last bin. Later times are censored there (None: the largest time)"
+        None, gt=0, description="end of the last bin. Later times are censored at this time (None: the largest time)"
     )
     group: str | None = Field(None, description="a column with levels, or 'client' (None: one curve)")
-    level: float = Field(0.95, gt=0, lt=1, description="coverage of the intervals")
+    level: float = Field(0.95, gt=0, lt=1, description="coverage of the confidence intervals")
 
     @property
     def shows_rows(self) -> bool:

@@ -18,7 +18,7 @@ def renew(
         str | None,
         typer.Option(help="host name or address at which sites reach the server (default: as in server.toml)"),
     ] = None,
-    days: Annotated[int, typer.Option(help="validity of the certificate, in days")] = 365,
+    days: Annotated[int, typer.Option(help="how long the certificate is valid, in days")] = 365,
 ) -> None:
     """Make another certificate of the server.
 
@@ -46,10 +46,10 @@ def add(
     directory: Directory,
     name: Annotated[str, typer.Argument(help="name of the new site", show_default=False)],
     home: Annotated[
-        Path | None, typer.Option(help="folder for server/ and site/ on the machines (default: the deployment's)")
+        Path | None, typer.Option(help="folder for server/ and site/ on the machines (default: as in the deployment)")
     ] = None,
     programs: Annotated[
-        Path | None, typer.Option(help="folder of the programs on the machines (default: the deployment's)")
+        Path | None, typer.Option(help="folder of the programs on the machines (default: as in the deployment)")
     ] = None,
 ) -> None:
     """Let a site join a deployment that has run.
@@ -163,9 +163,9 @@ def _say_steps(
 def approve(
     site: SiteFolder,
     change: Annotated[
-        Path | None, typer.Argument(help="folder 'approval' of a new agreement (default: the run of site.toml)")
+        Path | None, typer.Argument(help="the 'approval' folder of a new agreement (default: the run in site.toml)")
     ] = None,
-    digest: Annotated[str, typer.Option(help="digest of the run, given by its coordinator")] = "",
+    digest: Annotated[str, typer.Option(help="digest of the run, which its coordinator sends you")] = "",
 ) -> None:
     """Approve a run or a new agreement at a site.
 
@@ -197,7 +197,7 @@ def approve(
 @deploy.command()
 def snapshot(
     site: SiteFolder,
-    date: Annotated[str | None, typer.Option(help="date of the data, as 2026-12-01 (default: today)")] = None,
+    date: Annotated[str | None, typer.Option(help="date of the data, such as 2026-12-01 (default: today)")] = None,
 ) -> None:
     """Declare a dated snapshot of a site's data that grow.
 
