@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 import fedloom as fl
+from fedloom import storage
 from fedloom.algorithms import REGISTRY, upload_fields
 from fedloom.lab.experiment.cards import COUNTED_METHODS, cards, text
 from fedloom.lab.report import PairVerdict
@@ -410,6 +411,26 @@ def test_notebooks_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pairs = list(zip(re.findall(number, recorded), re.findall(number, fresh), strict=True))
     near = [abs(float(a) - float(b)) <= 0.03 * max(1.0, float(a)) for a, b in pairs]
     assert sum(near) >= 0.9 * len(pairs), "the outputs are stale: execute the notebook and commit it"
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
+def test_every_cell_of_a_notebook_runs_for_a_round(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a key, a name or a form that has changed is found without the minutes of `test_notebooks_run`."""
+    monkeypatch.delenv("FEDLOOM_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    read, read_toml, simulate = fl.experiment.read, storage.read_toml, fl.simulate
+
+    def read_short_table(path: Path, what: str) -> dict[str, Any]:
+        document = read_toml(path, what)
+        return document | {"rounds": 1, "tune": {"trials": 1, "rounds": 1}}
+
+    monkeypatch.setattr(fl.experiment, "read", lambda path: read(path, ["rounds=1"]))
+    monkeypatch.setattr(storage, "read_toml", read_short_table)
+    monkeypatch.setattr(fl, "simulate", lambda *words, **kwargs: simulate(*words, **kwargs | {"rounds": 1}))
+    names = dict[str, Any]()
+    for cell in json.loads(file.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), file.name, "exec"), names)
 
 
 def printed(file: Path) -> str:

@@ -90,15 +90,23 @@ class Cox(Penalized):
 
     width: float | None = Field(None, gt=0, description="width of time bins, in the unit of the times")
     until: float | None = Field(
-        None, gt=0, description="end of the last bin. Later events count as censored there (None: the largest time)"
+        None,
+        gt=0,
+        description="end of the last bin. Rows with later events count as censored at this time (None: the "
+        "largest time)",
     )
-    stratify: bool = Field(False, description="use a baseline hazard per client instead of bins, with exact times")
+    stratify: bool = Field(
+        False, description="use a separate baseline hazard for each client instead of bins, with exact times"
+    )
     min_events: int = Field(
         5,
         ge=1,
-        description="smallest number of events of a client, in a bin and in total. A client with fewer sends none",
+        description="smallest number of events of a client, in a bin and in total. A client with fewer events "
+        "sends no events",
     )
-    ties: Literal["efron", "breslow"] = Field("efron", description="treatment of tied events in one bin or at one time")
+    ties: Literal["efron", "breslow"] = Field(
+        "efron", description="treatment of tied events, in the same bin or at the same time"
+    )
 
     @model_validator(mode="after")
     def _bins_or_strata(self) -> Cox:

@@ -88,7 +88,9 @@ class Glm(Penalized):
 
     retried: ClassVar = ("step", "tilted", "paths")
 
-    by_client: bool = Field(False, description="use one intercept per client. Clients then show sums of their own rows")
+    by_client: bool = Field(
+        False, description="use a separate intercept for each client. Clients then reveal sums of their own rows"
+    )
 
     @property
     def shows_rows(self) -> bool:

@@ -40,12 +40,12 @@ class Penalized(ScriptedAnalysis):
     """Regression by sums with a penalty."""
 
     penalty: Literal["none", "ridge", "firth"] = Field(
-        "none", description="ridge or firth: finite coefficients, also if columns separate the rows"
+        "none", description="ridge or firth. Both give finite coefficients even if columns separate the rows"
     )
     strength: float | Literal["cv"] | None = Field(
         None,
-        description="of the ridge, per row and for columns of unit deviation, as lifelines' penalizer; intercepts are "
-        "free. cv: by cross-validated likelihood",
+        description="strength of the ridge penalty, per row and for columns with unit standard deviation, like "
+        "lifelines' penalizer. Intercepts are not penalized. cv: chosen by cross-validated likelihood",
     )
 
     @model_validator(mode="after")

@@ -63,9 +63,12 @@ class RidgeRegression(ScriptedAnalysis):
     wider: ClassVar[str] = "Give a larger max_input, or agree on a wider target_range"
 
     strength: float = Field(
-        0.01, ge=0, description="penalty per row, for inputs of unit deviation: scikit-learn's Ridge(alpha) over rows"
+        0.01,
+        ge=0,
+        description="penalty per row, for inputs with unit standard deviation, like alpha of scikit-learn's "
+        "Ridge divided by the number of rows",
     )
-    max_input: float = Field(1000.0, gt=0, description="largest absolute number of an input that clients agree on")
+    max_input: float = Field(1000.0, gt=0, description="agreed limit on the absolute value of an input")
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)

@@ -40,10 +40,12 @@ class Decision(Value):
 
     recipe: str
     seeds: int = Field(ge=1, description="total number of seeds, including the recorded ones")
-    hours: float = Field(ge=0, description="core-hours, estimated from the record before the first seed. 0 only asks")
+    hours: float = Field(
+        ge=0, description="estimated core-hours, based on the record before the first seed (0: no run, only a test)"
+    )
     how: str = Field(description="what the experiment adds")
     scale: Literal["points", "ratio", "gradients", "bytes", "as printed"] = Field(description="scale of the test")
-    looks: tuple[int, ...] = Field(description="numbers of seeds after which the claims are tested")
+    looks: tuple[int, ...] = Field(description="numbers of seeds at which the claims are tested")
     claims: tuple[str, ...] = Field(min_length=1)
 
     @property

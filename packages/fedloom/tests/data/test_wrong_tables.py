@@ -329,13 +329,13 @@ def _export(column: str = "", cell: Callable[[int], object] = str, separator: st
 
 
 EXPORTS: dict[str, tuple[str | bytes, str]] = {
-    "a byte 0": (_export().replace("died", "di\0ed", 1), "line 1 holds a byte 0, which is no text"),
-    "a byte 0 in a class": (_export()[:-2] + "0\0\n", "line 61 holds a byte 0"),
+    "a byte 0": (_export().replace("died", "di\0ed", 1), "line 1 contains a byte 0, which does not occur in text"),
+    "a byte 0 in a class": (_export()[:-2] + "0\0\n", "line 61 contains a byte 0"),
     "an invisible sign in a header": (_export("\u200bdose"), "holds U.200B, which is invisible"),
     "a mark in the middle": ("age,\ufeffcrp" + _export()[7:], "holds U.FEFF, which is invisible"),
     "an invisible sign in a class": (_export()[:-2] + "0\u00ad\n", "a level '0.*holds U.00AD, which is invisible"),
-    "headers that differ in a blank": (_export("age "), "columns 'age ' and others differ in blanks alone"),
-    "headers that differ in their form": (_export("\uff41ge"), "and others differ in blanks alone"),
+    "headers that differ in a blank": (_export("age "), "columns 'age ' differ from other columns only in blanks"),
+    "headers that differ in their form": (_export("\uff41ge"), "differ from other columns only in blanks"),
     "a sign of minus": (_export("d", lambda k: f"\u2212{k}.5"), "'d'.*write numbers alone"),
     "thin spaces": (_export("d", lambda k: f"1\u202f{k:03}"), "'d'.*write numbers alone"),
     "negative in brackets": (_export("d", lambda k: f"({k}.5)"), "'d'.*write numbers alone"),
@@ -382,3 +382,25 @@ def test_numbers_that_may_be_codes_or_dates_are_noted(name: str, tmp_path: Path)
 def test_measurements_are_not_taken_for_codes(cell: Callable[[int], object], tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(_export("dose", cell))
     assert not [note for note in fl.load(tmp_path / "rows.csv", target="died").notes if "'dose'" in note]
+
+
+@pytest.mark.parametrize("name", ["", "0", "None", "False", 0])
+def test_a_column_whose_name_is_false_takes_every_role(name: str | int) -> None:
+    count = np.arange(120)
+    x = pd.DataFrame({"a": np.sin(count), "b": np.cos(count)})
+    roles = {
+        "client_column": np.array(["x", "y", "z"])[count % 3], "subject": count // 4, "order": count,
+        "test_column": (count % 4 == 0).astype(int), "drop": np.sin(3 * count),
+        "categorical": np.array(["u", "v"])[count % 2],
+    }  # fmt: skip
+    for role, cells in roles.items():
+        frame = x.assign(**{str(name): cells, "y": count // 2 % 2})
+        frame.columns = ["a", "b", name, "y"]
+        several = role in ("drop", "categorical")
+        data = fl.Dataset.create(frame, target="y", **{role: [name] if several else name})
+        features = [column.name for column in data.prepare.columns]
+        assert (str(name) in features) == (role == "categorical"), role
+        assert (data.user_names == ("x", "y", "z")) == (role == "client_column"), role
+        design = data.design
+        assert (design is not None and design.subject is not None) == (role == "subject")
+        assert (design is not None and design.order is not None) == (role == "order")

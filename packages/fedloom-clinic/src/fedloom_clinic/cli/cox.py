@@ -22,25 +22,27 @@ def cox(
         str | None,
         typer.Option(help="column with 1 if the time ends with an event, otherwise 0 (default: as in [data])"),
     ] = None,
-    ties: Annotated[str, typer.Option(help="efron or breslow", autocompletion=one_of("efron", "breslow"))] = "efron",
+    ties: Annotated[
+        str, typer.Option(help="method for ties: efron or breslow", autocompletion=one_of("efron", "breslow"))
+    ] = "efron",
     bins: Annotated[
         float | None,
-        typer.Option(min=0, help="width of agreed time bins. Sites then send secure sums only"),
+        typer.Option(min=0, help="width of the agreed time bins. With bins, sites send only secure sums"),
     ] = None,
     min_events: Annotated[
         int | None,
         typer.Option(
             min=1,
             help="with --bins: smallest number of events and of rows at risk in a bin. A site with fewer "
-            "sends nothing for the bin (else 5)",
+            "sends nothing for the bin (default: 5)",
         ),
     ] = None,
-    stratify: Annotated[bool, typer.Option("--stratify", help="use a baseline hazard per site")] = False,
+    stratify: Annotated[bool, typer.Option("--stratify", help="use a separate baseline hazard for each site")] = False,
     penalty: PenaltyName = "none",
     strength: Strength = None,
     test: Annotated[
         str | None,
-        typer.Option(help="COLUMN=VALUE of rows left out of the fit. The concordance on them is printed"),
+        typer.Option(help="COLUMN=VALUE of rows to leave out of the fit. The concordance on these rows is printed"),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:

@@ -13,7 +13,7 @@ from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say
 @app.command(rich_help_panel="Statistics")
 def glm(
     file: FileArgument,
-    by_client: Annotated[bool, typer.Option("--by-client", help="use an intercept for every client")] = False,
+    by_client: Annotated[bool, typer.Option("--by-client", help="use a separate intercept for each client")] = False,
     penalty: PenaltyName = "none",
     strength: Strength = None,
     data_dir: DataDir = None,

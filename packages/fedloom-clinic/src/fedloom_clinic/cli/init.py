@@ -19,18 +19,27 @@ if TYPE_CHECKING:
 def init(
     table: Annotated[
         Path,
-        typer.Argument(help="file with a row per sample: CSV, Parquet, Excel, SPSS, Stata, SAS", show_default=False),
+        typer.Argument(
+            help="file with one row per sample: CSV, Parquet, Excel, SPSS, Stata or SAS", show_default=False
+        ),
     ],
     client_column: Annotated[
-        str | None, typer.Option(help="column of a row's client, such as a hospital. '' for no column")
+        str | None,
+        typer.Option(help="column with the client of each row, such as a hospital. '' if there is no such column"),
     ] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
     event: Annotated[
-        str | None, typer.Option(help="column with 1 for an event, if the target is the time to it. '' for no column")
+        str | None,
+        typer.Option(
+            help="column with 1 for an event, if the target is the time to an event. '' if there is no such column"
+        ),
     ] = None,
     subject: Annotated[
         str | None,
-        typer.Option(help="column of the subject of a row, such as a patient with several rows. '' for no column"),
+        typer.Option(
+            help="column that identifies the subject of a row, such as a patient with several rows. '' if "
+            "there is no such column"
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="experiment file to write (default: beside the table)")] = None,
     agree: Annotated[

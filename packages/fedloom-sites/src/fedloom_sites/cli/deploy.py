@@ -18,7 +18,7 @@ deploy = typer.Typer(
     cls=Words,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Run an experiment at real sites with Flower over TLS. Data stay at the sites. Only models leave them.",
+    help="Run an experiment at real sites with Flower over TLS. Data stay at the sites. Only models leave the sites.",
 )
 app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
@@ -26,13 +26,15 @@ FILE_COLUMNS = 120
 """Columns of a table for a file or another program."""
 
 Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
-SiteFolder = Annotated[Path, typer.Argument(help="a site's folder, with its site.toml", show_default=False)]
+SiteFolder = Annotated[Path, typer.Argument(help="folder of a site, with its site.toml", show_default=False)]
 
 
 @deploy.command()
 def init(
     file: FileArgument,
-    sites: Annotated[int | None, typer.Option(help="number of sites (default: the partition's clients)")] = None,
+    sites: Annotated[
+        int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
+    ] = None,
     names: Annotated[
         str | None, typer.Option(help="names of the sites, separated by commas (default: site-0, site-1, ...)")
     ] = None,
@@ -43,7 +45,7 @@ def init(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the run (default: the experiment's first)", min=0)] = None,
     host: Annotated[str, typer.Option(help="host name or address at which sites reach the server")] = "localhost",
-    proxy_port: Annotated[int, typer.Option(help="port at which sites reach the server")] = 8443,
+    proxy_port: Annotated[int, typer.Option(help="port through which sites reach the server")] = 8443,
     port: Annotated[int, typer.Option(help="port of the server on loopback, behind the reverse proxy")] = 18000,
     quorum: Annotated[
         int | None, typer.Option(help="number of accepted replies that a round needs (default: more than half)")
@@ -51,15 +53,15 @@ def init(
     norm_bound: Annotated[
         float | None,
         typer.Option(
-            help=("maximum norm of an accepted update (default: 10 times the largest of a simulated first round)")
+            help=("maximum norm of an accepted update (default: 10 times the largest norm in a simulated first round)")
         ),
     ] = None,
     most_samples: Annotated[
         int | None,
         typer.Option(
             help=(
-                "largest number of samples that a site may claim for a part (default: the largest "
-                "client's, or 10^8 with --own-data)"
+                "maximum number of samples that a site may claim for a part (default: the largest "
+                "client's number, or 10^8 with --own-data)"
             ),
             min=1,
         ),
@@ -73,7 +75,7 @@ def init(
     days: Annotated[int, typer.Option(help="validity of certificates, in days")] = 365,
     own_data: Annotated[
         bool,
-        typer.Option("--own-data", help="use the own data of every site, instead of a share of the experiment's data"),
+        typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
     ] = False,
     fixed_data: Annotated[
         bool,
@@ -82,7 +84,7 @@ def init(
         ),
     ] = False,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="the server receives masked sums and no single upload")
+        bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums, and no single upload")
     ] = False,
     threshold: Annotated[
         int | None,
@@ -92,10 +94,13 @@ def init(
     ] = None,
     changes: Annotated[
         int | None,
-        typer.Option(help="how often a site may leave the masked sums, or return to them (default: 4)", min=0),
+        typer.Option(
+            help="maximum number of times that a site may leave the masked sums or return to them (default: 4)", min=0
+        ),
     ] = None,
     data_name: Annotated[
-        str, typer.Option(help="name of the data. Sites remember sums and budgets under this name across experiments")
+        str,
+        typer.Option(help="name of the data set. Sites remember sums and budgets under this name across experiments"),
     ] = "data",
     data_dir: DataDir = None,
     trust: Trust = False,
@@ -149,25 +154,29 @@ def init(
 
 @deploy.command()
 def analyze(
-    name: Annotated[str, typer.Argument(help="analysis by sums, from 'fedloom list analyses'", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="name of an analysis based on sums, from 'fedloom list analyses'", show_default=False)
+    ],
     file: FileArgument,
     values: Annotated[
-        list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
+        list[str] | None, typer.Option("--set", help="an option of the analysis, such as width=30 (may be repeated)")
     ] = None,
     rules: Annotated[
         list[str] | None, typer.Option("--rule", help="an agreed limit, such as min_subjects=5 (may be repeated)")
     ] = None,
-    sites: Annotated[int | None, typer.Option(help="number of sites (default: the partition's clients)")] = None,
+    sites: Annotated[
+        int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
+    ] = None,
     names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="directory to write (default: the names of file and analysis)")
+        Path | None, typer.Option(help="directory to write (default: named after the file and the analysis)")
     ] = None,
     own_data: Annotated[
         bool,
-        typer.Option("--own-data", help="use the own data of every site, instead of a share of the experiment's data"),
+        typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
     ] = False,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="the server receives only masked sums")
+        bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums")
     ] = False,
     threshold: Annotated[
         int | None,
@@ -353,7 +362,8 @@ def local(
 @deploy.command()
 def status(
     folder: Annotated[
-        Path, typer.Argument(help="a deployment's directory, its server folder, or a site's folder", show_default=False)
+        Path,
+        typer.Argument(help="directory of a deployment, its server folder, or a site's folder", show_default=False),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
@@ -388,8 +398,8 @@ def status(
 
 @deploy.command()
 def stop(
-    folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
-    undo: Annotated[bool, typer.Option("--undo", help="allow the next start")] = False,
+    folder: Annotated[Path, typer.Argument(help="directory of a deployment, or its server folder", show_default=False)],
+    undo: Annotated[bool, typer.Option("--undo", help="allow the next start of the server")] = False,
 ) -> None:
     """Stop a run after its current round. Nothing is lost, and the run resumes later.
 
@@ -413,7 +423,7 @@ def stop(
 
 @deploy.command("verify-log")
 def verify_log(
-    place: Annotated[Path, typer.Argument(help="a log, or the folder of a server or of a site", show_default=False)],
+    place: Annotated[Path, typer.Argument(help="a log file, or the folder of a server or a site", show_default=False)],
 ) -> None:
     """Check that no line of a log was changed, removed or inserted.
 

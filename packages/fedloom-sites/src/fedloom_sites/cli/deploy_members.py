@@ -18,7 +18,7 @@ def renew(
         str | None,
         typer.Option(help="host name or address at which sites reach the server (default: as in server.toml)"),
     ] = None,
-    days: Annotated[int, typer.Option(help="validity of the certificate, in days")] = 365,
+    days: Annotated[int, typer.Option(help="how long the certificate is valid, in days")] = 365,
 ) -> None:
     """Make another certificate of the server.
 
@@ -46,10 +46,10 @@ def add(
     directory: Directory,
     name: Annotated[str, typer.Argument(help="name of the new site", show_default=False)],
     home: Annotated[
-        Path | None, typer.Option(help="folder for server/ and site/ on the machines (default: the deployment's)")
+        Path | None, typer.Option(help="folder for server/ and site/ on the machines (default: as in the deployment)")
     ] = None,
     programs: Annotated[
-        Path | None, typer.Option(help="folder of the programs on the machines (default: the deployment's)")
+        Path | None, typer.Option(help="folder of the programs on the machines (default: as in the deployment)")
     ] = None,
 ) -> None:
     """Let a site join a deployment that has run.
@@ -59,21 +59,19 @@ def add(
     Example: fedloom deploy add hospitals fichte
     """
     with errors():
-        from fedloom_sites.deploy.ops.directory import Location, machine_folders
         from fedloom_sites.deploy.ops.members import add as add_member
-        from fedloom_sites.deploy.ops.status import server_file
 
         chosen = {key: path for key, path in (("home", home), ("programs", programs)) if path is not None}
-        place = Location.model_validate(machine_folders(server_file(directory).parent) | chosen)
+        place = _place(directory).with_(**chosen)
         change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")
         say(f"keys of {name}: SHA-256 {change.keys}. Send both to every site by another way than this folder")
-        say(
-            f"1. {change.folder / 'approval'} to every site. At the site: fedloom deploy approve SITE "
-            "FOLDER --digest DIGEST"
-        )
-        say(f"2. {change.folder / 'site'} to {name}, as its site folder")
-        say(f"3. {change.folder / 'server'} over the server's folder. Let nodes/{name}.pub in. Run the experiment")
+        _say_steps(
+            directory, change, place,
+            f"Send {change.folder / 'site'} to {name} alone, by a safe way. There it becomes {place.home / 'site'}, "
+            f"or {directory / 'sites' / name} for a trial on this machine",
+            name, resumes=False,
+        )  # fmt: skip
 
 
 @deploy.command()
@@ -87,7 +85,9 @@ def upgrade(directory: Directory) -> None:
     with errors():
         from fedloom_sites.deploy.ops.amend import upgrade as upgrade_release
 
-        _say_amendment(upgrade_release(directory))
+        change = upgrade_release(directory)
+        _say_amendment(change)
+        _say_steps(directory, change, _place(directory), "Install the release on the server and at every site")
 
 
 @deploy.command()
@@ -103,26 +103,69 @@ def rotate(
     with errors():
         from fedloom_sites.deploy.ops.amend import rotate as rotate_keys
 
-        change = rotate_keys(directory, name)
+        change, place = rotate_keys(directory, name), _place(directory)
         _say_amendment(change)
         say(f"new keys of {name}: SHA-256 {change.keys}")
-        say(f"3. {change.folder / 'site'} to {name} alone, by a safe way, in place of 1; then start the site again")
-        say(f"4. before 2, on the server: fedloom deploy revoke DIRECTORY {name}; after 2, let nodes/{name}.pub in")
+        _say_steps(
+            directory, change, place,
+            f"Send {change.folder / 'site'} to {name} alone, by a safe way, instead of 'approval'. Approve it "
+            "there, and restart the site. On the running server, revoke the former key: fedloom deploy revoke "
+            f"{place.home / 'server'} {name}",
+            name,
+        )  # fmt: skip
+
+
+def _place(directory: Path) -> Any:
+    """Return the location of a deployment's files on its machines, as a ``Location``."""
+    from fedloom_sites.deploy.ops.directory import Location, machine_folders
+    from fedloom_sites.deploy.ops.status import server_file
+
+    return Location.model_validate(machine_folders(server_file(directory).parent))
 
 
 def _say_amendment(change: Any) -> None:
     say(f"{change.folder}: an amended agreement; digest {change.digest}, to be sent by another way than this folder")
-    say(f"1. {change.folder / 'approval'} to every site; there: fedloom deploy approve SITE FOLDER --digest DIGEST")
-    say(f"2. {change.folder / 'server'} over the server's folder; start the run again, which resumes")
+
+
+def _say_steps(
+    directory: Path, change: Any, place: Any, further: str, new_key: str = "", *, resumes: bool = True
+) -> None:
+    """Print what to do with the folders of a change, in order.
+
+    Args:
+        directory: folder of the deployment, or of its server.
+        change: the change.
+        place: location of the deployment's files on its machines.
+        further: second step.
+        new_key: name of a site whose key is new to the server, or "".
+        resumes: True if the next start continues the same run, which may have been stopped.
+    """
+    from fedloom_sites.deploy.ops.directory import CLI_FOLDER
+    from fedloom_sites.deploy.ops.status import server_file, server_of
+    from fedloom_sites.deploy.server.run import stop_file
+
+    server, here = place.home / "server", server_file(directory).parent
+    trial = "" if server == here else f" (for a trial on this machine: {here})"
+    flwr = f"FLWR_HOME={server / CLI_FOLDER} {place.programs / 'flwr'}"
+    register = f" Then register the key: {flwr} supernode register {server / 'nodes' / new_key}.pub fedloom"
+    stopped = resumes and stop_file(server_of(directory)).exists()
+    undo = f"fedloom deploy stop {directory} --undo, because the run was stopped. Then start"
+    say(
+        f"1. Send {change.folder / 'approval'} to every site. There: fedloom deploy approve {place.home / 'site'} "
+        "approval --digest DIGEST",
+        f"2. {further}",
+        f"3. On the server: cp -r {change.folder / 'server'}/. {server}{trial}.{register if new_key else ''}",
+        f"4. {undo if stopped else 'Start'} the run again, as it was started before",
+    )
 
 
 @deploy.command()
 def approve(
     site: SiteFolder,
     change: Annotated[
-        Path | None, typer.Argument(help="folder 'approval' of a new agreement (default: the run of site.toml)")
+        Path | None, typer.Argument(help="the 'approval' folder of a new agreement (default: the run in site.toml)")
     ] = None,
-    digest: Annotated[str, typer.Option(help="digest of the run, given by its coordinator")] = "",
+    digest: Annotated[str, typer.Option(help="digest of the run, which its coordinator sends you")] = "",
 ) -> None:
     """Approve a run or a new agreement at a site.
 
@@ -154,7 +197,7 @@ def approve(
 @deploy.command()
 def snapshot(
     site: SiteFolder,
-    date: Annotated[str | None, typer.Option(help="date of the data, as 2026-12-01 (default: today)")] = None,
+    date: Annotated[str | None, typer.Option(help="date of the data, such as 2026-12-01 (default: today)")] = None,
 ) -> None:
     """Declare a dated snapshot of a site's data that grow.
 

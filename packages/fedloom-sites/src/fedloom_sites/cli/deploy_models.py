@@ -26,7 +26,7 @@ FileKind = Annotated[
 
 @deploy.command()
 def models(
-    folder: Annotated[Path, typer.Argument(help="a site's folder, or a deployment's directory", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="folder of a site, or directory of a deployment", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="folder for the exported state dicts, one per site")] = None,
     test: Annotated[bool, typer.Option("--test", help="score each model on its own site's test data")] = False,
     force: ForceOption = False,
@@ -57,7 +57,7 @@ def models(
 @deploy.command()
 def predict(
     site: SiteFolder,
-    rows: Annotated[Path, typer.Argument(help="file of rows without labels", show_default=False)],
+    rows: Annotated[Path, typer.Argument(help="file with rows without labels", show_default=False)],
     model: FileKind = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     id_column: IdColumnOption = None,
@@ -87,11 +87,13 @@ def predict(
 @deploy.command()
 def evaluate(
     site: SiteFolder,
-    rows: Annotated[Path | None, typer.Argument(help="file of rows with labels", show_default=False)] = None,
+    rows: Annotated[Path | None, typer.Argument(help="file with rows with labels", show_default=False)] = None,
     model: FileKind = None,
     importance: Annotated[
         bool,
-        typer.Option("--importance", help="permute each column in the site's own test part, instead of reading rows"),
+        typer.Option(
+            "--importance", help="permute each column in the site's own test part, instead of the rows of a file"
+        ),
     ] = False,
 ) -> None:
     """Score a site's model, or find what drives it.

@@ -107,7 +107,7 @@ class SharedMean(PrivateMean):
     """`PrivateMean` under secure aggregation: the server sums rows that the sites have clipped and given noise."""
 
     survivors: int = Field(
-        ge=1, description="smallest number of sites in a sum. Their noise together is the noise of the mean"
+        ge=1, description="smallest number of sites in a sum. Together, their noise adds up to the noise of the mean"
     )
 
     @property

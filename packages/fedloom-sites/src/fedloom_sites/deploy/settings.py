@@ -80,40 +80,45 @@ class Secure(Value):
     """Secure aggregation: the server receives masked sums (`fedloom_sites.deploy.secure.protocol`)."""
 
     threshold: int = Field(
-        ge=MIN_SITES, description="number of sites that a sum needs before it is unmasked. More than half of all sites"
+        ge=MIN_SITES,
+        description="number of sites that a sum needs before it is unmasked. Must be more than half of all sites",
     )
     keys: tuple[PublicKey, ...] = Field(
-        min_length=MIN_SITES, max_length=MAX_SITES, description="signing keys, by number of the site"
+        min_length=MIN_SITES, max_length=MAX_SITES, description="signing keys, by number of site"
     )
     norm_bound: NormBound | None = Field(
-        None, description="largest norm of a difference that a site sends (L2), for every upload field or by field"
+        None, description="maximum L2 norm of the difference that a site sends, for all upload fields or per field"
     )
     max_share: float = Field(
         MAX_SAFE_SHARE,
         gt=0,
         le=1,
-        description="largest share of one site in the weight of a sum. A sum with a larger share is not decrypted",
+        description="maximum share of one site in the weight of a sum. A sum with a larger share is not decrypted",
     )
     scores: Literal["masked", "per-site", "off"] = Field(
         "masked",
-        description=("masked: the server receives sums of scores. per-site: every site's own scores. off: no scores"),
+        description=(
+            "which scores the server receives. masked: sums of scores. per-site: every site's own "
+            "scores. off: no scores"
+        ),
     )
     names: tuple[Name, ...] = Field(
         (),
         max_length=MAX_SITES,
-        description="names of the sites, by number. Sites remember their sums under these names",
+        description="names of the sites, by number. Sites remember their past sums under these names",
     )
     changes: int = Field(
         MAX_CHANGES,
         ge=0,
-        description="how often a site may leave the sums over the same data, or return. Each change reveals one "
-        "difference of that site",
+        description="maximum number of times that a site may leave the sums over the same data or return to "
+        "them. Each change reveals one difference of that site",
     )
     steady: int | None = Field(
         None,
         ge=0,
-        description="number of sites in every sum that never left the sums over the same data. Every combination "
-        "of sums contains at least this many sites, except sites that left (None: the threshold)",
+        description="number of sites in every sum that have never left the sums over the same data. Every "
+        "combination of sums contains at least this many sites, except sites that left (None: the "
+        "threshold)",
     )
 
     @model_validator(mode="after")
@@ -141,34 +146,38 @@ class Shared(Value):
     name: Name = Field(description="name of the experiment")
     experiment: Path = Field(description="experiment file with one method and one seed")
     fingerprint: Digest = Field(description="SHA-256 of the experiment file")
-    version: str = Field(description="version of fedloom, the same on all machines")
+    version: str = Field(description="version of fedloom, which must be the same on all machines")
     clients: int = Field(ge=1, description="sites of the experiment, whether or not they take part")
-    samples: InputSpec = Field(description="description of a sample. For a table its columns, levels and flags")
+    samples: InputSpec = Field(description="description of a sample. For a table: its columns, levels and flags")
     fixed_data: bool = Field(
         False, description="reject a site whose samples change during a run. Otherwise log the change"
     )
     code: dict[CodePath, Digest] = Field(
-        {}, description="SHA-256 of the files of user code in the folder code, by path"
+        {}, description="SHA-256 of each file of user code in the folder code, by path"
     )
-    installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
+    installed: dict[str, Digest] = Field({}, description="SHA-256 of each installed module of user code, by name")
     versions: dict[str, str] = Field(
-        {}, description="versions of Python and of packages on the machine that made the directory"
+        {}, description="versions of Python and of packages on the machine that created the directory"
     )
-    start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")
+    start: Digest | None = Field(
+        None, description="SHA-256 of weights.safetensors, the initial model next to the settings file"
+    )
     models_per_round: PositiveInt = Field(
         3,  # an honest server needs one, and another one where it lost its newest checkpoint; the third is for a twin
-        description="largest number of models that a site answers per round and kind of message. Repeated "
+        description="maximum number of models to which a site replies, per round and kind of message. Repeated "
         "messages do not count",
     )
     models_in_run: PositiveInt | None = Field(
         None,  # one for every round and for the first model, and as many again where every checkpoint is lost once
-        description="largest number of models that a site answers in all rounds (default: twice the number of "
-        "rounds, plus two)",
+        description="maximum number of models to which a site replies in all rounds (default: twice the number "
+        "of rounds, plus two)",
     )
-    secure: Secure | None = Field(None, description="secure aggregation (default: the server receives single uploads)")
+    secure: Secure | None = Field(
+        None, description="secure aggregation (default: off, so that the server receives single uploads)"
+    )
     data_name: Name = Field(
         "data",
-        description="name of the data. A site's memory of decrypted sums and its budgets hold for all "
+        description="name of the data set. A site's memory of decrypted sums and its budgets apply to all "
         "experiments on data with this name",
     )
 
@@ -194,46 +203,51 @@ class Site(Shared):
     """A site: its data, its state, its keys, and the address of the server."""
 
     site: Name = Field(description="name of the site")
-    client: int = Field(ge=0, description="number of this site, from 0")
-    data: dict[str, Any] = Field(description="source of the samples and its options, as in an experiment file")
-    data_dir: Path | None = Field(None, description="folder of data sets, for sources that fedloom knows by name")
+    client: int = Field(ge=0, description="number of this site, counted from 0")
+    data: dict[str, Any] = Field(
+        description="source of the samples, with the source's options, as in an experiment file"
+    )
+    data_dir: Path | None = Field(None, description="folder of data sets, for sources whose name fedloom knows")
     share: Literal["all", "partition"] = Field(
         "all",
         description=(
-            "data of the site. all: the source contains only this site's samples. partition: the "
-            "site takes its client's part"
+            "which part of the source is the site's data. all: the source contains only this site's "
+            "samples. partition: the site takes the part of its client"
         ),
     )
-    state: Path = Field(Path("state"), description="folder of models and state, which never leave the site")
+    state: Path = Field(Path("state"), description="folder of models and state. Both never leave the site")
     memory: Path | None = Field(
         None,
-        description="folder of the site's memory of its data across experiments, the same for all its "
-        "deployments (None: the folder state)",
+        description="folder in which the site remembers its past sums across experiments, the same for all "
+        "deployments of the site (None: the folder state)",
     )
     snapshot: str | None = Field(
         None,
         pattern=r"^\d{4}-\d{2}-\d{2}$",
-        description="date of the snapshot of the data that the site reads (fedloom deploy snapshot; default: the data)",
+        description="date of the data snapshot that the site reads (fedloom deploy snapshot; default: the "
+        "current data)",
     )
     server: Annotated[str, AfterValidator(_address)] = Field(description="address of the server, host:port")
     ca: Path = Field(
         Path("ca.crt"), description="certificate of the certificate authority that signed the server's certificate"
     )
-    node_key: Path = Field(Path("node-key"), description="private key of the connection (ECDSA P-384, OpenSSH format)")
-    signing_key: Path = Field(Path("signing-key"), description="private key of the replies (Ed25519, OpenSSH format)")
+    node_key: Path = Field(Path("node-key"), description="private key for the connection (ECDSA P-384, OpenSSH format)")
+    signing_key: Path = Field(
+        Path("signing-key"), description="private key that signs replies (Ed25519, OpenSSH format)"
+    )
     port: Port = Field(9094, description="port on loopback for the site's own processes")
-    threads: int = Field(1, ge=1, description="threads of local training")
-    free_disk: int = Field(1024, ge=0, description="megabytes that must be free on the state's disk")
+    threads: int = Field(1, ge=1, description="number of threads for local training")
+    free_disk: int = Field(1024, ge=0, description="megabytes that must be free on the disk with the state")
     message_limit: int = Field(
-        1 << 30, ge=1, description="largest number of bytes of arrays that the site reads from one message"
+        1 << 30, ge=1, description="maximum number of bytes of arrays that the site reads from one message"
     )
     model_change: float | None = Field(
         None,
         gt=1,
         description=(
-            "largest ratio, in either direction, between the norm of a received model (or of a "
-            "layer) and the model that the site last trained from. The site rejects other models "
-            "(default: no limit)"
+            "maximum ratio, in either direction, between the norm of a received model (or of one "
+            "layer) and the norm of the model from which the site last trained. The site rejects "
+            "other models (default: no limit)"
         ),
     )
     dead_units: float | None = Field(
@@ -241,16 +255,19 @@ class Site(Shared):
         gt=0,
         lt=1,
         description=(
-            "largest fraction of a layer's units without a response to any sample of the site. The "
-            "site rejects other models, such as a model crafted to read samples. Not used with a "
-            "delta (default: no limit)"
+            "maximum fraction of a layer's units that respond to no sample of the site. The site "
+            "rejects other models, such as a model crafted to read samples. Not used with a delta "
+            "(default: no limit)"
         ),
     )
-    approval: bool = Field(False, description="train only after the run's digest was approved (fedloom deploy approve)")
+    approval: bool = Field(
+        False, description="train only after the site has approved the digest of the run (fedloom deploy approve)"
+    )
     epsilon: PositiveFloat | None = Field(
         None,
         description=(
-            "largest epsilon of the site. With it, and under a delta, the site sends no scores (default: no limit)"
+            "maximum epsilon of the site. If this limit and a delta are set, the site sends no "
+            "scores (default: no limit)"
         ),
     )
 
@@ -282,9 +299,9 @@ class Member(Value):
     """The server's record of a site."""
 
     site: Name = Field(description="name of the site")
-    client: int = Field(ge=0, description="number of the site, from 0")
-    node_key: PublicKey = Field(description="public key of the site's connection")
-    signing_key: PublicKey = Field(description="public key of the site's replies")
+    client: int = Field(ge=0, description="number of the site, counted from 0")
+    node_key: PublicKey = Field(description="public key for the site's connection")
+    signing_key: PublicKey = Field(description="public key that verifies the site's replies")
 
 
 class Server(Shared):
@@ -293,44 +310,47 @@ class Server(Shared):
     sites: tuple[Member, ...] = Field(min_length=1, description="sites that may take part")
     quorum: int = Field(ge=1, description="number of accepted replies that a round needs")
     deadline: PositiveFloat = Field(600.0, description="seconds after which a round with a quorum closes")
-    ttl: PositiveFloat = Field(1200.0, description="lifetime of a message in seconds, and the longest wait of a round")
+    ttl: PositiveFloat = Field(
+        1200.0, description="lifetime of a message in seconds, which is also the longest wait in a round"
+    )
     pace: float = Field(
         10.0,
         gt=1,
         description=(
-            "longest wait for a slow site after a quorum has answered, as a multiple of the other "
-            "sites' median seconds (at least 30 s, at most until the deadline)"
+            "maximum wait for a slow site after a quorum has answered, as a multiple of the other "
+            "sites' median time (at least 30 s, at most until the deadline)"
         ),
     )
     patience: PositiveFloat = Field(
         600.0,
-        description="seconds to wait for a quorum, and before the server asks a rejected site again",
+        description="how long to wait for a quorum, and how long before the server asks a rejected site again, "
+        "in seconds",
     )
     absent_after: PositiveInt = Field(
         3,
-        description="unanswered rounds after which a silent site counts as absent until it answers",
+        description="number of unanswered rounds after which a silent site counts as absent until it answers",
     )
     norm_bound: NormBound | None = Field(
         None,
         description=(
-            "maximum norm of an accepted update (L2), for every upload field or by field (default: any finite norm)"
+            "maximum L2 norm of an accepted update, for all upload fields or per field (default: any finite norm)"
         ),
     )
     epsilon: PositiveFloat | None = Field(
-        None, description="largest epsilon of a client. The run stops before it is exceeded"
+        None, description="maximum epsilon of a client. The run stops before a client exceeds this limit"
     )
     examples_limit: int = Field(
-        100_000_000, ge=1, description="largest number of training samples that a site may claim"
+        100_000_000, ge=1, description="maximum number of training samples that a site may claim"
     )
-    message_limit: int = Field(1 << 30, ge=1, description="largest number of bytes of arrays in one reply")
+    message_limit: int = Field(1 << 30, ge=1, description="maximum number of bytes of arrays in one reply")
     body_limit: int = Field(
-        16 << 20, ge=6 << 20, description="largest number of bytes of one HTTP request. A part of a message has 5 MB"
+        16 << 20, ge=6 << 20, description="maximum number of bytes of one HTTP request. Each part of a message has 5 MB"
     )
     address: str = Field(
         "127.0.0.1", description="address on which the server listens. Use loopback behind a reverse proxy"
     )
     port: Port = Field(18000, description="port on which the server listens")
-    metrics_port: Port | None = Field(None, description="port of Prometheus metrics (default: no endpoint)")
+    metrics_port: Port | None = Field(None, description="port for Prometheus metrics (default: no endpoint)")
     metrics_address: str = Field("127.0.0.1", description="address of the metrics endpoint")
     public: str = Field(
         "", description="host:port of the reverse proxy to which sites connect (empty: sites connect to the server)"
@@ -342,11 +362,11 @@ class Server(Shared):
     database: Path = Field(
         Path("state/superlink.db"), description="Flower's database of pending messages and known nodes"
     )
-    checkpoints: Path = Field(Path("state/checkpoints"), description="folder of the checkpoints")
+    checkpoints: Path = Field(Path("state/checkpoints"), description="checkpoint folder")
     audit: Path = Field(
-        Path("state/audit.jsonl"), description="log of every reply: accepted, or the reason for rejecting it"
+        Path("state/audit.jsonl"), description="log of every reply: accepted, or rejected with the reason"
     )
-    results: Path = Field(Path("results"), description="folder of metrics and of the global model")
+    results: Path = Field(Path("results"), description="folder of the metrics and the global model")
 
     @property
     def entrance(self) -> str:

@@ -22,44 +22,56 @@ def map_command(
         list[str] | None,
         typer.Option(help="a method, or my_package:MyMethod (may be repeated)", autocompletion=algorithms),
     ] = None,
-    space: Annotated[Path | None, typer.Option(help="search space of that method's options (TOML)")] = None,
+    space: Annotated[Path | None, typer.Option(help="TOML file with the search space of that method's options")] = None,
     setup: Annotated[
-        list[str] | None, typer.Option(help="only this setup (may be repeated)", autocompletion=setup_names)
+        list[str] | None,
+        typer.Option(help="restrict the map to this setup (may be repeated)", autocompletion=setup_names),
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 60m or 2h")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="time limit, after which the run stops and can be resumed later, e.g. 60m or 2h")
+    ] = None,
     list_: Annotated[
         bool,
-        typer.Option("--list", help="list all setups with their recorded cells and the estimated time on this machine"),
+        typer.Option(
+            "--list", help="list all setups with their recorded results and the estimated time on this machine"
+        ),
     ] = False,
     page: Annotated[
-        Path | None, typer.Option(help="write the page of the map to this file, and the setups' pages beside it")
+        Path | None, typer.Option(help="write the map page to this file, and the pages of the setups next to it")
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="run recorded cells again with other seeds and their chosen settings")
+        bool, typer.Option("--again", help="rerun recorded experiments with other seeds and the settings chosen before")
     ] = False,
     references: Annotated[
-        bool, typer.Option("--references", help="fit only scikit-learn's models, in setups with tables")
+        bool, typer.Option("--references", help="fit only scikit-learn's models, and only in setups with tables")
+    ] = False,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="run only methods with aggregation rules under attacks, at equal rounds")
     ] = False,
     stale: Annotated[
-        bool, typer.Option("--stale", help="include outdated cells: confirm them with one seed, or run them again")
+        bool, typer.Option("--stale", help="also process outdated results: confirm them with one seed or rerun them")
     ] = False,
     protocol: Annotated[
         str,
         typer.Option(
-            help="unit of the budget. rounds: as many rounds as FedAvg. gradients: as many gradients as FedAvg",
+            help="what all methods have in common. rounds: as many rounds as FedAvg. gradients: as many "
+            "gradients as FedAvg",
             autocompletion=one_of("rounds", "gradients"),
         ),
     ] = "rounds",
     scale: Annotated[
-        str, typer.Option(help="full, or smoke (two setups, one seed)", autocompletion=one_of("smoke", "full"))
+        str,
+        typer.Option(
+            help="size of the map: full, or smoke (two setups, one seed)", autocompletion=one_of("smoke", "full")
+        ),
     ] = "full",
     out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/map"),
     results: Annotated[
         Path | None,
-        typer.Option(help="folder of the records, read and written. Records of several machines can be merged"),
+        typer.Option(help="folder in which records are read and written. Records from several machines can be merged"),
     ] = None,
     data_dir: DataDir = None,
-    workers: Annotated[str, typer.Option(help="number of cells to compute at a time, or 'auto'")] = "1",
+    workers: Annotated[str, typer.Option(help="number of experiments to run at a time, or 'auto'")] = "1",
     join: Join = False,
     executor: ExecutorName = None,
 ) -> None:
@@ -118,12 +130,18 @@ def map_command(
 
         every, wanted, equal = _chosen(scale, setup, protocol)
         methods, records = method or [], read_records(recorded, equal)
-        beside = recorded.with_name(f"map-{scale}-references.jsonl")
+        beside, ruled = (recorded.with_name(f"map-{scale}-{what}.jsonl") for what in ("references", "rules"))
         if page is not None:
             write_pages(
                 page,
                 MAP_FOLDER,
-                pages(every, read_records(recorded), read_records(beside), read_records(recorded, "gradients")),
+                pages(
+                    every,
+                    read_records(recorded),
+                    read_records(beside),
+                    read_records(recorded, "gradients"),
+                    read_records(ruled),
+                ),
             )
             say(f"page: {page}")
             return
@@ -133,6 +151,13 @@ def map_command(
                     record_cell(record, beside)
                     say(f"{record.method} in {one.name}: {record.status}")
             return
+        time = TimeBudget(None if budget is None else seconds(budget))
+        if rules:
+            from fedloom_studies.map.rules import measure as measure_rules
+
+            if not measure_rules(records, ruled, out / "rules", data_dir, time, say):
+                raise typer.Exit(130)
+            return
         own_space = space_from(space, methods[0]) if space is not None else {}
         for name in methods:
             _ = Cell(wanted[0], name, own_space, equal).digest  # what cannot be is refused before work
@@ -140,7 +165,6 @@ def map_command(
         print_rows(estimates(wanted, todo, records, data_dir, equal))
         if list_:
             return
-        time = TimeBudget(None if budget is None else seconds(budget))
         if executor is not None:
             from fedloom.lab.experiment import open_executor
             from fedloom_studies.map.elsewhere import measure_elsewhere

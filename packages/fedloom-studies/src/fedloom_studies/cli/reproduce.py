@@ -26,50 +26,59 @@ CHEAP_CORE_MINUTES = 30.0
 @app.command(rich_help_panel="Studies")
 def reproduce(
     name: Annotated[
-        str | None, typer.Argument(help="a recipe, see --list", show_default=False, autocompletion=recipe_names)
+        str | None,
+        typer.Argument(help="name of a recipe, from --list", show_default=False, autocompletion=recipe_names),
     ] = None,
     scale: Annotated[
         str,
         typer.Option(
-            help="smoke, laptop or full (the paper's protocol)", autocompletion=one_of("smoke", "laptop", "full")
+            help="scale of the run: smoke, laptop or full (the paper's protocol)",
+            autocompletion=one_of("smoke", "laptop", "full"),
         ),
     ] = "laptop",
     seeds: Annotated[str | None, typer.Option(help="seeds instead of the recipe's, e.g. 1,10,100")] = None,
     only: Annotated[list[str] | None, typer.Option(help="run this method only (may be repeated)")] = None,
     out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/reproduce"),
-    results: Annotated[Path | None, typer.Option(help="folder of the summaries, read and written")] = None,
+    results: Annotated[Path | None, typer.Option(help="folder in which summaries are read and written")] = None,
     data_dir: DataDir = None,
-    workers: Annotated[str, typer.Option(help="processes, or 'auto'")] = "1",
+    workers: Annotated[str, typer.Option(help="number of processes, or 'auto'")] = "1",
     device: Annotated[str, typer.Option(help="device of the runs: cpu, cuda or cuda:N")] = "cpu",
-    list_: Annotated[bool, typer.Option("--list", help="list all recipes with their data, state and time")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="run the next unfinished recipes in order")] = False,
-    budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
+    list_: Annotated[
+        bool, typer.Option("--list", help="list all recipes with their data, state and estimated time")
+    ] = False,
+    all_: Annotated[bool, typer.Option("--all", help="run the next unfinished recipes, in order")] = False,
+    budget: Annotated[
+        str | None, typer.Option(help="time limit, after which the run stops and can be resumed later, e.g. 150m or 2h")
+    ] = None,
     page: Annotated[
         Path | None,
-        typer.Option(help="write the page of all papers to this file, and the recipes' pages into a folder"),
+        typer.Option(help="write the page of all papers to this file, and the pages of the recipes to a folder"),
     ] = None,
     tables_of_others: Annotated[
-        bool, typer.Option("--others", help="with --page: write the page of other programs' tables instead")
+        bool,
+        typer.Option(
+            "--others", help="with --page: write the page that compares with tables from other programs instead"
+        ),
     ] = False,
     estimate: Annotated[
         bool,
         typer.Option(
             "--estimate",
             help=(
-                "measure the needs of recipes without a laptop scale, for --page. With --list, of recipes "
-                "that were not run"
+                "measure the required time and memory of recipes without a laptop scale, for --page. "
+                "With --list: of recipes that have not been run"
             ),
         ),
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="run one seed of NAME again. Compare with its summary")
+        bool, typer.Option("--verify", help="rerun one seed of NAME and compare the result with the summary of NAME")
     ] = False,
     decide: Annotated[
         bool,
         typer.Option(
             "--decide",
-            help="add seeds to NAME, up to 20, while a claim is undecided. Without NAME: work through the frozen list "
-            "of experiments for open headline claims",
+            help="add seeds to NAME, up to 20, as long as a claim is undecided. Without NAME: work "
+            "through the frozen list of experiments for open headline claims",
         ),
     ] = False,
     join: Join = False,

@@ -18,6 +18,7 @@ from fedloom_studies.map.judge import DETECTION_PROBABILITY, Overall, SetupVerdi
 from fedloom_studies.map.pictures import STATUS_SIGNS, ladder, overview
 from fedloom_studies.map.records import NOT_RUN, CellRecord, stale
 from fedloom_studies.map.references import References, lines
+from fedloom_studies.map.rules import advise_rule, rules_section
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Cell, Setup, parts_of_networks
 from fedloom_studies.map.statements import (
     MAP_FOLDER,
@@ -60,6 +61,8 @@ The **baseline** of a federation is the better of local training and FedAvg. If 
 baseline is enough.
 
 {advice}
+
+{attacked}
 
 ![Gain over the baseline, by method and federation]({folder}/map.svg)
 
@@ -116,7 +119,11 @@ A table contains all runs, with one row per run: [Parquet]({folder}/map.parquet)
 
 
 def pages(
-    setups: Mapping[str, Setup], records: Records, references: References = NO_FIGURES, gradients: Records = NO_FIGURES
+    setups: Mapping[str, Setup],
+    records: Records,
+    references: References = NO_FIGURES,
+    gradients: Records = NO_FIGURES,
+    ruled: Records = NO_FIGURES,
 ) -> Iterator[tuple[str, str | bytes]]:
     """Yield the name and content of every file.
 
@@ -127,6 +134,7 @@ def pages(
         records: records at equal rounds.
         references: records of models of scikit-learn.
         gradients: records at equal gradients.
+        ruled: records of methods with aggregation rules under attack.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.
@@ -135,14 +143,23 @@ def pages(
     comparisons = [compare(j, records, gradients) for j in verdicts]
     together = overall(verdicts)
     methods = list(dict.fromkeys([*(together.methods if together else ()), *REGISTRY, *(m for _, m in records)]))
-    yield "", _overview(verdicts, together, comparisons, references)
+    yield "", _overview(verdicts, together, comparisons, references, ruled)
     yield "map.svg", overview(verdicts, methods).encode()
     if together:
         halves = [math.nan] * len(together.ranks)
         title = f"mean rank over {len(together.setups)} federations"
         yield "ranks.svg", ladder(together.methods, together.ranks, halves, title, groups=together.groups).encode()
     for j, both in zip(verdicts, comparisons, strict=True):
-        yield f"{j.setup.name}.md", "\n".join([*_setup(j, references), *equal_section(both)])
+        yield (
+            f"{j.setup.name}.md",
+            "\n".join(
+                [
+                    *_setup(j, references),
+                    *equal_section(both),
+                    *(rules_section(ruled) if "attack" in j.setup.document else ()),
+                ]
+            ),
+        )
         if j.standings:
             figures = [s.figures["mean"] for s in j.standings]
             names, percent = [s.method for s in j.standings], [(100 * f.mean, 100 * f.half) for f in figures]
@@ -161,6 +178,7 @@ def _overview(
     together: Overall | None,
     comparisons: Sequence[BothProtocols],
     references: References,
+    ruled: Records,
 ) -> str:
     setup = verdicts[0].setup
     wanted = sum(max(len(j.records), len(REGISTRY)) for j in verdicts)
@@ -168,7 +186,7 @@ def _overview(
         count=len(verdicts), cells=share_of_cells(sum(len(j.records) for j in verdicts), wanted), trials=setup.trials,
         seeds=len(setup.seeds), enough=MIN_SEEDS, wanted=WANTED_POINTS, power=percent(DETECTION_PROBABILITY),
             folder=MAP_FOLDER,
-        finding=finding(verdicts),
+        finding=finding(verdicts), attacked=advise_rule(ruled),
         advice="\n".join(advice(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
         signs=", ".join(f"{sign}: {state}" for state, sign in STATUS_SIGNS.items()),
         parts=", ".join(f"{name} has {options(parts)}" for name, parts in parts_of_networks().items()),

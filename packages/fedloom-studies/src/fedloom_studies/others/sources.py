@@ -62,7 +62,7 @@ class FlambyHeart(Source):
     drawn by scikit-learn with seed 43. The features are scaled by the hospital's training part.
     """
 
-    path: str | None = Field(None, description="folder with the four UCI files (None: looked for in the data folder)")
+    path: str | None = Field(None, description="folder with the four UCI files (None: search the data folder)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return the contents of the four files.
@@ -113,7 +113,7 @@ class FlambyBrca(Source):
     FLamby splits the patients, and uses the columns unchanged.
     """
 
-    path: str | None = Field(None, description="folder of both files (None: looked for in the data folder)")
+    path: str | None = Field(None, description="folder with both files (None: search the data folder)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return the contents of the table and the split.
@@ -152,7 +152,7 @@ class AflAdult(Source):
     indicator.
     """
 
-    path: str | None = Field(None, description="as in the source adult")
+    path: str | None = Field(None, description="the same as in the source adult")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return the contents of both files.
@@ -179,7 +179,7 @@ class AflFashion(Source):
     Every pixel is scaled by the training images of all ten classes.
     """
 
-    path: str | None = Field(None, description="as in the source fashion-mnist")
+    path: str | None = Field(None, description="the same as in the source fashion-mnist")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return the contents of the four files.

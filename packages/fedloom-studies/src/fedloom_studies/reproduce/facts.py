@@ -33,8 +33,8 @@ class Fact(Value):
     """Fact about a paper's public code."""
 
     paper: str = Field(description="name of the paper, as in the recipes' titles")
-    text: str = Field(description="behavior of the code")
-    source: str = Field(description="repository, commit, file and lines. None without public code")
+    text: str = Field(description="what the code does")
+    source: str = Field(description="repository, commit, file and lines of the public code (None: no public code)")
     holds: dict[str, Any] = Field(
         default_factory=dict,
         description="options of an experiment that use the fact, such as local.lr or method.LABEL.mu",

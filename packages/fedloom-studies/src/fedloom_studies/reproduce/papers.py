@@ -67,18 +67,18 @@ class HeadlineClaim(Value):
 
     text: str = Field(description="the claim, in at most nine words")
     claim: str = Field(description="first words of the recipes' claim")
-    published: tuple[str, ...] = Field((), description="recipes in the published protocol")
-    fair: tuple[str, ...] = Field((), description="recipes of the fair test")
-    full: str = Field("", description="recipe of full size, if no smaller recipe can decide the claim")
+    published: tuple[str, ...] = Field((), description="names of recipes that follow the published protocol")
+    fair: tuple[str, ...] = Field((), description="names of recipes of the fair test")
+    full: str = Field("", description="name of a full-size recipe, if no smaller recipe can decide the claim")
 
 
 class Corrected(Value):
     """Changed verdict that was public."""
 
     text: str = Field(description="the claim")
-    was: str = Field(description="the earlier verdict on the page")
-    why: str = Field(description="error in the earlier verdict of the page")
-    recipe: str = Field("", description="recipe that judges the claim now. It may not have been run yet")
+    was: str = Field(description="earlier verdict on the page")
+    why: str = Field(description="error in the earlier verdict on the page")
+    recipe: str = Field("", description="recipe that now judges the claim. It may still be waiting to run")
 
 
 class Sheet(Value):
@@ -88,13 +88,16 @@ class Sheet(Value):
     title: str
     claims: str = Field("", description="the paper's idea, in one line of plain words")
     number: str = Field("", description="first words of the headline claim with the most telling number")
-    why: str = Field("", description="the reason, with measured differences in braces")
-    objection: str = Field("", description="what the author could still object to, with measured numbers in braces")
-    beside: str = Field("", description="other places with measurements of the paper's methods, as Markdown")
-    changed: str = Field("", description="changes made after a table had been seen")
-    anchor: tuple[str, ...] = Field((), description="columns that show the distance of a run from the paper's run")
+    why: str = Field("", description="the reason, with placeholders in braces for measured differences")
+    objection: str = Field(
+        "", description="a possible objection of the authors, with placeholders in braces for measured numbers"
+    )
+    beside: str = Field("", description="other places that report measurements of the paper's methods, as Markdown")
+    changed: str = Field("", description="changes made after the first look at a table of results")
+    anchor: tuple[str, ...] = Field((), description="columns that show how far a run is from the paper's run")
     anchored: dict[str, str] = Field(
-        default_factory=dict, description="for recipes without printed anchors, the nearest recipe with anchors"
+        default_factory=dict,
+        description="for recipes without printed results to compare with: the nearest recipe with printed results",
     )
     row: tuple[HeadlineClaim, ...] = ()
     corrected: tuple[Corrected, ...] = ()
@@ -202,7 +205,7 @@ def _section(
         status = state(one, summary).removeprefix("run, laptop scale, ") if summary else not_run(one, needed.get(name))
         far = elsewhere(_anchors(recipes, summaries, sheet, name))
         came_out = ", not comparable" if far else _verdicts(one, summary)
-        yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.mode}: {status}{came_out} |"
+        yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.kind}: {status}{came_out} |"
     yield from ("", "</details>", "")
 
 
@@ -272,7 +275,7 @@ def _cell(
 
     This recipe is current, complete, at full length, with the least favorable verdict.
 
-    A recipe in another regime than the paper's decides no claim.
+    A recipe in another regime than the paper's decides no claim, and a stand-in decides it on its own page only.
     """
     if not names:
         return ClaimCell(UNTESTED, Untested.UNASKED)
@@ -280,6 +283,9 @@ def _cell(
     names = tuple(name for name in names if name not in far)
     if not names:
         return ClaimCell(UNTESTED, Untested.REGIME, recipe=far[0])
+    if all(recipes[name].paper.stand_in for name in names):
+        return ClaimCell(UNTESTED, Untested.STAND_IN, recipe=names[0])
+    names = tuple(name for name in names if not recipes[name].paper.stand_in)
     if row.full and all(recipes[name].paper.reduced for name in names):
         return ClaimCell(UNTESTED, Untested.GPU, recipe=names[0])
     measured, missing = [], ClaimCell(UNTESTED, Untested.NOT_RUN, recipe=names[0])

@@ -84,17 +84,25 @@ class Claim(Value):
     """
 
     text: str = Field(description="the paper's claim, in its own words if they are short")
-    higher: str | None = Field(None, description="reference claimed to be higher. Or give lower")
-    lower: str | None = Field(None, description="reference claimed to be lower. Or give higher")
+    higher: str | None = Field(None, description="the reference that should be higher. Alternatively set lower")
+    lower: str | None = Field(None, description="the reference that should be lower. Alternatively set higher")
     than: tuple[str | float, ...] = Field(
         min_length=1, description="references or numbers on the other side of the claim"
     )
-    margin: float = Field(0.0, ge=0, description="largest disadvantage allowed, in the figure's unit")
-    equivalent: bool = Field(False, description="comparable: the difference is within the margin on both sides")
-    most: bool = Field(False, description="true if the claim is about more than half of the references, not every one")
-    each: bool = Field(False, description="true if the claim is about each variant, not their mean")
-    spread: bool = Field(False, description="true if the claim is about standard deviations over seeds, not means")
-    construction: bool = Field(False, description="true if the claim holds by construction, whatever the methods do")
+    margin: float = Field(
+        0.0, ge=0, description="largest disadvantage at which the claim still holds, in the figure's unit"
+    )
+    equivalent: bool = Field(False, description="comparable: the absolute difference is at most the margin")
+    most: bool = Field(
+        False, description="true if the claim is about more than half of the references, not about every reference"
+    )
+    each: bool = Field(False, description="true if the claim is about each variant, not about the mean of all variants")
+    spread: bool = Field(
+        False, description="true if the claim is about standard deviations over seeds, not about means"
+    )
+    construction: bool = Field(
+        False, description="true if the claim holds by construction, for any result of the methods"
+    )
     variants: tuple[str, ...] = Field((), description="variants of the claim (empty: all)")
 
     @model_validator(mode="after")
@@ -127,43 +135,53 @@ Cell = Annotated[float | tuple[float, float] | None, BeforeValidator(lambda cell
 class Paper(Value):
     """Statements of the paper on the table or figure."""
 
-    title: str = Field(description="paper, with its table or figure")
+    title: str = Field(description="the paper, with the number of its table or figure")
     protocol: str = Field(description="the protocol, as the paper states it")
-    order: int = Field(description="position among all recipes")
+    order: int = Field(description="position in the list of all recipes")
     mode: Literal["published", "fair", "near"] = Field(
         "near",
         description=(
-            "published: the paper's settings, its code's variants and its way to choose. fair: equal "
-            "trials and stated budgets. near: the stated protocol, with equal choices for all methods "
-            "where it is silent"
+            "published: the paper's settings, the variants in its code and its way to choose "
+            "settings. fair: equal numbers of trials and stated budgets. near: the stated protocol, "
+            "with the same choices for all methods if the protocol is silent"
         ),
     )
     table: str = Field(
-        "", description="a table by other authors, as the page of these tables calls it (empty: a table of the papers)"
+        "",
+        description="name of a table by other authors, as on the page of these tables (empty: a table of the papers)",
     )
     gap_limit: float = Field(
-        0.0, ge=0, description="for a table by other authors: largest difference that is called close"
+        0.0, ge=0, description="for a table by other authors: the largest difference that counts as close"
     )
     explained: dict[str, str] = Field(
-        default_factory=dict, description="for a table by other authors: cause of a larger difference, by column"
+        default_factory=dict, description="for a table by other authors: the cause of a larger difference, by column"
     )
-    nearest: str = Field("", description="recipe nearer to the protocol, to which this recipe's cells belong")
-    rivals: str = Field("", description="recipe of the same experiment whose record contains the claims' other methods")
-    figure: str = Field("accuracy", description="default figure of a reference")
-    percent: bool = Field(False, description="the paper prints the cells in percent")
-    seeds: int = Field(1, ge=1, description="number of repetitions behind a printed cell")
+    nearest: str = Field(
+        "", description="name of a recipe that is closer to the protocol and to which this recipe's results belong"
+    )
+    rivals: str = Field(
+        "", description="name of a recipe of the same experiment, whose record contains the other methods of the claims"
+    )
+    figure: str = Field("accuracy", description="figure that a reference means by default")
+    percent: bool = Field(False, description="true if the paper prints its values in percent")
+    seeds: int = Field(1, ge=1, description="number of repetitions behind a printed value")
     columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")
     cells: dict[str, tuple[Cell, ...]] = Field(
-        default_factory=dict, description="a mean or (mean, standard deviation) per column, by variant ([]: none)"
+        default_factory=dict,
+        description="a mean or (mean, standard deviation) per column, by variant ([]: no printed value)",
     )
     claims: tuple[Claim, ...] = ()
     unknown: tuple[Unknown, ...] = ()
     fixed: dict[str, str] = Field(
-        default_factory=dict, description="options that a fair recipe does not search, by method, with the reason"
+        default_factory=dict,
+        description="options that a fair recipe leaves out of the search, by method, with the reason",
     )
-    stated: tuple[str, ...] = Field((), description="details that the base recipe leaves open and this recipe defines")
-    reduced: str | None = Field(None, description="factor by which the data are smaller than in the protocol")
-    samples: int | None = Field(None, ge=1, description="samples of the reduced data")
+    stated: tuple[str, ...] = Field(
+        (), description="details that the base recipe leaves open and this recipe specifies"
+    )
+    reduced: str | None = Field(None, description="factor by which the data set is smaller than in the protocol")
+    samples: int | None = Field(None, ge=1, description="number of samples of the reduced data set")
+    stand_in: str = Field("", description="data, features or network in place of the paper's (empty: the paper's own)")
     tried: tuple[str, ...] = Field((), description="attempts to explain a claim that does not hold")
 
     @model_validator(mode="after")
@@ -175,6 +193,13 @@ class Paper(Value):
         if foreign:
             raise ValueError(f"stated: no unknown is called {', '.join(sorted(foreign))}")
         return self
+
+    @property
+    def kind(self) -> str:
+        """Word for the recipe: its mode, or *stand-in*, which is never *published* and decides claims only as such."""
+        if not self.stand_in:
+            return self.mode
+        return "stand-in" if self.mode == "published" else f"stand-in, {self.mode}"
 
     @property
     def open(self) -> tuple[Unknown, ...]:

@@ -1,4 +1,4 @@
-"""The step of a personal model, theta ~ prox_{f/lam}(center), by one of three solvers."""
+"""Step of a personal model, theta ~ prox_{f/lam}(center), computed by one of three solvers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,26 @@ from fedloom.rows.layout import Layout
 
 
 class ThetaStep(Algorithm):
-    """A method whose clients solve min f_i(theta) + lam/2 ||theta - center||^2.
+    """Method whose clients solve min f_i(theta) + lam/2 ||theta - center||^2.
 
-    They use the run's local SGD, gradient descent until a tolerance that decreases over rounds (``eps0``), or gradient
-    descent until FIAELT's criterion (9).
+    The solver is the run's local SGD, gradient descent until a tolerance that decreases over rounds (``eps0``), or
+    gradient descent until FIAELT's criterion (9).
     """
 
-    lam: Derived = by_rule(description="Moreau weight lambda. 4/(reach rounds) when not given. 1 in Table III")
-    eps0: float | None = Field(
-        None, gt=0, description="eps^0 of Eq. 18, before the first round (None: the run's epochs of SGD)"
+    lam: Derived = by_rule(
+        description="Moreau weight lambda (default: 4/(reach rounds), where reach is lr times the steps per round; "
+        "Table III uses 1)"
     )
-    shrink: float = Field(0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, factor of the tolerance per round")
-    most: int = Field(1000, ge=1, description="largest number of gradient steps until the tolerance is met")
+    eps0: float | None = Field(
+        None,
+        gt=0,
+        description="eps^0 of Eq. 18, the tolerance before the first round (None: take the run's epochs of SGD "
+        "instead)",
+    )
+    shrink: float = Field(
+        0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, the factor by which the tolerance shrinks every round"
+    )
+    most: int = Field(1000, ge=1, description="maximum number of gradient steps to reach the tolerance")
     solver: Literal["sgd", "criterion"] = Field(
         "sgd",
         description="solver of the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)",
@@ -37,8 +45,10 @@ class ThetaStep(Algorithm):
     r: float = Field(
         0.005, gt=0, lt=1, description="tolerance r_i of (9): the factor by which ||theta - theta*||^2 decreases"
     )
-    iterations: int = Field(100, ge=1, description="largest number of gradient steps until (9) holds")
-    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, less than lam (None: lam/5)")
+    iterations: int = Field(100, ge=1, description="maximum number of gradient steps to satisfy (9)")
+    smooth: float | None = Field(
+        None, gt=0, description="L of (9), the smoothness constant of every f_i; must be less than lam (None: lam/5)"
+    )
 
     needs: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("shrink", "most"), "eps0"),
@@ -48,14 +58,16 @@ class ThetaStep(Algorithm):
     @model_validator(mode="after")
     def _one_solver(self) -> Self:
         if self.solver == "criterion" and self.eps0 is not None:
-            raise ValueError("solver = 'criterion' and eps0 both end the theta step. Leave eps0 out")
+            raise ValueError(
+                "solver = 'criterion' and eps0 are two different ways to end the theta step. Leave eps0 out"
+            )
         return self
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.solver == "criterion" and self.smooth and self.lam <= self.smooth:
             raise Refused(
                 f"{type(self).__name__} with solver 'criterion' needs lam > smooth, got lam = "
-                f"{self.lam:g} and smooth = {self.smooth:g}, so the bound (9) does not hold. Give a "
+                f"{self.lam:g} and smooth = {self.smooth:g}, so the bound (9) does not hold. Set a "
                 "larger lam"
             )
         return []
@@ -70,16 +82,16 @@ class ThetaStep(Algorithm):
         return ("batch_size", "epochs", "steps") if (self.eps0 or self.solver != "sgd") and self.lam else ()
 
     def theta_step(self, theta: Tensor, centre: Tensor, eps: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        """Solve for theta ``[m, d]`` from its current value.
+        """Solve for theta ``[m, d]``, starting from its current value.
 
         Args:
-            theta: ``[m, d]`` the personal models.
-            centre: ``[m, d]`` the centers to which they are pulled.
-            eps: ``[m, 1]`` their tolerances.
+            theta: personal models ``[m, d]``.
+            centre: centers ``[m, d]`` to which the models are pulled.
+            eps: tolerances of the models ``[m, 1]``.
             work: the clients' local problems.
 
         Returns:
-            The new theta ``[m, d]``, and the tolerances ``[m, 1]`` that it satisfies.
+            The new theta ``[m, d]``, and the tolerances ``[m, 1]`` that theta satisfies.
         """
         if self.solver == "criterion":
             pull, zero = (self.lam, centre), torch.zeros_like(theta)

@@ -1,4 +1,4 @@
-"""FedAMP: clients with similar models attract each other through a separate mixture of models for every client.
+"""FedAMP: clients with similar models attract each other, because each client receives its own mixture of models.
 
 Problem: min over w_1..w_n of sum_i f_i(w_i) + lam sum_{i<j} A(||w_i - w_j||^2), A(t) = 1 - exp(-t/sigma).
 
@@ -15,19 +15,20 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. The authors have publis
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
-Deviations: mixtures are over the cohort. With ``among = "all"`` they are over every client's last model, as in the
-paper, where all clients take part. The paper requires alpha_k so small that xi_ii is not negative. Otherwise the other
-weights are scaled to sum 1. alpha_k is constant over rounds unless ``decay`` is given (the paper's experiments decrease
-it in steps). Local work starts at the client's own w_i. ``start = "server"`` starts it at u_i, as in FedACS.
+Deviations: mixtures are computed over the cohort. With ``among = "all"``, they are computed over every client's last
+model, as in the paper, where all clients participate. The paper requires alpha_k to be so small that xi_ii is not
+negative. Here, if xi_ii would be negative, the other weights are scaled to sum 1. alpha_k is constant over rounds
+unless ``decay`` is given (the paper's experiments decrease it in steps). Local training starts at the client's own w_i.
+With ``start = "server"``, it starts at u_i, as in FedACS.
 
-Defaults: alpha = reach sqrt(rounds)/2, where reach is the length of a round (lr times its mean number of steps): the
-pull lam/alpha is FLAME's, for the same reasons. sigma = 2 (n - 1) alpha, so xi_ii is at least 1/2.
+Defaults: alpha = reach sqrt(rounds)/2, where reach is the distance covered in a round (lr times the mean number of
+steps). The pull lam/alpha then equals FLAME's, for the same reasons. sigma = 2 (n - 1) alpha, so xi_ii is at least 1/2.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, once the pull has a gradient
 (their code detaches it, so it has no effect) and is squared.
 
 Use it with small models, whose distances are meaningful. For networks, use HeurFedAMP, which compares angles. The
-server receives individual models, so it supports no secure aggregation.
+server receives individual models, so it does not support secure aggregation.
 """
 
 from __future__ import annotations
@@ -47,18 +48,21 @@ from fedloom.rows.layout import Layout
 class FedAMP(Mixed):
     """FedAMP (Huang et al. 2021, Algorithm 1)."""
 
-    lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
-    alpha: Derived = by_rule(description="step of the mixing; reach sqrt(rounds)/2 when not given; 1 in PFLlib")
+    lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction between models")
+    alpha: Derived = by_rule(
+        description="step size of the mixing (default: reach sqrt(rounds)/2, where reach is lr times the steps per "
+        "round; 1 in PFLlib)"
+    )
     sigma: Derived = by_rule(
-        description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given; 1 in PFLlib"
+        description="width sigma of A(t) = 1 - exp(-t/sigma) (default: 2 (n - 1) alpha; 1 in PFLlib)"
     )
     decay: float = Field(
-        1.0, gt=0, le=1, description="factor of alpha_k every ``every`` rounds; 0.1 in the experiments"
+        1.0, gt=0, le=1, description="factor that multiplies alpha_k every ``every`` rounds (0.1 in the experiments)"
     )
-    every: int = Field(30, ge=1, description="rounds between two steps of alpha_k; 30 in the experiments")
-    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's w_i, or u_i")
+    every: int = Field(30, ge=1, description="number of rounds between two changes of alpha_k (30 in the experiments)")
+    start: Literal["own", "server"] = Field("own", description="starting point of local SGD: the client's w_i, or u_i")
     among: Among = Field(
-        "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"
+        "cohort", description="models to mix: the round's cohort, all clients seen so far, or all clients"
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0, "sigma": 1.0}
@@ -71,7 +75,7 @@ class FedAMP(Mixed):
     def _consistent(self) -> Self:
         if self.every != type(self).model_fields["every"].default and self.decay == 1:
             raise ValueError(
-                "every and decay = 1 contradict each other: a constant alpha_k has no steps; give decay < 1"
+                "decay = 1 keeps alpha_k constant, so every has no effect; leave every out, or set decay < 1"
             )
         return self
 

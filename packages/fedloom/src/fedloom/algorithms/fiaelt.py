@@ -1,6 +1,6 @@
 """FIAELT: inexact ADMM for composite problems. Local solvers stop by a relative criterion.
 
-Problem: min over y of sum_i f_i(y) + g(y): the SUM over the n clients, so that g weighs 1/n of its weight in a mean.
+Problem: min over y of sum_i f_i(y) + g(y). It is the SUM over n clients, so g counts 1/n as much as in a mean.
 
 Reference: "Inexact Alternating Direction Method of Multipliers with Efficient Local Termination Criterion for
 Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 1.
@@ -14,21 +14,21 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
 
 Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
-Deviations: (9) needs the unknown minimizer. The check in `fedloom.local.inexact` implies it. If the criterion is
-checked and L is not given, the first round only measures the cohort's L. A later round does the same if beta follows
-from L and most of a cohort use all of their iterations. With beta <= L all iterations are taken, and the run warns.
-Local SGD repeats its steps until (9) holds. The server receives each client's L.
+Deviations: (9) contains the minimizer, which is unknown. The check in `fedloom.local.inexact` implies (9). If the
+criterion is checked and L is not given, the first round only measures the cohort's L. A later round also only measures
+L if beta follows from L and most clients of a cohort use all their iterations. With beta <= L, all iterations are
+taken, and the run warns about this. Local SGD repeats its steps until (9) holds. The server receives each client's L.
 
 Variant: the solver "released" follows the public code: SVRG on f_i alone from the server's model, with a snapshot that
-is never refreshed. No dual, penalty, prox or criterion (9) affects the models: the server's model is the mean of the
-x_i.
+is never refreshed. The dual, the penalty, the prox and criterion (9) do not affect the models: the server's model is
+the mean of the x_i.
 
-Defaults: beta = 1/(passes reach) for local SGD, where reach is lr times a round's mean number of steps. This balances
-penalty and data. (9) then uses L = beta/5. No regularizer, and a run warns about it.
+Defaults: for local SGD, beta = 1/(passes reach), where reach is lr times a round's mean number of steps. This value
+balances penalty and data. (9) then uses L = beta/5. There is no regularizer, and a run warns about this.
 
-Attackers: z_i repeats tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
+Attackers: z_i adds tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use it for composite problems on a few clients that all take part. If the clients differ much, tau = 1 starts faster.
+Use it for composite problems on a few clients that all participate. If they differ much, tau = 1 starts faster.
 """
 
 from __future__ import annotations
@@ -88,17 +88,17 @@ class Up(NamedTuple):
 class FIAELT(Algorithm):
     """FIAELT (Algorithm 1)."""
 
-    regulariser: Regulariser = Field(None, description="g, a function with a prox; 0.01 ||x||_1 in Sec. 5")
-    tau: float = Field(0.5, gt=0, le=1, description="dual step (Corollary 2); 1 gives ADMM")
-    r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0: all iterations are taken")
-    beta: Derived = by_rule(description="penalty; 1/(passes reach) for sgd, 5 L (Cor. 2) when not given")
-    smooth: Derived = by_rule(description="L; beta/5 if beta is derived, else measured where (9) is looked at")
-    solver: Solver = Field("sgd", description="SGD, SVRG (Corollary 2) or descent until (9); or the public code's SVRG")
-    passes: int = Field(2, ge=1, description="most rounds of sgd until (9); 1: one, and (9) is not looked at")
-    iterations: int = Field(10, ge=1, description="most outer iterations of svrg (Corollary 2), or steps of gd")
-    inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2); an epoch, at least 2, when None")
-    lr: float | None = Field(None, gt=0, description="step; 1/(8 beta) = 1/(40 L) for svrg (Cor. 2), 1/beta for gd")
-    start: Literal["own", "server"] = Field("own", description="where local work starts: the client's x_i, or y")
+    regulariser: Regulariser = Field(None, description="g, a function with a prox (0.01 ||x||_1 in Sec. 5)")
+    tau: float = Field(0.5, gt=0, le=1, description="dual step size (Corollary 2); 1 gives ADMM")
+    r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0 runs all iterations")
+    beta: Derived = by_rule(description="penalty (default: 1/(passes reach) for sgd, else 5 L; Cor. 2)")
+    smooth: Derived = by_rule(description="L (default: beta/5 if beta is derived, else measured with (9))")
+    solver: Solver = Field("sgd", description="SGD, SVRG (Corollary 2) or GD until (9), or the public code's SVRG")
+    passes: int = Field(2, ge=1, description="maximum number of passes of sgd until (9); with 1, (9) is not checked")
+    iterations: int = Field(10, ge=1, description="maximum outer iterations of svrg (Corollary 2), or steps of gd")
+    inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2; None: an epoch's steps, at least 2)")
+    lr: float | None = Field(None, gt=0, description="step size (default: 1/(8 beta) for svrg, 1/beta for gd)")
+    start: Literal["own", "server"] = Field("own", description="starting point of local work: x_i, or y")
 
     weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"

@@ -14,13 +14,13 @@ Learning", TMLR 2023, Appendix A.2, Eqs. 18-19: the paper compares FedSLR with i
     lambda     lam        weight of the GKR's penalty
     mu         mu         weight of the personal penalty
 
-Kept by a client: d (p). Sent per round: d down, since a mean of models of low rank is not of low rank. Clients send the
-model itself, as factors U, V if they are shorter.
+Kept by a client: d (p). Sent per round: d down, because a mean of low-rank models does not have low rank. Clients send
+the model itself, as factors U, V if they are shorter.
 
-Deviations: the paper counts dense uploads and mentions factors as possible. p starts at zero.
+Deviations: the paper assumes dense uploads and mentions factors as a possibility. p starts at zero.
 
-Use it to measure the gain of FedSLR, or if uploads are expensive. Its limit is biased: it neither solves the problem
-nor has low rank, unless all clients agree. Every step computes the singular values of every matrix.
+Use it to measure what FedSLR gains, or if uploads are expensive. Its limit is biased: unless all clients agree, it
+neither solves the problem nor has low rank. Every step computes the singular values of every matrix.
 """
 
 from __future__ import annotations
@@ -51,10 +51,14 @@ class Up(NamedTuple):
 class LPGD(Algorithm):
     """LPGD (Huang et al. 2023, Appendix A.2)."""
 
-    lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
-    mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
-    personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
-    components: Components = Field("lr+s", description="global + personal part, of low rank or sparse (App. A.3)")
+    lam: float = Field(1e-4, ge=0, description="weight lambda of the penalty on the global model (GKR; Sec. 6.1)")
+    mu: float = Field(1e-3, ge=0, description="weight mu of the penalty on the personal component (Sec. 6.1)")
+    personal_epochs: int | None = Field(
+        1, ge=0, description="number of epochs of phase II (Sec. 6.1; None: the steps of [local])"
+    )
+    components: Components = Field(
+        "lr+s", description="structure of the global and the personal part: low-rank (lr) or sparse (s) (App. A.3)"
+    )
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times lam and mu, which momentum outgrows"

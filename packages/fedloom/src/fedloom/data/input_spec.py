@@ -44,18 +44,19 @@ class InputSpec(Value):
     shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
     task: Task = Field(description="classification, binary, multilabel, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="names of the classes or labels")
-    targets: int = Field(1, ge=1, description="values per sample, for numbers")
-    centre: float = Field(0.0, description="subtracted from the targets of a regression")
+    targets: int = Field(1, ge=1, description="number of values per sample, for numeric targets")
+    centre: float = Field(0.0, description="number subtracted from regression targets")
     unit: float = Field(1.0, gt=0, description="divisor of the targets after the subtraction")
     pixels: bool = Field(
-        False, description="true if samples were bytes, divided by 255. Otherwise they are unchanged floats"
+        False,
+        description="true if samples were stored as bytes and divided by 255. Otherwise they are unchanged floats",
     )
     mean: tuple[float, ...] | None = Field(
-        None, description="number subtracted from samples, per channel or one for all"
+        None, description="number subtracted from samples: one per channel, or one for all channels"
     )
     std: tuple[float, ...] | None = Field(None, description="divisor of samples after the subtraction")
     table: Table | None = Field(None, description="columns from which the features are made")
-    vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences")
+    vocabulary: tuple[str, ...] = Field((), description="names of the tokens in the vocabulary")
     each: bool = Field(False, description="true if every position of a sequence has a label")
 
     @model_validator(mode="after")
@@ -139,7 +140,7 @@ class InputSpec(Value):
             return data
         if is_frame(data[0] if isinstance(data, tuple) and data else data):
             raise DataError(
-                "data: is a table. Give fl.Dataset.create(table, LABEL, ...) with the same options as for training"
+                "data: is a table. Pass fl.Dataset.create(table, LABEL, ...) with the same options as for training"
             )
         options: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
         options |= {"layout": "sequence"} if len(self.shape) == 2 else {}
@@ -210,14 +211,14 @@ class InputSpec(Value):
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
             if x.shape[1] > self.shape[0]:
                 raise DataError(
-                    f"{name}: sequences of {x.shape[1]} tokens, but the model takes at most {self.shape[0]}"
+                    f"{name}: sequences have {x.shape[1]} tokens, but the model accepts at most {self.shape[0]}"
                 )
             return functional.pad(x.long(), (0, self.shape[0] - x.shape[1]))
         if tuple(x.shape[1:]) != self.shape:
             last = x.ndim == 4 and (x.shape[3], *x.shape[1:3]) == self.shape
             raise DataError(
-                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
-                + (". Their channels are last: give numpy.moveaxis(x, -1, 1)" if last else "")
+                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model needs {_text(self.shape)}"
+                + (". The channels are last: pass numpy.moveaxis(x, -1, 1)" if last else "")
             )
         refuse_other_numbers(x, name, self.pixels, original_dtype)
         return x
@@ -228,13 +229,13 @@ class InputSpec(Value):
         if not self.classed:
             if data.y.shape[1] != self.targets:
                 raise DataError(
-                    f"{data.name}: {data.y.shape[1]} values per sample, but the model predicts {self.targets}"
+                    f"{data.name}: {data.y.shape[1]} target values per sample, but the model predicts {self.targets}"
                 )
             if data.classes != self.classes and {*data.classes} == {*self.classes}:
                 return data.y[:, [data.classes.index(name) for name in self.classes]]
             if data.classes not in (self.classes, tuple(map(str, range(self.targets)))):
                 raise DataError(
-                    f"{data.name}: its labels are {', '.join(data.classes)}, but the model predicts "
+                    f"{data.name}: the labels are {', '.join(data.classes)}, but the model predicts "
                     f"{', '.join(self.classes)}"
                 )
             return (data.y * data.unit + data.centre - self.centre) / self.unit
@@ -306,7 +307,8 @@ def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> T
         what = {True: "codes", False: "numbers"}
         raise DataError(
             f"{name}: column {old.name!r} contains {what[bool(new.levels)]}, but the model was "
-            f"trained on {what[bool(old.levels)]}. Add the column to categorical, or remove it there"
+            f"trained on {what[bool(old.levels)]}. Add the column to categorical, or remove the "
+            "column from categorical"
         )
     if not old.levels or not old.names or not new.names:
         if old.levels and new.levels > old.levels:

@@ -23,7 +23,7 @@ class _Equal(Source):
     """Base class of the problems: equal clients, and the data set of their features and targets."""
 
     clients: int = Field(default=10, ge=1, description="number of clients m")
-    samples: int = Field(default=20, ge=1, description="samples of each client N")
+    samples: int = Field(default=20, ge=1, description="N, number of samples per client")
     features: int = Field(default=5, ge=1, description="features d")
     seed: int = Field(default=0, ge=0, description="seed of the problem")
 
@@ -58,13 +58,13 @@ class LinearRegression(_Equal):
     sigma: float = Field(default=1.0, ge=0, description="standard deviation of the noise in y")
     spread: float = Field(default=1.0, ge=0, description="standard deviation of theta_i around their mean of ones")
     equal_length: bool = Field(default=False, description="give all theta_i the same norm (condition of Proposition 3)")
-    malicious: int = Field(default=0, ge=0, description="number of attackers m_a, the last clients")
+    malicious: int = Field(default=0, ge=0, description="m_a, number of attackers. They are the last clients")
     gamma: float = Field(default=1.0, ge=0, description="strength of the attack")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> LinearRegression:
         if self.features > self.samples or self.malicious >= self.clients:
-            raise ValueError("needs features <= samples (X_i' X_i is invertible) and malicious < clients")
+            raise ValueError("needs features <= samples (so that X_i' X_i is invertible) and malicious < clients")
         return self
 
     def truth(self) -> tuple[Floats, Floats]:
@@ -90,7 +90,7 @@ class LinearRegression(_Equal):
 class SparseLogistic(_Equal):
     """Sparse logistic regression: mean logistic loss + penalty * ||w||_1, with a tenth of the features relevant."""
 
-    samples: int = Field(default=50, ge=1, description="samples of each client N")
+    samples: int = Field(default=50, ge=1, description="N, number of samples per client")
     features: int = Field(default=30, ge=1, description="features d")
     penalty: float = Field(default=0.01, ge=0, description="weight of the L1 norm (FIAELT, Fig. 3: 0.01)")
     spread: float = Field(default=0.5, ge=0, description="standard deviation of each client's feature means")
@@ -109,7 +109,7 @@ class SparseLogistic(_Equal):
 class LowRank(_Equal):
     """Low-rank matrix regression: mean squared error + penalty * ||W||_*. y = W x + noise, W of low rank."""
 
-    samples: int = Field(default=50, ge=1, description="samples of each client N")
+    samples: int = Field(default=50, ge=1, description="N, number of samples per client")
     features: int = Field(default=12, ge=1, description="features")
     outputs: int = Field(default=8, ge=1, description="outputs k")
     rank: int = Field(default=2, ge=1, description="rank of the true matrix")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,8 +26,23 @@ None is a level in many tables, for example of a treatment. The markers of a tab
 """
 
 
+WHOLE_NUMBER_PATTERN = re.compile(r"([-+]?\d+)\.0+")
+"""Pattern of an integer with zeros after its decimal point."""
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 """Truth values as text, in lower case, which are numbers in every table."""
+
+
+def level(cell: object) -> str:
+    """Return a level's name, which is equal for every type of file: 1, 1.0, "1", "1.0" and " 1" all become "1".
+
+    >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
+    ['1', '1', '1', '1', '01', 'True', 'b']
+    """
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    text = str(cell).strip()
+    whole = WHOLE_NUMBER_PATTERN.fullmatch(text)
+    return text if whole is None else whole[1]
 
 
 def number_of(cell: Any) -> float | None:
@@ -96,12 +112,16 @@ class TableColumn(Value):
     """One raw column: a number, or a code 0..levels-1. NaN is missing."""
 
     name: str
-    levels: int = Field(default=0, ge=0, description="number of levels of a code (0 is a number)")
+    levels: int = Field(
+        default=0, ge=0, description="number of levels of a categorical column (0: the column is numeric)"
+    )
     names: tuple[str, ...] = Field(default=(), description="names of the levels, if the source has them")
-    flag: bool = Field(default=False, description="true if a feature marks missing values")
+    flag: bool = Field(default=False, description="true if an additional feature marks missing values")
     scale: bool = Field(default=True, description="true if the number is centered and scaled")
-    unit: str = Field(default="", description="agreed unit of a number")
-    range: tuple[float, float] | None = Field(default=None, description="smallest and largest plausible number")
+    unit: str = Field(default="", description="agreed unit of a numeric column")
+    range: tuple[float, float] | None = Field(
+        default=None, description="smallest and largest plausible value of a numeric column"
+    )
 
     @model_validator(mode="after")
     def _shows_its_names(self) -> TableColumn:
@@ -125,9 +145,13 @@ class Table(Value):
     """
 
     columns: tuple[TableColumn, ...] = Field(min_length=1)
-    min_observed: int = Field(default=5, ge=1, description="number of training values below which a column is dropped")
-    missing: tuple[str, ...] = Field(default=("",), description="cells that mean missing, by value")
-    impute: bool = Field(default=True, description="true if missing cells of new rows are filled")
+    min_observed: int = Field(
+        default=5,
+        ge=1,
+        description="smallest number of training values of a column. A column with fewer values is dropped",
+    )
+    missing: tuple[str, ...] = Field(default=("",), description="cell values that mean missing")
+    impute: bool = Field(default=True, description="true if missing cells in new rows are filled")
 
     @classmethod
     def numeric(cls, count: int) -> Table:

@@ -42,7 +42,7 @@ class EarlyStop(Value):
         None, description="model to watch (None: the personal model, or the global model if there is no personal model)"
     )
     part: Literal["validation", "train"] = Field(
-        "validation", description="part of the clients to watch. Never the test part"
+        "validation", description="data part of the clients on which the metric is watched. Never the test part"
     )
     patience: int = Field(5, ge=1, description="number of evaluations without an improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest improvement that counts")
@@ -54,7 +54,7 @@ class EarlyStop(Value):
             raise unknown("metric", metric, METRICS)
         return metric
 
-    result: Literal["last", "best"] = Field("last", description="round whose models and metrics become the result")
+    result: Literal["last", "best"] = Field("last", description="which round's models and metrics become the result")
 
     def __call__(self, state: ScoredState) -> str | None:
         """Return the sentence that ends the run, or None."""

@@ -171,7 +171,8 @@ class Divergence:
 
     Args:
         robust: True uses the median loss over the clients, so a single one of three or more clients cannot decide. If
-            the records only contain sums, no divergence is found. False uses the mean.
+            the records only contain sums, no divergence is found. False uses the mean, or the mean over samples if the
+            records only contain sums.
 
     Attributes:
         round: evaluation by which the run had diverged. None if it has not.
@@ -193,8 +194,10 @@ class Divergence:
             ended: True if there is no further evaluation.
         """
         before = self.sentence
-        for record in records.items[self._records_read :]:
-            if (record.part, record.metric) != ("train", "loss" if self._robust else "loss/mean"):
+        new = records.items[self._records_read :]
+        mean = "loss/mean" if any(record.metric == "loss/mean" for record in new) else "loss/weighted"
+        for record in new:
+            if (record.part, record.metric) != ("train", "loss" if self._robust else mean):
                 continue
             if record.total and not self._robust:
                 self._include(record.round, record.model, float(record.values[0]))
@@ -234,6 +237,8 @@ def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[st
     names = set(measured)
     models = sorted({kind for kind, _, _ in names})
     if model not in models:
-        return ConfigError(f"no {model} model was measured. Models of this method: {', '.join(models) or 'none'}")
+        return ConfigError(
+            f"no scores were recorded for a {model} model. Models of this method: {', '.join(models) or 'none'}"
+        )
     listing = ", ".join(sorted(map("/".join, names)))
-    return ConfigError(f"{model}/{part}/{metric} was not measured. Measured: {listing}")
+    return ConfigError(f"{model}/{part}/{metric} was not recorded. Recorded: {listing}")

@@ -36,30 +36,35 @@ class Evaluate(Value):
         check_moved("evaluate", options)
         return options
 
-    every: int = Field(5, ge=1, description="rounds between evaluations. The last round is always evaluated")
+    every: int = Field(5, ge=1, description="number of rounds between evaluations. The last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
         "validation",
-        description="part that selects the hybrid model. 'test' is FLAME's protocol, and the report says so",
+        description="data part on which the hybrid model is selected. 'test' is FLAME's protocol, and the report "
+        "says so",
     )
     parts: tuple[Part, ...] = Field(
-        ("train", "validation", "test"), description="parts of every client to score", min_length=1
+        ("train", "validation", "test"),
+        description="data parts of every client on which models are scored",
+        min_length=1,
     )
     clients: int | None = Field(
-        None, ge=1, description="largest number of clients to score, the same in every round, drawn once (default: all)"
+        None,
+        ge=1,
+        description="maximum number of clients to score, drawn once and the same in every round (default: all)",
     )
     batchnorm_stats: Literal["averaged", "own"] = Field(
         "averaged",
         description=(
-            "normalization statistics for a client's scores of the global model: averaged over the "
-            "round's clients (as Flower's averaged buffers), or the client's own (as PFLlib's)"
+            "normalization statistics used when a client scores the global model: averaged over the "
+            "round's clients (like Flower's averaged buffers), or the client's own (like PFLlib)"
         ),
     )
-    personal_on_common: bool = Field(False, description="score personal models on the common test set as well")
+    personal_on_common: bool = Field(False, description="also score personal models on the common test set")
     personal_at_start: bool = Field(
         False,
         description=(
-            "train personal models for the evaluation before round 1, instead of scoring initial ones. "
-            "Methods such as FedAvg-FT, FedBABU and Per-FedAvg also fine-tune then"
+            "train personal models for the evaluation before round 1, instead of scoring the initial "
+            "models. Methods such as FedAvg-FT, FedBABU and Per-FedAvg then also fine-tune"
         ),
     )
 
@@ -78,33 +83,36 @@ class Engine(Value):
 
     workers: Annotated[int | Literal["auto"], AfterValidator(_check_workers)] = Field(
         1,
-        description="number of single-threaded processes on this machine, at most two per core. Under torchrun, "
-        "its ranks",
+        description="number of single-threaded processes on this machine, at most two per core. Under torchrun: "
+        "the number of ranks",
         union_mode="left_to_right",
     )
     gradient_engine: Literal["auto", "compiled", "vmap", "loop"] = Field(
         "auto",
         description=(
-            "computation of gradients: compiled loops for linear layers, torch.func.vmap over clients, or one client "
-            "after the other. auto: the first that fits the model"
+            "how gradients are computed: compiled loops for linear layers, torch.func.vmap over "
+            "clients, or one client after the other. auto: the first of these that supports the model"
         ),
     )
     clients_per_batch: int | None = Field(
-        None, ge=1, description="largest number of clients that are computed together (default: a fixed rule)"
+        None, ge=1, description="maximum number of clients computed together (default: a fixed rule)"
     )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
-    dtype: Literal["float32", "float64"] = Field("float32", description="type of models and samples")
+    dtype: Literal["float32", "float64"] = Field("float32", description="data type of models and samples")
     precision: Literal["full", "tf32", "bf16"] = Field(
         "full",
         description=(
-            "precision of gradients: full (dtype's), TF32 in all products of a GPU, or bfloat16 in "
-            "steps of convolutions. Client rows always keep dtype"
+            "precision of gradients: full (that of dtype), TF32 in all products on a GPU, or "
+            "bfloat16 in training steps with convolutions. The clients' model vectors always keep "
+            "dtype"
         ),
     )
-    checkpoint_every: float = Field(30.0, gt=0, description="seconds of work between checkpoints")
-    state_memory_mib: int = Field(1024, ge=0, description="MiB of client state in memory. The rest is stored in files")
-    quorum: float = Field(0.5, gt=0, le=1, description="smallest fraction of a cohort with usable updates")
-    norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
+    checkpoint_every: float = Field(30.0, gt=0, description="length of time between checkpoints, in seconds")
+    state_memory_mib: int = Field(
+        1024, ge=0, description="MiB of client state kept in memory. The rest is stored in files"
+    )
+    quorum: float = Field(0.5, gt=0, le=1, description="smallest fraction of a cohort that must send usable updates")
+    norm_bound: float | None = Field(None, gt=0, description="maximum norm of an accepted upload")
 
 
 OF_DATA = (
@@ -165,7 +173,7 @@ class Setting(Value):
 
     algorithm: Method = Field(description="a method, or a preset of several parts")
     model: Annotated[ModelSpec, SettingTable(ModelSpec, MODEL_CLASSES, "softmax")] = Field(
-        default_factory=Softmax, description="a model's name, or its specification"
+        default_factory=Softmax, description="name of a model, or a model specification"
     )
     rounds: Rounds = 100
     seed: int = Field(0, ge=0, description="seed of all random draws")
@@ -176,14 +184,15 @@ class Setting(Value):
         default_factory=LocalSGD, description="local training of a client"
     )
     sampler: Annotated[Sampler, SettingTable(Sampler, SAMPLERS, "uniform")] = Field(
-        default_factory=Uniform, description="selection of the clients of a round"
+        default_factory=Uniform, description="selection of the clients that take part in a round"
     )
     aggregation_weights: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
-        description="weight of a client in the mean of the cohort's uploads: its share, or the weight from a rule",
+        description="how client uploads are weighted in the cohort's mean: by the clients' shares, or by the "
+        "weights from a rule",
     )
     personalized_aggregation: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
-        None, description="mixture of the clients' last models that a client receives (None: the server's model)"
+        None, description="mixture of the clients' last models that each client receives (None: the server's model)"
     )
     aggregator: Annotated[Aggregator | None, SettingTable(Aggregator, AGGREGATORS)] = Field(
         None, description="rule that combines uploads (None: their weighted mean)"
@@ -200,27 +209,27 @@ class Setting(Value):
     client_weights: Shares = Field(
         "samples",
         description=(
-            "shares alpha_i of the clients in the objective, used in every mean and local problem: by "
-            "training samples. Uniform (1/n). By groups (every planted group counts equally, or every "
-            "level of a column with 'groups by region'). By clusters recovered from activations before "
-            "round 1 ('clusters-3', or 'clusters' to estimate their number), again every 10 rounds with "
-            "'clusters-3 every 10'. Or one number per client"
+            "shares alpha_i of the clients in the objective, used in every mean and local problem. "
+            "By training samples; uniform (1/n); by groups (every planted group counts equally, or "
+            "every level of a column with 'groups by region'); by clusters recovered from "
+            "activations before round 1 ('clusters-3', or 'clusters' to estimate their number), "
+            "again every 10 rounds with 'clusters-3 every 10'; or one number per client"
         ),
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(
-        None, description="speed and presence of the clients' devices (None: the run has no simulated clock)"
+        None, description="speed and availability of the clients' devices (None: the run has no simulated clock)"
     )
     schedule: Annotated[Schedule, SettingTable(Schedule, SCHEDULES, "synchronous")] = Field(
-        default_factory=Synchronous, description="rule for the number of uploads of a server step, in simulated time"
+        default_factory=Synchronous, description="rule for the number of uploads in a server step, in simulated time"
     )
     evaluate: Annotated[Evaluate, SettingTable(Evaluate)] = Field(
-        default_factory=Evaluate, description="rounds, models and parts to score"
+        default_factory=Evaluate, description="which rounds, models and parts of the data are scored"
     )
     engine: Annotated[Engine, SettingTable(Engine)] = Field(
-        default_factory=Engine, description="settings of the computation"
+        default_factory=Engine, description="settings of the computation, such as processes and devices"
     )
     early_stop: Annotated[EarlyStop | None, SettingTable(EarlyStop)] = Field(
-        None, description="early end of a run whose validation metric stops improving (None: all rounds)"
+        None, description="when to end a run whose validation metric no longer improves (None: run all rounds)"
     )
 
     @classmethod

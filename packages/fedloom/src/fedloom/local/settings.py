@@ -57,32 +57,41 @@ class LocalSGD(Value):
     schedule: Literal["constant", "exponential", "inverse-sqrt", "cosine"] = Field(
         "constant",
         description=(
-            "schedule of the learning rate over rounds t = 1, 2, ...: lr, lr decay^(t-1), lr/sqrt(t), or a half cosine"
+            "schedule of the learning rate over rounds t = 1, 2, ...: constant (lr), lr decay^(t-1), "
+            "lr/sqrt(t), or half a cosine period"
         ),
     )
-    decay: float = Field(1.0, gt=0, le=1, description="factor per round of the exponential schedule")
-    decay_rounds: int = Field(100, ge=1, description="rounds until the cosine schedule reaches zero")
-    batch_size: int | Literal["full"] = Field(20, description="samples per step. 'full' for the whole training part")
-    epochs: int = Field(1, ge=0, description="passes over the client's training part per round")
-    steps: int | None = Field(None, ge=0, description="steps per round, the same for every client, instead of epochs")
+    decay: float = Field(
+        1.0, gt=0, le=1, description="factor that multiplies the learning rate every round, in the exponential schedule"
+    )
+    decay_rounds: int = Field(100, ge=1, description="number of rounds until the cosine schedule reaches zero")
+    batch_size: int | Literal["full"] = Field(
+        20, description="number of samples per step; 'full' uses the whole training part"
+    )
+    epochs: int = Field(1, ge=0, description="number of passes over the client's training part per round")
+    steps: int | None = Field(
+        None, ge=0, description="number of steps per round, the same for every client. Replaces epochs"
+    )
     optimizer: Annotated[str, AfterValidator(_checked_optimizer)] = Field(
         "sgd", description="sgd, adam, adamw, or the import path of a class such as torch.optim:RMSprop"
     )
     optimizer_options: dict[str, Any] = Field(
-        default_factory=dict, description="further arguments of the optimizer, such as betas = [0.9, 0.99]"
+        default_factory=dict, description="additional arguments of the optimizer, such as betas = [0.9, 0.99]"
     )
     optimizer_state: Literal["fresh", "persistent"] = Field(
         "fresh",
-        description="lifetime of optimizer states. fresh: they start again in every round. persistent: every "
+        description="how long optimizer states last. fresh: they are reset in every round. persistent: every "
         "client keeps them",
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum within a round, started at zero")
     weight_decay: float = Field(
         0.0,
         ge=0,
-        description=("L2 term added to the gradient of every local problem, except for parameters without a gradient"),
+        description=(
+            "weight of an L2 penalty that is added to every local problem, except for parameters without a gradient"
+        ),
     )
-    clip: float | None = Field(None, gt=0, description="bound on the norm of a batch gradient")
+    clip: float | None = Field(None, gt=0, description="maximum norm of a batch gradient")
 
     needs: ClassVar[Mapping[str, str]] = {"decay": "schedule exponential", "decay_rounds": "schedule cosine"}
 

@@ -26,12 +26,12 @@ ATTENTION_PATTERN = re.compile("attention|attn", re.IGNORECASE)
 class Adapters(Value):
     """Layers with adapters. Every other parameter of the model is frozen and stored once for all clients."""
 
-    rank: PositiveInt = Field(8, description="rank of every adapter")
+    rank: PositiveInt = Field(8, description="rank of each adapter")
     on: Literal["attention", "linear"] = Field(
-        "attention", description="layers with adapters: linear layers of attention, or all linear layers"
+        "attention", description="layers that get adapters: linear layers of attention, or all linear layers"
     )
-    scale: float = Field(1.0, gt=0, description="factor of the product (LoRA: alpha / rank)")
-    head: bool = Field(False, description="also train the last linear layer completely")
+    scale: float = Field(1.0, gt=0, description="factor of the adapter's product (LoRA: alpha / rank)")
+    head: bool = Field(False, description="also train the whole last linear layer")
 
 
 class Adapted(nn.Module):

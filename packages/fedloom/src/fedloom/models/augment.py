@@ -20,12 +20,12 @@ from fedloom.values import Value
 class Augment(Value):
     """Horizontal flip and padded random crop (FedSLR's code: flip with 0.5, 4-pixel crop with 0.5)."""
 
-    flip: float = Field(0.0, ge=0, le=1, description="probability of a left-right flip")
+    flip: float = Field(0.0, ge=0, le=1, description="probability that an image is flipped left to right")
     crop: int = Field(
-        0, ge=0, description="pixels of zeros around an image before a crop of the original size (0: none)"
+        0, ge=0, description="number of zero pixels added around an image before a crop to the original size (0: none)"
     )
     crop_probability: float = Field(
-        1.0, ge=0, le=1, description="probability of the crop. Otherwise the image stays in place"
+        1.0, ge=0, le=1, description="probability that an image is cropped. Otherwise the image is unchanged"
     )
 
     needs: ClassVar[Mapping[str, str]] = {"crop_probability": "crop"}

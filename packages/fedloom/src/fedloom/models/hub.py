@@ -26,7 +26,8 @@ class Hub(OfTokens):
         default_factory=dict, description="model_type and further configuration, instead of a name"
     )
     pool: Literal["last", "mean"] = Field(
-        "last", description="token that predicts a label of the whole sequence: the last, or the mean of all"
+        "last",
+        description="token that predicts a label for the whole sequence: the last token, or the mean of all tokens",
     )
 
     @model_validator(mode="after")

@@ -71,8 +71,8 @@ class Held(ModelSpec):
 
     kind: ClassVar[str] = "held"
 
-    name: str = Field(description="name in messages")
-    digest: str = Field(description="digest of the source, or of the structure and weights")
+    name: str = Field(description="name of the model in messages")
+    digest: str = Field(description="digest of the model's source code, or of its structure and weights")
     held: Any = Field(exclude=True, repr=False, description="module, class or function of the model")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:

@@ -110,7 +110,7 @@ class MemoryOption(Construction):
 
     option = "memory"
     memory: int | None = Field(
-        None, ge=1, description="samples that a client's network stores for its predictions (kNN-Per)"
+        None, ge=1, description="maximum number of samples that a client's network stores for its predictions (kNN-Per)"
     )
 
     @staticmethod

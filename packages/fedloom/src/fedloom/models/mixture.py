@@ -66,7 +66,8 @@ class MixtureOption(Construction):
     mixture: int | None = Field(
         None,
         ge=2,
-        description="independently initialized copies of the network whose class probabilities are mixed (FedEM)",
+        description="number of independently initialized copies of the network, whose class probabilities are "
+        "mixed (FedEM)",
     )
 
     @staticmethod

@@ -48,16 +48,22 @@ class CNN(ModelSpec):
     A setting of the convolutions is one value for all of them, or one value each.
     """
 
-    channels: tuple[PositiveInt, ...] = Field((32, 64), min_length=1, description="output channels of each convolution")
+    channels: tuple[PositiveInt, ...] = Field(
+        (32, 64), min_length=1, description="number of output channels of each convolution"
+    )
     kernel: PositiveInt | tuple[PositiveInt, ...] = Field(5, description="kernel side")
-    padding: int | tuple[int, ...] = Field(0, description="zeros added on every side")
-    pool: bool | tuple[bool, ...] = Field(True, description="2x2 max pooling after the convolution")
+    padding: int | tuple[int, ...] = Field(0, description="number of zero pixels added on every side")
+    pool: bool | tuple[bool, ...] = Field(True, description="apply 2x2 max pooling after the convolution")
     norm: Literal["none", "group", "batch", "layer"] = Field(
         "none", description="normalization after every convolution. 'layer' is group normalization with one group"
     )
-    groups: PositiveInt = Field(2, description="groups of norm = 'group' (FedSLR's code: 2). Must divide the channels")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate of the flattened features")
-    hidden: tuple[PositiveInt, ...] = Field((512,), description="widths of the linear layers before the last")
+    groups: PositiveInt = Field(
+        2, description="number of groups for norm = 'group' (FedSLR's code: 2). Must divide the number of channels"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate applied to the flattened features")
+    hidden: tuple[PositiveInt, ...] = Field(
+        (512,), description="widths of the hidden linear layers, between the convolutions and the last layer"
+    )
     dropout_hidden: float = Field(0.0, ge=0, lt=1, description="dropout rate after every hidden linear layer")
     activation: Activation = Field("relu", description="activation after every convolution and hidden layer")
 

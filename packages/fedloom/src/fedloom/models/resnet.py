@@ -24,12 +24,14 @@ class ResNet18(ModelSpec):
     stem: Literal["auto", "3x3", "7x7"] = Field(
         "auto",
         description=(
-            "first layer: 3x3 stride 1 (CIFAR), 7x7 stride 2 with 3x3 max pooling (Tiny-ImageNet). auto: "
-            "7x7 from 64 pixels on"
+            "first layer: 3x3 stride 1 (CIFAR), or 7x7 stride 2 with 3x3 max pooling "
+            "(Tiny-ImageNet). auto: 7x7 for images of at least 64 pixels"
         ),
     )
-    groups: PositiveInt = Field(2, description="groups of every normalization (FedSLR's code: 2). Must divide 64")
-    head_bias: bool = Field(False, description="the last linear layer has a bias (FedSLR: none)")
+    groups: PositiveInt = Field(
+        2, description="number of groups in every normalization layer (FedSLR's code: 2). Must divide 64"
+    )
+    head_bias: bool = Field(False, description="give the last linear layer a bias (FedSLR: no)")
 
     @model_validator(mode="after")
     def _groups_divide_the_widths(self) -> ResNet18:

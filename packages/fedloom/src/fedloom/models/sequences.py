@@ -51,18 +51,18 @@ class Transformer(OfTokens):
     from the mean over its tokens.
     """
 
-    width: PositiveInt = Field(64, description="width of embedding and layers. Must be even")
+    width: PositiveInt = Field(64, description="width of the embedding and of the layers. Must be even")
     layers: PositiveInt = Field(2, description="number of layers")
-    heads: PositiveInt = Field(4, description="heads of attention. Must divide the width")
+    heads: PositiveInt = Field(4, description="number of attention heads. Must divide the width")
     inner: PositiveInt | None = Field(
-        None, description="width between the two linear layers (None: four times the width)"
+        None, description="hidden width between the two linear layers (None: four times the width)"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate after the embedding and every layer")
     causal: bool = Field(
         True,
         description=(
-            "causal attention: a position depends on no later position, as for predicting the next "
-            "token. False for tagging"
+            "use causal attention: a position does not depend on later positions, as in next-token "
+            "prediction. Set to false for tagging"
         ),
     )
 

@@ -44,12 +44,12 @@ class InitialValues(Value):
     init_from: str | None = Field(
         None,
         description=(
-            "safetensors file of the initial values, as written by `fedloom export`, with an "
+            "safetensors file with the initial values, as written by `fedloom export`, with an "
             "optional digest after #sha256= (default: random, by the seed)"
         ),
     )
     adapters: Adapters | None = Field(
-        None, description="low-rank adapters that train instead of the layers: a table with rank, on, scale, head"
+        None, description="low-rank adapters to train instead of the layers: a table with rank, on, scale, head"
     )
 
 

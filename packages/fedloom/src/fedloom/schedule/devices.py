@@ -1,4 +1,4 @@
-"""Devices: how fast a client computes and communicates, and when it is present. ``DEVICES`` by kind."""
+"""Devices: how fast a client computes and communicates, and when it is available. ``DEVICES`` by kind."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedloom.seeds import generator, numpy_generator
 from fedloom.values import Value
 
 Slow = Literal["drawn", "rare-labels"]
-"""Clients that get the slow devices."""
+"""Clients that receive the slow devices."""
 
 
 class Devices(Value, ABC):
-    """Devices of a run's clients. They are drawn from streams of the seed that nothing else uses."""
+    """Devices of a run's clients. They are drawn from seed streams that nothing else uses."""
 
     kind: ClassVar[str]
 
@@ -33,31 +33,33 @@ class Devices(Value, ABC):
 
         Args:
             n: clients.
-            seed: of the run.
-            rarity: ``[n]`` how rare each client's labels are among all clients.
+            seed: seed of the run.
+            rarity: how rare each client's labels are among all clients ``[n]``.
 
         Raises:
             ConfigError: the devices do not fit n clients.
-            DataError: a file cannot be read.
+            DataError: the file cannot be read.
         """
 
 
 class Stated(Devices, ABC):
-    """Devices with given speeds, rates and presence."""
+    """Devices with given speeds, rates and availability."""
 
-    speed: float = Field(100.0, gt=0, description="training samples per second of a typical device, measured or stated")
+    speed: float = Field(
+        100.0, gt=0, description="number of training samples per second on a typical device, measured or stated"
+    )
     up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
     down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
-    latency: float = Field(0.05, ge=0, description="seconds of delay of every message")
-    present: float = Field(1.0, gt=0, le=1, description="fraction of every period in which a client is present")
+    latency: float = Field(0.05, ge=0, description="delay of every message, in seconds")
+    present: float = Field(1.0, gt=0, le=1, description="fraction of every period in which a client is available")
     period: float = Field(
-        86400.0, gt=0, description="seconds of a period. Each client's presence begins at its own time"
+        86400.0, gt=0, description="length of a period in seconds. Each client becomes available at a different time"
     )
 
     def _fleet(
         self, factor: Tensor, seed: int, names: tuple[str, ...] = ("all",), member: Tensor | None = None
     ) -> Fleet:
-        """Return the fleet with speeds of ``factor [n]`` times the typical speed."""
+        """Return the fleet whose speeds are ``factor [n]`` times the typical speed."""
         n = len(factor)
         constant = torch.ones(n, dtype=torch.float64)
         member = torch.zeros(n, dtype=torch.long) if member is None else member
@@ -88,16 +90,18 @@ class Equal(Stated):
 
 
 class LogNormal(Stated):
-    """Speeds with normal logarithms: the typical speed times exp(spread z)."""
+    """Speeds with normally distributed logarithms: the typical speed times exp(spread z)."""
 
     kind: ClassVar[str] = "lognormal"
     spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a client's speed")
-    slow: Slow = Field("drawn", description="clients with slow devices: drawn at random, or clients with rare labels")
+    slow: Slow = Field(
+        "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
+    )
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Speeds are assigned at random, or the slowest speed goes to the client with the rarest labels.
+        """Speeds are assigned at random, or the slowest speed is assigned to the client with the rarest labels.
 
-        Classes are the thirds of the speeds.
+        The device classes are the thirds of the speeds.
         """
         z = torch.from_numpy(numpy_generator(seed, purpose=("devices", "speed")).standard_normal(n))
         factor = torch.exp(self.spread * z)
@@ -111,19 +115,25 @@ class LogNormal(Stated):
 class DeviceClass(Value):
     """Devices of one class."""
 
-    share: float = Field(gt=0, le=1, description="fraction of the clients with such a device. All fractions sum to 1")
-    speed: float = Field(100.0, gt=0, description="training samples per second")
+    share: float = Field(
+        gt=0, le=1, description="fraction of the clients with this kind of device. All fractions sum to 1"
+    )
+    speed: float = Field(100.0, gt=0, description="number of training samples per second")
     up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
     down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
-    latency: float = Field(0.05, ge=0, description="seconds of delay of every message")
+    latency: float = Field(0.05, ge=0, description="delay of every message, in seconds")
 
 
 class Classes(Devices):
-    """Named classes of devices with their shares of the clients, by largest remainder."""
+    """Named device classes with their shares of the clients, rounded by the largest remainder."""
 
     kind: ClassVar[str] = "classes"
-    classes: dict[str, DeviceClass] = Field(min_length=1, description="devices by name: [devices.classes.NAME]")
-    slow: Slow = Field("drawn", description="clients with slow devices: drawn at random, or clients with rare labels")
+    classes: dict[str, DeviceClass] = Field(
+        min_length=1, description="kinds of devices by name: [devices.classes.NAME]"
+    )
+    slow: Slow = Field(
+        "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
+    )
 
     @field_validator("classes")
     @classmethod
@@ -136,7 +146,8 @@ class Classes(Devices):
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
         """Draw the classes.
 
-        The choice of halves is uniform. The slowest class goes to the clients with the rarest labels.
+        Classes are assigned to clients uniformly at random, or the slowest class is assigned to the clients with the
+        rarest labels.
         """
         kinds = list(self.classes.values())
         exact = torch.tensor([one.share for one in kinds], dtype=torch.float64) * n
@@ -158,20 +169,24 @@ class Classes(Devices):
 
 
 class Trace(Devices):
-    """Devices from a file: Parquet or CSV with the columns client, speed, up and down, and optional columns.
+    """Devices from a file: Parquet or CSV with the columns client, speed, up and down, and some optional columns.
 
-    ``client`` counts from 0, ``speed`` is in training samples per second (0: the device never answers), ``up`` and
-    ``down`` are in bytes per second. Optional columns are ``latency`` (seconds, default 0), ``class`` (a name), and
-    ``start`` and ``end``: an interval of presence in seconds. A client with several intervals has one row per interval.
-    A client without intervals is always present.
+    ``client`` counts from 0, ``speed`` is in training samples per second (0: the device never answers), and ``up`` and
+    ``down`` are in bytes per second. Optional columns are ``latency`` (in seconds, default 0), ``class`` (a name), and
+    ``start`` and ``end``: an interval in seconds during which the client is available. A client with several intervals
+        has one row per interval.
+    A client without intervals is always available.
     """
 
     kind: ClassVar[str] = "trace"
     file: str = Field(description="Parquet or CSV file (also .csv.gz) with the columns client, speed, up, down")
-    period: float | None = Field(None, gt=0, description="seconds after which the intervals repeat (default: never)")
+    period: float | None = Field(
+        None, gt=0, description="number of seconds after which the intervals repeat (default: never)"
+    )
     draw: bool = Field(
         False,
-        description="draw the clients' devices from a larger file at random. Otherwise they are matched by number",
+        description="draw the clients' devices at random from a larger file. Otherwise each client gets the "
+        "device with the same client number",
     )
 
     @model_validator(mode="after")
@@ -181,7 +196,7 @@ class Trace(Devices):
         return self
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Give every client its device from the file."""
+        """Assign every client its device from the file."""
         period = math.inf if self.period is None else self.period
         rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):
@@ -207,7 +222,7 @@ class Trace(Devices):
 
 
 def _to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
-    """Order devices so that the first one goes to the client with the rarest labels, and so on."""
+    """Order devices so that the first device is assigned to the client with the rarest labels, and so on."""
     assigned = torch.empty_like(slow_first)
     assigned[rarity.argsort(descending=True, stable=True)] = slow_first
     return assigned

@@ -88,14 +88,17 @@ class Objective(Value):
     metrics: tuple[Measured, ...] = Field((), description="further metrics: names, or import paths of custom metrics")
     class_weights: Weights = Field(
         None,
-        description="factors of the training losses by class: 'balanced' at every client, a list, or a table",
+        description="weights of the classes in the training loss: 'balanced' at every client, a list, or a table",
     )
     calibrate: bool = Field(
-        False, description="recalibrate every model of a binary task at each client on its validation part"
+        False, description="recalibrate the models of a binary task at every client, on the client's validation part"
     )
 
     horizon: float | None = Field(
-        None, gt=0, description="time by which events are predicted in a survival task, in the unit of the times"
+        None,
+        gt=0,
+        description="time horizon: a survival task predicts whether the event occurs by this time. In the unit "
+        "of the times",
     )
 
     @property

@@ -48,7 +48,11 @@ class Survival(TaskKind):
     Meier's.
     """
 
-    horizon: float | None = Field(None, gt=0, description="time by which events are predicted (None: ranks only)")
+    horizon: float | None = Field(
+        None,
+        gt=0,
+        description="time horizon: the model predicts whether the event occurs by this time (None: only ranks)",
+    )
 
     @property
     def outputs(self) -> int:

@@ -29,8 +29,8 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server, bound_of
 from fedloom_sites.transport.forms import Forms, is_common
 
-Figure = tuple[float, float, int]
-"""Mean of a score over sites, mean over samples, and number of sites."""
+Figure = tuple[float, int]
+"""Mean of a score over samples, and number of sites."""
 
 
 class MaskedSites(Sites):
@@ -48,8 +48,7 @@ class MaskedSites(Sites):
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
         t, figures = self._tallied
-        for (model, part, name), (mean, weighted, sites) in (figures if t == round else {}).items():
-            yield model, part, f"{name}/mean", mean
+        for (model, part, name), (weighted, sites) in (figures if t == round else {}).items():
             yield model, part, f"{name}/weighted", weighted
             yield model, part, f"{name}/sites", sites
 
@@ -173,9 +172,7 @@ class MaskedSites(Sites):
             form.decode(total, count)
             return total
 
-        session = self._sessions.sum(
-            terms, self._weights(terms), letter, form.length, read, counted=True, all_answer=True
-        )
+        session = self._sessions.sum(terms, self._weights(terms), letter, form.length, read, counted=True)
         assert session.counts is not None
         return AnalysisSum(session.value, session.clients, session.counts)
 

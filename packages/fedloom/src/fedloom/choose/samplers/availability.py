@@ -1,4 +1,4 @@
-"""Samplers for federations whose clients are not always present."""
+"""Samplers for federations whose clients are not always available."""
 
 from __future__ import annotations
 
@@ -14,70 +14,76 @@ from fedloom.local import Ctx, Nothing
 
 
 class Availability(SizedSampler):
-    """Draws uniformly among the clients that are present: by a recorded trace, or in turns with a fixed period.
+    """Draws uniformly among the available clients, given by a recorded trace or by turns with a fixed period.
 
-    With a table, row t lists the clients available in round t, and the table starts again after its last row. Without a
-    table, client i is present in the first ``on`` of every ``period`` rounds, counted from round 1 - i. If fewer
-    clients are present than the sampler draws, all of them take part.
+    With a table, row t lists the clients available in round t, and after the last row the table starts again. Without a
+    table, client i is available in the first ``on`` of every ``period`` rounds, counted from round 1 - i. If fewer
+    clients are available than the sampler draws, all available clients take part.
     """
 
     kind: ClassVar[str] = "availability"
     table: tuple[tuple[Literal[0, 1], ...], ...] | None = Field(
-        None, min_length=1, description="table of rounds x clients, 1 if a client is present"
+        None, min_length=1, description="table of shape rounds x clients, with 1 if a client is present"
     )
     period: int = Field(
-        2, ge=1, description="length of a cycle in rounds, without a table (default: at most the number of clients)"
+        2,
+        ge=1,
+        description="length of a cycle in rounds, if there is no table (default: at most the number of clients)",
     )
-    on: int = Field(1, ge=1, description="rounds of a cycle in which a client is present, without a table")
+    on: int = Field(
+        1, ge=1, description="number of rounds of a cycle in which a client is present, if there is no table"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.table is not None and (self.period, self.on) != (2, 1):
-            raise ValueError("give table, or period and on, not both")
+            raise ValueError("set either table, or period and on")
         if self.on > self.period:
             raise ValueError(f"on must be at most period = {self.period}, got {self.on}")
         return self
 
     def adapted(self, n: int) -> Self:
-        """Set the turns to one round per client, if neither turns nor a table is given."""
+        """Set the turns to one round per client if neither turns nor a table are given."""
         turns = self.model_fields_set.intersection(("table", "period", "on"))
         return self if turns or self.period <= n else self.with_(period=n)
 
     def present(self, round: int, n: int) -> Tensor:
-        """Return the clients that are present in a round, as bool ``[n]``."""
+        """Return the clients that are available in a round, as bool ``[n]``."""
         if self.table is not None:
             return torch.tensor(self.table[(round - 1) % len(self.table)]) == 1
         return (round - 1 + torch.arange(n)) % self.period < self.on
 
     def check(self, n: int) -> None:
-        """Raise if the table has another width, or if a round has no available client."""
+        """Raise if the table has the wrong width, or if no client is available in some round."""
         super().check(n)
         for t, row in enumerate(self.table or (), 1):
             if len(row) != n:
                 raise ConfigError(
-                    f"sampler.table must have a column for each of the {n} clients, row {t} has {len(row)}",
+                    f"sampler.table must have one column for each of the {n} clients, but row {t} has "
+                    f"{len(row)} columns",
                     rule="sampler-table",
-                    fix="give every row of {sampler.table} a 0 or 1 for each client",
+                    fix="set every row of {sampler.table} to one 0 or 1 per client",
                 )
         for t, count in enumerate(self._counts(n), 1):
             if not count:
                 raise ConfigError(
-                    f"sampler: no client is available in round {t}, and every round needs one",
+                    f"sampler: no client is available in round {t}, but every round needs at least one client",
                     rule="sampler-empty-round",
-                    fix="leave {sampler.period} and {sampler.table} out, or let a client be there in every round",
+                    fix="leave {sampler.period} and {sampler.table} out, or make at least one client "
+                    "available in every round",
                 )
 
     def smallest(self, n: int) -> int | None:
-        """Return the smallest number of clients present in any round, if it is below the number of drawn clients."""
+        """Return the smallest number of clients available in any round, if it is below the number of drawn clients."""
         return min(self.size(n), *self._counts(n))
 
     def _counts(self, n: int) -> list[int]:
-        """Count the present clients in every round of a turn."""
+        """Count the available clients in every round of a turn."""
         turn = self.period if self.table is None else len(self.table)
         return [int(self.present(t, n).sum()) for t in range(1, 1 + turn)]
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Draw m of the present clients, or all of them."""
+        """Draw m of the available clients, or all of them if there are fewer."""
         present = self.present(ctx.round, ctx.n).nonzero()[:, 0]
         order = torch.randperm(len(present), generator=ctx.rng("cohort"))
         return present[order[: self.size(ctx.n)]].sort().values, state

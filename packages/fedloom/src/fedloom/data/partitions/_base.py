@@ -144,8 +144,12 @@ class Partition(Value):
     by_row: ClassVar[bool] = False
     """True if a draw deals individual rows. False: each entry represents all rows of its subject, if there are
     subjects."""
-    test: float = Field(default=0.2, ge=0, lt=1, description="fraction of a client's samples for its test part (FLAME)")
-    validation: float = Field(default=0.1, ge=0, lt=1, description="fraction of a client's samples for validation")
+    test: float = Field(
+        default=0.2, ge=0, lt=1, description="fraction of a client's samples that form its test part (FLAME)"
+    )
+    validation: float = Field(
+        default=0.1, ge=0, lt=1, description="fraction of a client's samples that form its validation part"
+    )
     test_from: Literal["own", "ratio", "clients"] = Field(
         default="own",
         description=(
@@ -164,26 +168,31 @@ class Partition(Value):
         "div folds",
     )
     max_train_per_client: int | None = Field(
-        default=None, ge=1, description="training samples kept per client (FedACS, Table 2: 50)"
+        default=None, ge=1, description="maximum number of training samples kept per client (FedACS, Table 2: 50)"
     )
-    min_size: int = Field(default=1, ge=1, description="smallest number of samples of a client")
+    min_size: int = Field(default=1, ge=1, description="smallest number of samples per client")
     pool: bool = Field(
         default=False,
-        description="join the official training and test sets before the split. Otherwise the test set stays common",
+        description="join the official training and test sets before the split. Otherwise all clients share the "
+        "official test set",
     )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Partition:
         if self.test + self.validation >= 1:
-            raise ValueError(f"test + validation must be < 1 to leave training data, got {self.test + self.validation}")
+            raise ValueError(
+                "test + validation must be less than 1, so that training data are left, got "
+                f"{self.test + self.validation}"
+            )
         if self.pool and self.test_from != "own":
             raise ValueError(
-                f"test_from = {self.test_from!r} needs the official test set, but pool = true adds it to "
-                "the training samples"
+                f"test_from = {self.test_from!r} needs the official test set, but pool = true adds "
+                "this test set to the training samples"
             )
         if self.folds is not None and self.test_from != "own":
             raise ValueError(
-                f"folds split the client's own samples, but test_from is {self.test_from!r}. Leave one of them out"
+                f"folds split each client's own samples, but test_from is {self.test_from!r}. Leave "
+                "folds or test_from out"
             )
         return self
 
@@ -297,7 +306,7 @@ class Partition(Value):
         if self.folds is not None or self.test_from != "own":
             raise PartitionError(
                 f"{self.kind}: {data.name} marks its test rows (test_column or test_since), so "
-                f"{other} cannot choose others. Leave one of them out"
+                f"{other} cannot choose other test rows. Leave one of the two out"
             )
 
     def _complete_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
@@ -323,7 +332,7 @@ class Partition(Value):
         trains = np.bincount(owner[~design.tested[draw.dealt.index]], minlength=n) > 0
         if not trains.any():
             raise PartitionError(
-                f"{self.kind}: every row of {data.name} is marked as test row, so no training row is left"
+                f"{self.kind}: every row of {data.name} is marked as a test row, so no training row is left"
             )
         return draw if trains.all() else draw.without_tested(trains)
 
@@ -368,17 +377,21 @@ class Partition(Value):
             data.refuse_random(f"{self.kind}, which changes the samples of clients,")
         if self.test_from != "own" and changes:
             raise Refused(
-                f"{self.kind}: changes a client's samples, so official test samples would not fit. "
-                "Use test_from = 'own'"
+                f"{self.kind}: changes the samples of clients, so official test samples would not "
+                "match. Use test_from = 'own'"
             )
         if draw.test is not None and (self.folds is not None or self.test_from == "ratio"):
             option = f"folds = {self.folds}" if self.folds is not None else "test_from = 'ratio'"
-            raise PartitionError(f"{self.kind}: defines the test parts itself, so {option} has no effect. Leave it out")
+            raise PartitionError(
+                f"{self.kind}: defines the test parts itself, so {option} has no effect. Leave this option out"
+            )
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
             if draw.test is not None:
                 cure = "give every sample to one client, and to one part. A test set for all clients is Draw.common"
-            raise Refused(f"{self.kind}: clients that share a sample would need two versions of it; {cure}")
+            raise Refused(
+                f"{self.kind}: if clients share a sample, this partition would need two versions of the sample; {cure}"
+            )
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
         """Choose for every client `test_count` official test samples, with the label shares of its training part."""

@@ -24,8 +24,10 @@ class Natural(Partition):
     purpose: ClassVar[str] = "writers"
     """Purpose in the seed of its draws. It keeps the original name of the kind."""
     by_row: ClassVar[bool] = True
-    clients: int | None = Field(default=None, ge=1, description="number of clients (None: all of them)")
-    per_client: int | None = Field(default=None, ge=1, description="natural clients per client (FLAME on FEMNIST: 338)")
+    clients: int | None = Field(default=None, ge=1, description="number of clients (None: all clients of the source)")
+    per_client: int | None = Field(
+        default=None, ge=1, description="number of natural clients that form one client (FLAME on FEMNIST: 338)"
+    )
     shuffle: bool = Field(
         default=True,
         description="draw the natural clients of a group at random (false: consecutive ones (FLAME's code))",
@@ -36,7 +38,9 @@ class Natural(Partition):
         data = pool.data
         if data.users is None:
             have = f"its columns: {', '.join(data.columns)}" if data.columns else "it has no columns either"
-            raise PartitionError(f"natural: {data.name} has no natural clients. Use kind by-column ({have}) or another")
+            raise PartitionError(
+                f"natural: {data.name} has no natural clients. Use kind by-column ({have}) or another partition"
+            )
         return _draw_by_level(self, pool, data.users.numpy(), data.user_names, seed)
 
 
@@ -48,7 +52,7 @@ class ByColumn(Partition):
     by_row: ClassVar[bool] = True
     column: str = Field(description="name of the column")
     clients: int | None = Field(default=None, ge=1, description="number of clients (None: one per value)")
-    per_client: int | None = Field(default=None, ge=1, description="values per client")
+    per_client: int | None = Field(default=None, ge=1, description="number of column values per client")
     shuffle: bool = Field(default=True, description="draw the values of a group at random (false: consecutive values)")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -77,8 +81,9 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
     n = part.clients or len(levels) // (each or 1)
     if n == 0 or n * (each or 1) > len(levels):
         raise PartitionError(
-            f"{part.kind}: {max(n, 1)} clients of {each or 1} need {max(n, 1) * (each or 1)} values, "
-            f"but {pool.data.name} has {len(levels)} with at least {part.min_size} samples. Use fewer"
+            f"{part.kind}: {max(n, 1)} clients with {each or 1} values each need "
+            f"{max(n, 1) * (each or 1)} values, but {pool.data.name} has only {len(levels)} values "
+            f"with at least {part.min_size} samples. Use fewer clients or fewer values per client"
         )
     if part.shuffle and (n != len(levels)):
         levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
@@ -106,11 +111,15 @@ class Clusters(Partition):
     """
 
     kind: ClassVar[str] = "clusters"
-    classes: tuple[int, ...] = Field(default=(4, 6), min_length=1, description="classes of each cluster (MNIST: 4, 6)")
-    sizes: tuple[int, ...] = Field(default=(4, 6), min_length=1, description="clients of each cluster (MNIST: 4, 6)")
+    classes: tuple[int, ...] = Field(
+        default=(4, 6), min_length=1, description="number of classes in each cluster (MNIST: 4, 6)"
+    )
+    sizes: tuple[int, ...] = Field(
+        default=(4, 6), min_length=1, description="number of clients in each cluster (MNIST: 4, 6)"
+    )
     per_class: int | tuple[int, ...] | None = Field(
         default=None,
-        description="samples per class of a client (MNIST: 800; CIFAR-100: 220, 160, 100). None: even",
+        description="number of samples per class at a client (MNIST: 800; CIFAR-100: 220, 160, 100). None: even shares",
     )
 
     @model_validator(mode="after")
@@ -127,7 +136,7 @@ class Clusters(Partition):
         lists = pool.by_class(self.kind, numpy_generator(seed, purpose="clusters"))
         if sum(self.classes) > len(lists):
             raise PartitionError(
-                f"clusters: needs {sum(self.classes)} classes, but {data.name} has {len(lists)}. Use fewer"
+                f"clusters: needs {sum(self.classes)} classes, but {data.name} has {len(lists)}. Use fewer classes"
             )
         counts = np.zeros((n, len(lists)), np.int64)
         groups = np.repeat(np.arange(len(self.sizes)), self.sizes)

@@ -20,7 +20,10 @@ from fedloom.values import choose
 
 Below = Annotated[
     dict[str, Any],
-    Field(default_factory=lambda: {"kind": "iid"}, description="partition before this one, a table with a kind"),
+    Field(
+        default_factory=lambda: {"kind": "iid"},
+        description="the partition to which noise is added, a table with a kind",
+    ),
 ]
 
 
@@ -31,7 +34,7 @@ class FeatureNoise(Sized):
     """
 
     kind: ClassVar[str] = "feature-noise"
-    sigma: float = Field(default=0.1, ge=0, description="noise of the last client (FLAME, Table III: 0.1)")
+    sigma: float = Field(default=0.1, ge=0, description="noise level of the last client (FLAME, Table III: 0.1)")
     sigma_unit: Literal["variance", "std"] = Field(
         default="variance",
         description=(
@@ -42,9 +45,9 @@ class FeatureNoise(Sized):
     noise_draws: Literal["per-sample", "per-batch"] = Field(
         default="per-sample",
         description=(
-            "time of a noise draw. per-sample: one draw per sample. per-batch: one draw per batch of "
-            "a step, as in FLAME's code, with fixed noise in validation and test samples and no "
-            "noise in passes over a whole training part"
+            "how often noise is drawn. per-sample: once per sample. per-batch: once per batch of a "
+            "step, as in FLAME's code, with fixed noise in validation and test samples and no noise "
+            "in passes over a whole training part"
         ),
     )
     base: dict[str, Any] = Field(
@@ -110,11 +113,11 @@ class Rotated(Sized):
         ge=1,
         le=4,
         description=(
-            "quarter turns: 1 leaves images upright, 2 adds 180 degrees (default: as many as clients and "
-            "image shape allow)"
+            "number of orientations: 1 is upright, 2 adds 180 degrees, 4 are all quarter turns "
+            "(default: as many as the number of clients and the image shape allow)"
         ),
     )
-    inverted: bool = Field(default=False, description="add every turn with inverted brightness")
+    inverted: bool = Field(default=False, description="add a copy of every orientation with inverted brightness")
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -138,7 +141,9 @@ class Rotated(Sized):
         turns = np.array({1: [0], 2: [0, 2], 3: [0, 1, 2], 4: [0, 1, 2, 3]}[count])
         views = np.stack([np.tile(turns, 1 + self.inverted), np.repeat([0, 1][: 1 + self.inverted], len(turns))], 1)
         if len(views) > n:
-            raise PartitionError(f"rotated: {len(views)} views need at least as many clients, got {n}. Use fewer turns")
+            raise PartitionError(
+                f"rotated: {len(views)} views need at least as many clients, got {n} clients. Use fewer turns"
+            )
         groups = np.arange(n) * len(views) // n
         return drawn._replace(views=views[groups], groups=groups, notes=notes)
 
@@ -153,12 +158,16 @@ class MixedSkew(Sized):
     kind: ClassVar[str] = "mixed"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
     clients: int = Field(default=10, ge=2, description="number of clients")
-    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients in the first partition")
+    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients that the first partition serves")
     labels_per_client: int = Field(
-        default=2, ge=1, description="labels of each client in the first partition (default: the default of its kind)"
+        default=2,
+        ge=1,
+        description="number of labels per client in the first partition (default: the default of its kind)",
     )
     alpha: float = Field(
-        default=0.5, gt=0, description="concentration of the second partition (default: the default of its kind)"
+        default=0.5,
+        gt=0,
+        description="concentration parameter of the second partition (default: the default of its kind)",
     )
     first_partition: dict[str, Any] | None = Field(
         default=None, description="first partition, a table with a kind (None: shards)"
@@ -168,7 +177,7 @@ class MixedSkew(Sized):
     )
     overlap: bool = Field(
         default=False,
-        description="both partitions draw from all samples, and quantity-skew also overlaps (FLAME's code)",
+        description="let both partitions draw from all samples and let quantity-skew clients overlap (FLAME's code)",
     )
 
     @model_validator(mode="after")
@@ -185,7 +194,7 @@ class MixedSkew(Sized):
         k = round(self.ratio * self.clients)
         if not 0 < k < self.clients:
             raise ValueError(
-                f"ratio {self.ratio} of {self.clients} clients leaves one of the two partitions without a client"
+                f"with ratio {self.ratio}, one of the two partitions of {self.clients} clients has no client"
             )
         assignment = "flame" if self.overlap else "labels"
         first = self.first_partition or {
@@ -272,7 +281,7 @@ def nested(where: str, table: Mapping[str, object], clients: int, min_size: int)
     fields = dict(table)
     kind = choose("partition", PARTITIONS, fields.pop("kind", None), where)
     if kind is Clusters:
-        raise Refused(f"{where}: clusters defines its own clients. Use it alone")
+        raise Refused(f"{where}: clusters defines its own clients and cannot be combined. Use clusters alone")
     extra = [name for name in fields if name in OUTER_FIELDS or name == "clients"]
     if extra:
         raise ConfigError(f"{where}: {', '.join(extra)} belongs to the partition itself, not to the table inside it")

@@ -33,7 +33,8 @@ class Iid(Sized):
     shuffle: bool = Field(
         default=True,
         description=(
-            "shuffle samples (false: blocks in the source's order (FLAME's code; label skew in a sorted source))"
+            "shuffle samples before the split (false: contiguous blocks in the source's order "
+            "(FLAME's code; label skew in a sorted source))"
         ),
     )
 
@@ -49,7 +50,7 @@ class QuantitySkew(Sized):
 
     kind: ClassVar[str] = "quantity-skew"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
-    alpha: float = Field(default=0.5, gt=0, description="concentration, beta in FLAME (Table III: 0.5)")
+    alpha: float = Field(default=0.5, gt=0, description="concentration parameter, beta in FLAME (Table III: 0.5)")
     overlap: bool = Field(
         default=False,
         description=(
@@ -79,14 +80,16 @@ class Shards(Sized):
     """
 
     kind: ClassVar[str] = "shards"
-    labels_per_client: int = Field(default=2, ge=1, description="labels q of each client (FLAME, Table III: 2..6)")
+    labels_per_client: int = Field(
+        default=2, ge=1, description="q, number of labels per client (FLAME, Table III: 2..6)"
+    )
     assignment: Literal["labels", "mcmahan", "flame"] = Field(
         default="labels",
         description=(
-            "assignment of labels. labels: exactly q classes per client, each class shared evenly "
-            "(NIID-Bench). mcmahan: q of clients * q shards of the label-sorted samples. flame: q of "
-            "ceil(q * clients / C) shards per class, so that a class may repeat and some shards stay "
-            "unused"
+            "assignment of labels. labels: exactly q classes per client, and the clients of a class "
+            "share it evenly (NIID-Bench). mcmahan: q of clients * q shards of the label-sorted "
+            "samples. flame: q of ceil(q * clients / C) shards per class, so that a class may repeat "
+            "and some shards stay unused"
         ),
     )
 
@@ -152,12 +155,14 @@ class FemnistFedProx(Sized):
 
     kind: ClassVar[str] = "femnist-fedprox"
     clients: int = Field(default=200, ge=1, description="number of clients (FedProx on FEMNIST: 200)")
-    labels_per_client: int = Field(default=3, ge=1, description="classes of each client (FedProx on FEMNIST: 3)")
+    labels_per_client: int = Field(default=3, ge=1, description="number of classes per client (FedProx on FEMNIST: 3)")
     mean: float = Field(
-        default=4.0, description="mean of the logarithm of a client's size (default: smaller for few samples)"
+        default=4.0,
+        description="mean of the logarithm of a client's size (default: depends on the number of samples, lower "
+        "if there are few)",
     )
     std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of a client's size")
-    extra: int = Field(default=5, ge=0, description="samples that every client gets in addition")
+    extra: int = Field(default=5, ge=0, description="number of samples that every client gets in addition")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Draw sizes, then assign the next samples of each user's classes."""
@@ -209,14 +214,16 @@ class Dirichlet(Sized):
     kind: ClassVar[str] = "dirichlet"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
     alpha: float = Field(
-        default=0.5, gt=0, description="concentration, beta in FLAME and NIID-Bench (FLAME 0.5, FedSLR 0.1)"
+        default=0.5, gt=0, description="concentration parameter, beta in FLAME and NIID-Bench (FLAME 0.5, FedSLR 0.1)"
     )
     by: Literal["class", "client", "prior"] = Field(
-        default="class", description="unit of a Dirichlet draw: class, client or prior"
+        default="class",
+        description="what each Dirichlet draw is for. class: the samples of a class among the clients. client or "
+        "prior: the classes of a client",
     )
     balanced: bool = Field(
         default=False,
-        description="with by = class: a client that has reached its even share gets no more samples "
+        description="with by = class: stop adding samples to a client that has reached an even share "
         "(NIID-Bench's code)",
     )
     size_std: float = Field(

@@ -31,7 +31,7 @@ class Mnist(FileSource):
     """MNIST: 60,000 + 10,000 handwritten digits, 28x28 gray."""
 
     mean: tuple[float, ...] | None = Field(default=(0.1307,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after that")
+    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all 70,000 images. The official test set is the last 10,000."""
@@ -45,7 +45,9 @@ class FashionMnist(FileSource):
     mean: tuple[float, ...] | None = Field(
         default=(0.1307,), description="number subtracted from pixels in [0, 1] (FLAME)"
     )
-    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after that (FLAME)")
+    std: tuple[float, ...] | None = Field(
+        default=(0.3081,), description="divisor of pixels after the subtraction (FLAME)"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all 70,000 images. The official test set is the last 10,000."""
@@ -107,8 +109,8 @@ def read_idx(
         if IDX_FILES[file] == LABELS_MAGIC and (y[part] >= len(classes)).any():
             bad = int((y[part] >= len(classes)).argmax())
             raise DataError(
-                f"{entry.where}: unknown label {y[part][bad]} of sample {bad}, labels must be from 0 "
-                f"to {len(classes) - 1}. These are the labels of another data set"
+                f"{entry.where}: sample {bad} has the unknown label {y[part][bad]}, labels must be "
+                f"from 0 to {len(classes) - 1}. These labels belong to a different data set"
             )
     labels = torch.from_numpy(y).long()
     test_set = torch.arange(train[0], total)

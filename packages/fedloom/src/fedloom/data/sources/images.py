@@ -74,7 +74,7 @@ class _Pictures:
             if size != self.size:
                 raise DataError(
                     f"{entry.where}: image of {size[0]}x{size[1]}, but the others are "
-                    f"{self.size[0]}x{self.size[1]}. Give side to resize all of them"
+                    f"{self.size[0]}x{self.size[1]}. Set side to resize all images"
                 )
             self._pixels, self._packed = self._pixels + size[0] * size[1], self._packed + entry.packed
             check_size(entry.where, self._pixels, self._packed)
@@ -100,9 +100,7 @@ def _read(
         path = PurePosixPath(entry.name)
         label = class_of(path)
         if label is None:
-            raise DataError(
-                f"{entry.where}: unknown label, the image has no class. Put it into the folder of its class"
-            )
+            raise DataError(f"{entry.where}: the image has no class. Put the image into the folder of its class")
         pictures.add(entry)
         labels.append(label)
         in_test.append(side_of(path))
@@ -135,14 +133,15 @@ def _read(
 class ImageFolder(SampleSource):
     """Folder, zip or tar with one folder of images per class. Images below `test` or `val` are kept apart."""
 
-    rgb: bool | None = Field(
-        default=None, description="number of channels, three or one (default: as in the first image)"
-    )
+    rgb: bool | None = Field(default=None, description="number of channels, 3 or 1 (default: as in the first image)")
     side: int | None = Field(
-        default=None, ge=1, le=SIDE_LIMIT, description="resize to side x side (default: all images must have one size)"
+        default=None,
+        ge=1,
+        le=SIDE_LIMIT,
+        description="resize images to side x side pixels (default: all images must have the same size)",
     )
     mean: tuple[float, ...] | None = Field(default=None, description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=None, description="divisor of pixels after that")
+    std: tuple[float, ...] | None = Field(default=None, description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all images. The images below `test` or `val` are the official test set."""
@@ -173,12 +172,12 @@ class MedicalMnist(FileSource):
     """Medical MNIST (MedNIST): 58,954 gray images 64x64 of six kinds. A subset is also accepted."""
 
     rgb: bool = Field(
-        default=False, description="copy the channel three times, as FLAME's CNN expects (206,678 parameters)"
+        default=False, description="repeat the channel three times, as FLAME's CNN expects (206,678 parameters)"
     )
     mean: tuple[float, ...] | None = Field(
         default=(0.3,), description="number subtracted from pixels in [0, 1] (FLAME)"
     )
-    std: tuple[float, ...] | None = Field(default=(0.3,), description="divisor of pixels after that (FLAME)")
+    std: tuple[float, ...] | None = Field(default=(0.3,), description="divisor of pixels after the subtraction (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all images. There is no official test set."""
@@ -202,7 +201,7 @@ class TinyImagenet(FileSource):
     """Tiny-ImageNet: 200 classes, 500 training and 50 validation images each, 64x64 color (CS231n, Stanford)."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after that")
+    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return training and validation images.

@@ -24,6 +24,12 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.hints import nearest
 from fedloom.values import fields_of, make
 
+COLUMN_OPTIONS = (
+    "client_column", "subject", "order", "strata", "test_column", "categorical", "drop", "include", "columns",
+    "group_columns", "event",
+)  # fmt: skip
+"""Options of a table whose values are names of columns."""
+
 
 def as_dataset(
     obj: Any,
@@ -66,7 +72,7 @@ def as_dataset(
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
             raise ConfigError(
-                f"{obj.name}: is already a Dataset. Give target, task, test and options when you create it"
+                f"{obj.name}: is already a Dataset. Pass target, task, test and options when you create the Dataset"
             )
         return obj
     if isinstance(obj, Mapping) and "train" in obj:
@@ -81,7 +87,8 @@ def as_dataset(
         if len(sides) > 1:
             raise ConfigError(
                 f"{name}: a table cannot have a separate test set, because its scaling is fitted per "
-                "client. Join both, add a column that marks test rows, and name it in test_column"
+                "client. Join the two tables, add a column that marks test rows, and name this "
+                "column in test_column"
             )
         return _table(first, target, task, name, options)
     allowed = ("classes", "mean", "std", "clients", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)
@@ -127,6 +134,7 @@ def as_dataset(
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
+    options = {key: _named(value) if key in COLUMN_OPTIONS else value for key, value in options.items()}
     if is_hub(obj):  # whose rows may come through a transform
         some = range(min(len(obj), REREAD_SAMPLES))
         for _ in steady((obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name):
@@ -134,7 +142,9 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     if is_frame(target) and task == "multilabel" and hasattr(obj, "iloc") and len(target) == len(obj):
         refuse_order(obj, target, name)
         if both := [column for column in map(str, target.columns) if column in map(str, obj.columns)]:
-            raise ConfigError(f"{name}: the features and the labels both have a column {both[0]!r}. Rename one")
+            raise ConfigError(
+                f"{name}: the features and the labels both have a column {both[0]!r}. Rename one of the columns"
+            )
         obj = obj.assign(**{str(column): np.asarray(target[column]) for column in target.columns})
         target = [*map(str, target.columns)]
     if np.ndim(target) == 2 and np.shape(target)[1] == 1:
@@ -149,7 +159,8 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         label = label if isinstance(label, str) else "target"
         if label in obj.columns and not np.array_equal(obj[label].astype(object), np.asarray(target, object)):
             raise ConfigError(
-                f"{name}: a column of the table is also called {label!r}, and its values differ. Rename one"
+                f"{name}: a column of the table is also called {label!r}, but has different values. "
+                "Rename one of the two"
             )
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int))):
@@ -168,21 +179,32 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     return read_table(spec, name, names, spec.with_days(names, frame_cells(obj), problems), problems)
 
 
+def _named(value: Any) -> Any:
+    """Return the names of columns as text. pandas numbers columns without names, so that 0 is a name."""
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return str(value)
+    return [*map(_named, value)] if isinstance(value, list | tuple) else value
+
+
 class HubData(Source):
     """``hub:owner/name``: images or numbers with a label. The source opens a connection, because the user named it."""
 
     name: str = Field(min_length=1, description="owner/name on the hub")
     config: str | None = Field(default=None, description="configuration of the data set, if it has several")
-    train: str = Field(default="train", description="split for training")
-    test: str | None = Field(default="test", description="split of the official test set, if it exists")
+    train: str = Field(default="train", description="split of the data set used for training")
+    test: str | None = Field(
+        default="test", description="split of the data set used as the official test set, if it exists"
+    )
     x: str | None = Field(default=None, description="column of the features (default: the first image or array column)")
     y: str | None = Field(default=None, description="column of the target (default: label, labels or fine_label)")
-    client_column: str | None = Field(default=None, description="column of a sample's client (writer_id, ...)")
+    client_column: str | None = Field(
+        default=None, description="column with the client of each sample (writer_id, ...)"
+    )
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     mean: tuple[float, ...] | None = Field(
-        default=None, description="number subtracted (from pixels in [0, 1], if images)"
+        default=None, description="number subtracted from samples (from pixels in [0, 1], if they are images)"
     )
-    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after that")
+    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return both splits. Without a connection, only data in the library's cache is available."""

@@ -35,13 +35,19 @@ TEXT_FIELD_INDEX = 4
 class Texts(FileSource):
     """Texts in a CSV or Parquet table, each with a class. A column may name the owner of each text."""
 
-    text: str = Field(description="column of the texts")
-    target: str | None = Field(default=None, description="column of the classes (default: the last column)")
-    client_column: str | None = Field(default=None, description="column of a text's client")
-    separator: str = Field(default=",", min_length=1, max_length=1, description="character between cells of a CSV")
-    level: Level = Field(default="word", description="kind of token: a word or punctuation mark, or a character")
-    length: int = Field(default=64, ge=1, description="tokens to keep of a text: first words, or last characters")
-    tokens: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent tokens")
+    text: str = Field(description="column with the texts")
+    target: str | None = Field(default=None, description="column with the classes (default: the last column)")
+    client_column: str | None = Field(default=None, description="column with the client of each text")
+    separator: str = Field(
+        default=",", min_length=1, max_length=1, description="character that separates the cells of a CSV file"
+    )
+    level: Level = Field(default="word", description="kind of token: a word or punctuation mark, or a single character")
+    length: int = Field(
+        default=64, ge=1, description="maximum number of tokens per text: first words, or last characters"
+    )
+    tokens: int = Field(
+        default=10_000, ge=3, description="maximum size of the vocabulary, which contains the most frequent tokens"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return all rows with the vocabulary of all texts."""
@@ -151,7 +157,9 @@ class Shakespeare(FileSource):
     """Shakespeare's plays by speaker (LEAF): next character of each text. Speakers are the natural clients."""
 
     length: int | None = Field(
-        default=None, ge=1, description="last characters kept of a text (default: all (LEAF: 80))"
+        default=None,
+        ge=1,
+        description="maximum number of characters per text, counted from the end (default: all (LEAF: 80))",
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
@@ -174,8 +182,12 @@ class Shakespeare(FileSource):
 class Sent140(FileSource):
     """Sentiment140 by user (LEAF): the sentiment of a tweet, positive or not. Users are the natural clients."""
 
-    length: int = Field(default=25, ge=1, description="first words kept of a tweet (LEAF: 25)")
-    words: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent words")
+    length: int = Field(
+        default=25, ge=1, description="maximum number of words per tweet, counted from the start (LEAF: 25)"
+    )
+    words: int = Field(
+        default=10_000, ge=3, description="maximum size of the vocabulary, which contains the most frequent words"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return the samples of all users. Tokens are words and punctuation marks in lower case."""
@@ -199,11 +211,15 @@ class Docstrings(Source):
     characters. The last window of a module is shorter. The label of every position is the next character.
     """
 
-    length: int = Field(default=64, ge=2, description="characters of a sample")
-    max_characters: int = Field(default=4000, ge=2, description="characters kept of a module")
-    min_characters: int = Field(default=1000, ge=2, description="modules with fewer characters are left out")
+    length: int = Field(default=64, ge=2, description="number of characters per sample")
+    max_characters: int = Field(default=4000, ge=2, description="maximum number of characters kept per module")
+    min_characters: int = Field(
+        default=1000, ge=2, description="smallest number of characters of a module. Smaller modules are left out"
+    )
     modules: Literal["all", "even", "odd"] = Field(
-        default="all", description="modules to use, in the order of their names. The vocabulary covers all texts"
+        default="all",
+        description="which modules to use, by their place in the list sorted by name. The vocabulary covers all "
+        "modules",
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

@@ -30,14 +30,18 @@ AGREEMENT_HEADER = (
 class AgreedColumn(Value):
     """Feature in the form of the document."""
 
-    name: str = Field(description="name in the header")
-    type: Literal["number", "level"] = Field("number", description="number: measured. level: one of the levels")
-    unit: str = Field("", description="unit of a number")
+    name: str = Field(description="column name in the header")
+    type: Literal["number", "level"] = Field("number", description="number: a measured value. level: one of the levels")
+    unit: str = Field("", description="unit of a numeric column")
     levels: tuple[str, ...] = Field((), description="all levels that may occur")
-    range: tuple[float, float] | None = Field(None, description="smallest and largest plausible number")
-    missing: bool = Field(False, description="cells may be missing. A further feature marks them")
-    scale: bool = Field(True, description="each site centers and scales the number")
-    scoring: bool = Field(False, description="kept for the analysis groups only; models do not receive it")
+    range: tuple[float, float] | None = Field(
+        None, description="smallest and largest plausible value of a numeric column"
+    )
+    missing: bool = Field(
+        False, description="whether cells may be missing. If so, an additional feature marks missing cells"
+    )
+    scale: bool = Field(True, description="whether each site centers and scales the numeric column")
+    scoring: bool = Field(False, description="use the column only for groups in analyses. Models do not receive it")
 
     @model_validator(mode="after")
     def _fits(self) -> AgreedColumn:
@@ -77,26 +81,26 @@ class Agreement(Value):
     Levels, classes and the features that mark missing cells come from the agreement, never from the file of one site.
     """
 
-    target: str | None = Field(None, description="target column (default: the source's choice)")
-    event: str | None = Field(None, description="column of events, if the target is a time to an event")
+    target: str | None = Field(None, description="name of the target column (default: the choice of the source)")
+    event: str | None = Field(None, description="column with the events, if the target is a time to an event")
     task: Task = Field("binary", description="classification, binary, multilabel, regression, survival or count")
     classes: tuple[str, ...] = Field(
-        (), description="all classes that may occur, or the columns of the labels. Empty if targets are numbers"
+        (), description="all classes that may occur, or the label columns. Empty if targets are numbers"
     )
-    centre: float = Field(0.0, description="number subtracted from the target of a regression")
-    divisor: float = Field(1.0, gt=0, description="divisor of the target of a regression after that")
+    centre: float = Field(0.0, description="number subtracted from the regression target")
+    divisor: float = Field(1.0, gt=0, description="divisor of the regression target after the subtraction")
     target_range: tuple[float, float] | None = Field(
-        None, description="smallest and largest plausible target, or time, for analyses by sums at sites"
+        None, description="smallest and largest plausible target or time, for analyses that sum over sites"
     )
     missing: tuple[str, ...] = Field((), description="additional cell values that mean missing")
-    impute: bool = Field(True, description="each site fills missing cells from its training rows")
-    patients: int = Field(1, ge=1, description="smallest number of rows of a participating site")
-    events: int = Field(0, ge=0, description="smallest number of rows of every class at a participating site")
+    impute: bool = Field(True, description="whether each site fills missing cells, based on its training rows")
+    patients: int = Field(1, ge=1, description="smallest number of rows at a participating site")
+    events: int = Field(0, ge=0, description="smallest number of rows of each class at a participating site")
     subject: str | None = Field(
-        None, description="column of the subject of a row. All smallest numbers then count subjects"
+        None, description="column that identifies the subject of a row. All minimum numbers of rows then count subjects"
     )
     order: str | None = Field(
-        None, description="column of a row's time. Earlier rows are training rows, later rows are test rows"
+        None, description="column with the time of each row. Earlier rows are training rows, later rows are test rows"
     )
     strata: tuple[str, ...] | None = Field(None, description="columns whose proportions splits preserve at every site")
     test_column: str | None = Field(None, description="column that marks the rows of the test part")
@@ -105,10 +109,10 @@ class Agreement(Value):
         None, description="first number or date of order that belongs to the test part"
     )
     level_rows: int = Field(
-        5, ge=1, description="smallest number of rows of a listed level. Rarer levels count as missing"
+        5, ge=1, description="smallest number of rows of a listed level. Rarer levels count as missing cells"
     )
     column: tuple[AgreedColumn, ...] = Field(
-        min_length=1, description="columns for the features, and columns for scoring"
+        min_length=1, description="columns used for features and columns used for scores"
     )
 
     @model_validator(mode="after")

@@ -32,14 +32,20 @@ def advise(
     budget: Annotated[
         float | None,
         typer.Option(
-            help="budget of the race, in gradients of FedAvg runs (default: 16, twice a FedAvg tuned with 8 trials)"
+            help="compute budget of the race, in gradients of FedAvg runs (default: 16, twice the cost of "
+            "a FedAvg tuned with 8 trials)"
         ),
     ] = None,
     margin: Annotated[
         float | None,
-        typer.Option(help="largest difference that does not matter, in the metric's units (0.01 is one point)"),
+        typer.Option(
+            help="largest difference that does not matter in practice, in the metric's units (0.01 is one "
+            "percentage point)"
+        ),
     ] = None,
-    workers: Annotated[str | None, typer.Option(help="processes, or 'auto'. Replaces [engine] workers")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="number of processes, or 'auto'. Replaces [engine] workers")
+    ] = None,
     data_dir: DataDir = None,
     join: Join = False,
     executor: ExecutorName = None,

@@ -24,39 +24,47 @@ def bench(
     file: FileArgument,
     workers: Annotated[
         list[str] | None,
-        typer.Option(help="processes to measure, or 'auto'. May be repeated (default: 1 and all cores)"),
+        typer.Option(help="number of processes to measure, or 'auto'. May be repeated (default: 1 and all cores)"),
     ] = None,
     gradient_engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="computation of gradients: compiled, vmap or loop. May be repeated (default: all)",
+            help="way to compute gradients: compiled, vmap or loop. May be repeated (default: all)",
             autocompletion=offer.one_of("compiled", "vmap", "loop"),
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="number of rounds to measure, after one unmeasured round")] = 5,
-    patience: Annotated[float, typer.Option(min=0, help="seconds to wait for a quiet machine, per row")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="number of measured rounds. They follow one unmeasured round")] = 5,
+    patience: Annotated[
+        float, typer.Option(min=0, help="maximum time to wait for a quiet machine, in seconds per row of the table")
+    ] = 0,
     ranks: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="calculate rounds with this many ranks per machine instead (may be repeated)"),
+        typer.Option(
+            min=1,
+            help="predict round times for this number of ranks per machine instead of measuring (may be repeated)",
+        ),
     ] = None,
     machines: Annotated[int | None, typer.Option(min=1, help="with --ranks: number of machines (default: 1)")] = None,
     rate: Annotated[
         float | None,
-        typer.Option(min=0.001, help="with --ranks: megabits per second of a machine's link (default: 1000)"),
+        typer.Option(
+            min=0.001, help="with --ranks: bandwidth of a machine's link in megabits per second (default: 1000)"
+        ),
     ] = None,
     trip: Annotated[
         float | None, typer.Option(min=0, help="with --ranks: round-trip time in milliseconds (default: 1)")
     ] = None,
     clients: Annotated[
-        int | None, typer.Option(min=1, help="with --ranks: number of clients (default: the file's)")
+        int | None, typer.Option(min=1, help="with --ranks: number of clients (default: as in the file)")
     ] = None,
     cohort: Annotated[
-        int | None, typer.Option(min=1, help="with --ranks: clients of a round (default: the file's)")
+        int | None, typer.Option(min=1, help="with --ranks: number of clients per round (default: as in the file)")
     ] = None,
     per_gradient: Annotated[
         bool,
         typer.Option(
-            "--per-gradient", help="measure the processor time per gradient of every method relative to FedAvg instead"
+            "--per-gradient",
+            help="measure instead how much processor time each method needs per gradient, relative to FedAvg",
         ),
     ] = False,
     data_dir: DataDir = None,
@@ -89,13 +97,15 @@ def bench(
         if per_gradient:
             only_rates = {**elsewhere, "--ranks": ranks, "--workers": workers, "--gradient-engine": gradient_engine}
             if ignored := [name for name, value in only_rates.items() if value is not None]:
-                raise ConfigError(f"{' and '.join(ignored)}: not with --per-gradient")
+                raise ConfigError(f"{' and '.join(ignored)}: cannot be used with --per-gradient")
             rows = [*_per_gradient_rows(read(file, trust=trust), data_dir, rounds)]
             say_json({"methods": rows}) if as_json else print_rows(rows)
             return
         unread: dict[str, Any] = {"--workers": workers, "--gradient-engine": gradient_engine} if ranks else elsewhere
         if wrong := [name for name, value in unread.items() if value is not None]:
-            raise ConfigError(f"{' and '.join(wrong)}: {'not with' if ranks else 'only with'} --ranks")
+            raise ConfigError(
+                f"{' and '.join(wrong)}: {'cannot be used with' if ranks else 'can be used only with'} --ranks"
+            )
         plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=gradient_engine or (), workers=counts)
         if ranks:
             link = Link((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)

@@ -148,11 +148,11 @@ def schema() -> None:
 @app.command(rich_help_panel="Start")
 def data(
     name: Annotated[
-        str, typer.Argument(help="a data set's name, or a path", show_default=False, autocompletion=offer.sources)
+        str, typer.Argument(help="name of a data set, or a path", show_default=False, autocompletion=offer.sources)
     ],
     data_dir: DataDir = None,
     fetch: Annotated[
-        bool, typer.Option("--fetch", help="fetch the original files first and check their digests (extra fetch)")
+        bool, typer.Option("--fetch", help="first download the original files and check their digests (extra: fetch)")
     ] = False,
 ) -> None:
     """Print the contents of a data set, with --fetch after a download.

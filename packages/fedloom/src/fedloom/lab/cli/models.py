@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from fedloom.trained.predictions import Predictions
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory of 'fedloom run'", show_default=False)]
-DataOption = Annotated[str, typer.Option("--data", help="new data: a file, a folder, or a name", show_default=False)]
+DataOption = Annotated[
+    str, typer.Option("--data", help="new data: a file, a folder, or the name of a data set", show_default=False)
+]
 MethodOption = Annotated[
     str | None, typer.Option("--method", help="label of a method of the run", autocompletion=offer.methods)
 ]
@@ -41,12 +43,13 @@ IdColumnOption = Annotated[
 ]
 ThresholdOption = Annotated[
     float | None,
-    typer.Option("--threshold", help="smallest probability for which the second class is predicted (default: 0.5)"),
+    typer.Option("--threshold", help="smallest probability at which the second class is predicted (default: 0.5)"),
 ]
 SetThresholdOption = Annotated[
     float | None,
     typer.Option(
-        "--set-threshold", help="threshold of the analysis conformal: also write the set of classes (default: no sets)"
+        "--set-threshold",
+        help="threshold from the conformal analysis. Also writes the set of classes of every row (default: no sets)",
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of another kind")]
@@ -99,7 +102,9 @@ def evaluate(
 @app.command(rich_help_panel="Use models")
 def predict(
     run: RunArgument,
-    data: Annotated[str, typer.Argument(help="rows without labels: a file, or a name", show_default=False)],
+    data: Annotated[
+        str, typer.Argument(help="rows without labels: a file, or the name of a data set", show_default=False)
+    ],
     method: Annotated[
         str | None,
         typer.Option(
@@ -189,7 +194,7 @@ class PredictionsFile:
                 "most numbers are far outside the training data, for example in another unit. The "
                 "predictions are written"
             )
-            say(f"{far}: {what}, and the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
+            say(f"{far}: {what}, so the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
             raise typer.Exit(FAR_ROWS_EXIT_CODE)
 
     def _check(self, are_columns: Callable[[bytes], bool]) -> None:
@@ -216,12 +221,14 @@ def adapt(
     method: MethodOption = None,
     seed: SeedOption = None,
     rounds: Annotated[
-        int, typer.Option(help="number of client rounds of the method. The server's state does not change")
+        int, typer.Option(help="number of client rounds to train. The server's state does not change")
     ] = 1,
-    epochs: Annotated[int | None, typer.Option(help="passes over the data per round (default: the run's)")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="number of passes over the data per round (default: as in the run)")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="steps per round, instead of epochs")] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate instead of the run's schedule")] = None,
-    holdout: Annotated[float, typer.Option(help="fraction of the data for scoring, not for training")] = 0.2,
+    holdout: Annotated[float, typer.Option(help="fraction of the data to use for scoring instead of training")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="safetensors file to write (default: RUN/adapted/...)")] = None,
     force: ForceOption = False,
     data_dir: DataDir = None,
@@ -242,9 +249,7 @@ def adapt(
         opened = open_run(run, trust=trust)
         chosen = _one(opened, method, seed)
         if out is None and (run / "adapted").is_symlink():
-            raise ConfigError(
-                f"{run / 'adapted'} is a link, through which other files could be overwritten. Give --out"
-            )
+            raise ConfigError(f"{run / 'adapted'} is a link, and writing there could overwrite other files. Add --out")
         name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
         place = out or run / "adapted" / f"{name}.safetensors"
         check_model_file(place, inputs=(data,), force=force)
@@ -262,7 +267,7 @@ def adapt(
         who = {"method": chosen.method, "seed": chosen.seed}
         scores = adapted_model.about.get("scores", {})
         if scores:
-            say(f"trained on {samples['train']} samples; on the {samples['test']} held out:")
+            say(f"trained on {samples['train']} samples; scores on the {samples['test']} samples held out:")
             print_rows([{**who, "model": kind, **values} for kind, values in scores.items()])
         else:
             say(f"trained on {samples['train']} samples. No samples were held out to score the model")
@@ -284,7 +289,10 @@ def export(
     factorise: Annotated[
         bool | None,
         typer.Option(
-            help=("replace each low-rank layer by two thin ones (default: for methods of low rank, such as FedSLR)")
+            help=(
+                "replace each low-rank layer with two smaller layers (default: only for low-rank "
+                "methods, such as FedSLR)"
+            )
         ),
     ] = None,
     threshold: ThresholdOption = None,
@@ -312,9 +320,9 @@ def export(
         thin = opened.low_rank(chosen.about["method"]) if factorise is None else factorise
         ranks = write(chosen, out, format, factorised=thin, threshold=threshold, force=force)
         if ranks:
-            say(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
+            say(f"low-rank layers: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":
-                say("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
+                say("load the file into fedloom.models.thin(module, ranks), or export with --no-factorise")
         say(*filter(None, (decision(chosen, format, threshold), units(chosen, opened.new_data.factors))))
         say(f"{chosen.about['kind']} model of {chosen.about['method']}: {out}")
 
@@ -324,5 +332,5 @@ def _one(opened: RunDirectory, method: str | None, seed: int | None) -> Recorded
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:
-        raise ConfigError(f"the run has several methods. Give --method: {', '.join(methods)}")
+        raise ConfigError(f"the run has several methods. Add --method: {', '.join(methods)}")
     return runs[0]

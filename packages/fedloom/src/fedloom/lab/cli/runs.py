@@ -40,7 +40,9 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="run directory (default: runs/<name of the file>, with -refit after --refit)")
     ] = None,
-    workers: Annotated[str | None, typer.Option(help="processes, or 'auto'. Replaces [engine] workers")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="number of processes, or 'auto'. Replaces [engine] workers")
+    ] = None,
     data_dir: DataDir = None,
     force: Annotated[
         bool,
@@ -77,7 +79,8 @@ def run(
     refit: Annotated[
         bool,
         typer.Option(
-            "--refit", help="train on all samples with the first seed, without a test part, as after cross-validation"
+            "--refit",
+            help="train on all samples with the first seed and without a test part, for example after cross-validation",
         ),
     ] = False,
     join: Join = False,
@@ -191,13 +194,13 @@ def _preview(plan: Plan) -> None:
     )
     if beside:
         say(
-            "other work, once per run: finding clusters for the shares, and training personal models for "
-            "the last evaluation"
+            "additional work, once per run: finding clusters for the shares, and training personal "
+            "models for the last evaluation"
         )
     time = minutes(plan, costs)
     say(
         "estimated time: "
-        + ("unknown, because there were too few rounds" if time is None else f"about {duration(time)}")
+        + ("unknown, because the trial had too few rounds" if time is None else f"about {duration(time)}")
     )
 
 
@@ -278,7 +281,7 @@ def merge(
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="HTML file to write (default: report.html of the first run directory)")
+        Path | None, typer.Option(help="HTML file to write (default: report.html in the first run directory)")
     ] = None,
     columns: Annotated[
         str | None,
@@ -306,13 +309,15 @@ def report_command(
     ] = "best-on-validation",
     margin: Annotated[
         float | None,
-        typer.Option(help="largest difference that counts as equivalent, in the metric's units (0.01 is one point)"),
+        typer.Option(
+            help="largest difference that counts as equivalent, in the metric's units (0.01 is one percentage point)"
+        ),
     ] = None,
     card: Annotated[
-        bool, typer.Option("--card", help="also write a model card, card.md, for people to complete")
+        bool, typer.Option("--card", help="also write a draft model card, card.md, for people to complete")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="replace existing files, even if they are not from a report")
+        bool, typer.Option("--force", help="replace existing files, even if a report did not write them")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

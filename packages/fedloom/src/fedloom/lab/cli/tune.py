@@ -31,9 +31,12 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="directory of the search (default: runs/<name of the file>-tune)")
     ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="trials per method. Replaces [tune] trials")] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="number of trials per method. Replaces [tune] trials")
+    ] = None,
     workers: Annotated[
-        str | None, typer.Option(help="methods to tune at a time, or 'auto'. Replaces [engine] workers")
+        str | None,
+        typer.Option(help="number of methods to tune at the same time, or 'auto'. Replaces [engine] workers"),
     ] = None,
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="delete the results in the directory and start again")] = False,

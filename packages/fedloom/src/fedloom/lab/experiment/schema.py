@@ -83,8 +83,12 @@ class Head(Value):
     """Plain keys of an experiment file that are not choices of a run. `Setting` defines the other keys."""
 
     name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
-    seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
-    defaults: Constants = Field("default", description="default constants of the methods: default, paper or released")
+    seeds: tuple[NonNegativeInt, ...] = Field(
+        (0,), min_length=1, description="random seeds. Every method runs once per seed"
+    )
+    defaults: Constants = Field(
+        "default", description="which default values the methods' options have: default, paper or released"
+    )
 
     @field_validator("seeds")
     @classmethod
@@ -98,7 +102,9 @@ class MethodKeys(Value):
     """Plain keys of a method that are not choices of a run."""
 
     label: Title = Field(description="name of the method in tables and charts")
-    defaults: Constants = Field("default", description="constants of options that are not given")
+    defaults: Constants = Field(
+        "default", description="which default values this method's options have, if the file does not set them"
+    )
 
 
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
@@ -124,7 +130,7 @@ class DataTable(SettingTable):
             return super().read(choice, where, name, places)
         options, source = {key: value for key, value in choice.items() if key != "source"}, choice.get("source")
         if not isinstance(source, str):
-            raise ConfigError(f"{where} needs source, a data set's name or a path. Names: {', '.join(SOURCES)}")
+            raise ConfigError(f"{where} needs source: the name of a data set, or a path. Names: {', '.join(SOURCES)}")
         if source in SOURCES or is_path(source):
             maker: Any = choose("data set", SOURCES, source, where, Source)
             fields = fields_of(maker)

@@ -18,7 +18,7 @@ class Range(Value):
 
     low: int | float = Field(description="smallest value")
     high: int | float = Field(description="largest value")
-    log: bool = Field(False, description="true if values are uniform in the logarithm")
+    log: bool = Field(False, description="whether values are drawn uniformly on a log scale")
 
     @model_validator(mode="after")
     def _ordered(self) -> Range:
@@ -38,32 +38,43 @@ Space = Mapping[str, Dimension]
 class Tune(Value):
     """Search for hyperparameters: the same number of trials and the same work for every method."""
 
-    trials: int = Field(20, ge=1, description="trials per method. A list with fewer settings is searched completely")
+    trials: int = Field(
+        20, ge=1, description="number of trials per method. If a list has fewer settings, all of them are tried"
+    )
     rounds: int | None = Field(
         None,
         ge=1,
-        description="work of a trial, in rounds of plain local training (default: the experiment's)",
+        description="compute budget of a trial, in rounds of plain local training (default: the experiment's "
+        "number of rounds)",
     )
     seeds: tuple[NonNegativeInt, ...] = Field(
-        (), description="seeds whose mean is a trial's score (default: the experiment's first)"
+        (),
+        description="number of seeds. A trial's score is the mean over these seeds (default: only the "
+        "experiment's first seed)",
     )
     metric: str | None = Field(
         None,
         pattern="^[^/]+(/mean|/weighted)?$",
         description=(
-            "validation metric, mean over clients, or weighted by their samples as in accuracy/weighted "
-            "(default: the task's metric, such as AUROC for two classes)"
+            "validation metric: the mean over clients, or with /weighted the mean weighted by "
+            "samples, as in accuracy/weighted (default: the task's metric, such as AUROC for two "
+            "classes)"
         ),
     )
     model: Literal["auto", "global", "personal", "hybrid", "mean", "best-on-validation"] = Field(
         "auto",
         description=(
-            "model to score: auto (the personal model, if the method has one), mean (the mean of global "
-            "and personal, if both exist), best-on-validation (their hybrid, if both exist)"
+            "model to score: auto (the personal model, if the method has one), mean (the mean of the "
+            "global and the personal score, if both models exist), best-on-validation (the hybrid of "
+            "both, if both exist)"
         ),
     )
-    prune: bool = Field(True, description="stop a trial below the median of complete trials at the same point")
-    startup: int = Field(5, ge=1, description="complete trials required before any trial is stopped")
+    prune: bool = Field(
+        True, description="stop a trial whose score is below the median score of complete trials at the same point"
+    )
+    startup: int = Field(
+        5, ge=1, description="number of trials that must be complete before any trial is stopped early"
+    )
     simulated_seconds: float | None = Field(
         None,
         gt=0,

@@ -28,7 +28,7 @@ class SCAD(Value):
     kind: Literal["scad"] = "scad"
     c: float = Field(0.01, gt=0, description="threshold lambda")
     a: float = Field(
-        3.7, gt=2, description="point from which the penalty is flat, in units of c (Fan and Li, section 2.2)"
+        3.7, gt=2, description="point beyond which the penalty is flat, in units of c (Fan and Li, section 2.2)"
     )
 
     @property
@@ -59,7 +59,7 @@ class MCP(Value):
     makes: ClassVar[Form] = "sparse"
     kind: Literal["mcp"] = "mcp"
     c: float = Field(0.01, gt=0, description="threshold lambda")
-    gamma: float = Field(3.0, gt=0, description="point from which the penalty is flat, in units of c")
+    gamma: float = Field(3.0, gt=0, description="point beyond which the penalty is flat, in units of c")
 
     @property
     def weak(self) -> float:

@@ -1,6 +1,6 @@
-"""Closed convex sets: f is 0 in the set and infinite outside, so the prox is the projection for every t.
+"""Closed convex sets: f is 0 inside the set and infinite outside, so for every t, the prox is the projection.
 
-`f` counts a point as inside if its projection differs only by rounding (sqrt(eps) of its length).
+`f` counts a point as inside if the point differs from its projection only by rounding (sqrt(eps) of its length).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from fedloom.values import Value
 
 
 class ConvexSet(Value, ABC):
-    """The indicator function of a set, 0 inside and infinite outside. Its prox is the projection, for every t."""
+    """Indicator function of a set, which is 0 inside and infinite outside.
+
+    Its prox is the projection onto the set, for every t.
+    """
 
     convex: ClassVar[bool] = True
 
@@ -89,7 +92,7 @@ class Simplex(ConvexSet):
 
     makes: ClassVar[Form] = "sparse"
     kind: Literal["simplex"] = "simplex"
-    radius: float = Field(1.0, gt=0, description="sum of the coordinates")
+    radius: float = Field(1.0, gt=0, description="required sum of the coordinates")
 
     def project(self, v: Tensor, layout: Layout | None = None) -> Tensor:
         return onto_simplex(v, self.radius)
@@ -99,7 +102,7 @@ class HalfSpace(ConvexSet):
     """{<a, x> <= b}. The projection is v - a max(<a, v> - b, 0) / ||a||^2 (Parikh and Boyd, 6.2.3)."""
 
     kind: Literal["half-space"] = "half-space"
-    a: tuple[float, ...] = Field(description="normal, one number per scalar, or one number for all")
+    a: tuple[float, ...] = Field(description="normal vector: one number per scalar, or one number for all")
     b: float = Field(description="bound")
 
     @model_validator(mode="after")
@@ -119,7 +122,7 @@ class Affine(ConvexSet):
     """{x: A x = b}. The projection is v - A^+ (A v - b) (Parikh and Boyd, 6.2.2)."""
 
     kind: Literal["affine"] = "affine"
-    A: tuple[tuple[float, ...], ...] = Field(min_length=1, description="k rows of d numbers")
+    A: tuple[tuple[float, ...], ...] = Field(min_length=1, description="matrix with k rows of d numbers")
     b: tuple[float, ...] = Field(min_length=1, description="k numbers")
 
     @model_validator(mode="after")

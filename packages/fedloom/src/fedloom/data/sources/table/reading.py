@@ -32,14 +32,15 @@ from fedloom.data.sources.table.levels import (
     agreed_columns,
     factor_of,
     factors_by_client,
-    level,
     unapplied,
 )
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
+from fedloom.data.survey.facts import MOST_ALONE
 from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
 from fedloom.data.survey.leaks import ReadColumn
-from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, markers_of
+from fedloom.data.survey.people import IDENTITY_KINDS
+from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
 MOST_COLUMNS = 100_000
@@ -67,28 +68,35 @@ class TableSource(DesignOptions):
 
     target: str | tuple[str, ...] | None = Field(
         default=None,
-        description="name of the target column (default: the last column), or of each label of a multilabel task",
+        description="name of the target column (default: the last column). For a multilabel task, the names of "
+        "all label columns",
     )
     event: str | None = Field(
-        default=None, description="column with 1 for an event and 0 for censoring. The target is then a time"
+        default=None,
+        description="column with 1 for an event and 0 for censoring. The target column then contains times",
     )
     event_levels: tuple[str, ...] = Field(
         default=(),
-        description="values of the event column that count as the event. All others are censored (default: 1 and 0)",
+        description="values of the event column that count as an event. All other values count as censored "
+        "(default: 1 and 0)",
     )
     task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
         default="auto",
         description=(
             "task. auto: classification if the target has text or whole numbers, binary if it has "
-            "two values, survival if event is set. multilabel: the targets are columns of 0 and 1"
+            "two values, survival if event is set. multilabel: the targets are 0/1 columns"
         ),
     )
-    categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text, with one feature per level")
+    categorical: tuple[str, ...] = Field(
+        default=(), description="columns of codes or text. Each level becomes one feature"
+    )
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
     include: tuple[str, ...] = Field(
         default=(), description="columns to keep as features although they number the rows or contain names of people"
     )
-    client_column: str | None = Field(default=None, description="column of a row's client. It is not a feature")
+    client_column: str | None = Field(
+        default=None, description="column with the client of each row. It is not a feature"
+    )
     columns: tuple[str, ...] = Field(
         default=(), description="columns by which a partition may split. They can be features too"
     )
@@ -108,12 +116,12 @@ class TableSource(DesignOptions):
         default="refuse",
         description="treatment of rows without a target or client: raise an error, or leave the rows out",
     )
-    scale: bool = Field(default=True, description="center and scale numbers on each client's training part")
-    centre: float = Field(default=0.0, description="number subtracted from the target of a regression")
+    scale: bool = Field(default=True, description="center and scale numeric columns by each client's training part")
+    centre: float = Field(default=0.0, description="number subtracted from the regression target")
     unit: float = Field(
         default=1.0,
         gt=0,
-        description="divisor of the target of a regression after the subtraction. Errors are in this unit",
+        description="divisor of the regression target after the subtraction. Errors are in units of this divisor",
     )
     agreement: Annotated[
         Agreement | None,
@@ -128,8 +136,8 @@ class TableSource(DesignOptions):
     days_since: dict[str, str] = Field(
         default={},
         description=(
-            "columns of dates as features: days since another column of dates, or since a date, such as "
-            "{ admission = 'birth_date' }"
+            "date columns to use as features: days since another date column, or since a fixed date, "
+            "such as { admission = 'birth_date' }"
         ),
     )
 
@@ -139,12 +147,13 @@ class TableSource(DesignOptions):
         several = (self.task if self.agreement is None else self.agreement.task) == "multilabel"
         if not isinstance(self.target, tuple):
             if several and (self.target is not None or self.agreement is None):
-                raise ValueError("task = 'multilabel' needs target = [...], the columns of 0 and 1, one for each label")
+                raise ValueError("task = 'multilabel' needs target = [...], a list of 0/1 columns, one per label")
         elif not several or len({*self.target}) < max(2, len(self.target)):
             raise ValueError(
-                f"a model predicts one column, got {', '.join(map(str, self.target))}. For a time to an "
-                "event, set target to the time and event to the event. For several columns of 0 and 1, each given "
-                "once, set task = 'multilabel'. For several numbers, run one experiment for each"
+                f"a model predicts one column, got {', '.join(map(str, self.target))}. For a time to "
+                "an event, set target to the time and event to the event. For several 0/1 columns, "
+                "each given once, set task = 'multilabel'. For several numbers, run one experiment "
+                "for each"
             )
         return self
 
@@ -155,8 +164,8 @@ class TableSource(DesignOptions):
             columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
         ):
             raise ValueError(
-                f"factors of {columns[0]!r} differ by client, but client_column is not set. Set it to the "
-                "column of clients"
+                f"factors of {columns[0]!r} differ by client, but client_column is not set. Set "
+                "client_column to the column with the client of each row"
             )
         return self
 
@@ -251,7 +260,9 @@ class _Reading:
         self.special = [*spec.columns, *([] if spec.client_column is None else [spec.client_column])]
         self.design = design = DesignReading(spec.chosen)
         if {*self.labels} & {*design.complete} or (self.event is not None and self.event in design.complete):
-            raise ConfigError(f"{where}: the target cannot also be subject, order or test_column. Name another column")
+            raise ConfigError(
+                f"{where}: the target cannot also be subject, order or test_column. Name a different column"
+            )
         wanted = {
             *design.columns,
             *self.labels,
@@ -267,8 +278,9 @@ class _Reading:
         self.special += [column for column in design.complete if column != design.order]
         if len(names) > MOST_COLUMNS:
             raise DataError(
-                f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read. Check the separator, or give the "
-                "features as an array (NPZ, or a folder with x.npy)"
+                f"{where}: has {len(names):,} columns, but fedloom reads at most {MOST_COLUMNS:,}. "
+                "Check the separator, or provide the features as an array (NPZ, or a folder with "
+                "x.npy)"
             )
         checks.refuse_twins(where, names)
         if disguised := direction_in(*names, hidden=True):
@@ -288,7 +300,7 @@ class _Reading:
             self.features = list(self.agreed)
         if not self.features:
             raise ConfigError(
-                f"{where}: no column is left as a feature, the header contains "
+                f"{where}: no column is left as a feature. The header contains "
                 f"{', '.join(map(repr, names))}. Check separator, target and drop"
             )
         categorical = () if self.agreed else spec.categorical
@@ -431,8 +443,8 @@ class _Reading:
                 self.labels if task == "multilabel" else () if self.numeric_label else classes,
                 columns=codes,
                 levels=levels,
-                users=codes[users] if users else None,
-                user_names=coded[users][1] if users else (),
+                users=codes[users] if users is not None else None,
+                user_names=coded[users][1] if users is not None else (),
                 prepare=self._table(values, coded),
                 centre=centre if regression else 0.0,
                 unit=unit if regression else 1.0,
@@ -481,14 +493,16 @@ class _Reading:
         notes = list[str]()
         for column in [c for c in self.features if c not in stated]:
             if column in self.texts:
-                reason = text_left_out(column, self.texts[column], len(whole))
-            elif column in self.numeric:
-                reason = reason_left_out(column, ReadColumn(whole[:, self.place[column]]), len(whole))
+                reason, different = text_left_out(column, self.texts[column], len(whole)), len(self.texts[column])
             else:
-                reason = reason_left_out(column, ReadColumn(*self.codes[column].done()), len(whole))
+                read = ReadColumn(whole[:, self.place[column]])
+                read = read if column in self.numeric else ReadColumn(*self.codes[column].done())
+                reason, different = reason_left_out(column, read, len(whole)), len(np.unique(read.values))
             if reason:
                 keep = f"include = [{json.dumps(column, ensure_ascii=False)}] keeps it"
                 notes.append(f"column {column!r} {reason}, so it is left out; {keep}")
+                if reason in IDENTITY_KINDS and spec.subject is None and different <= MOST_ALONE * len(whole):
+                    notes[-1] += ". Its values repeat, so name it in subject, which keeps rows of one person together"
                 self.problems.forget(column)
                 self.features.remove(column)
                 self.numeric.discard(column)
@@ -556,6 +570,7 @@ class _Reading:
         yield from checks.note_filled_cells(self.agreed)
         yield from checks.note_range_excess(self.agreed, columns)
         yield from self.spellings.notes()
+        yield from self.design.notes()
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}
         yield from checks.doubtful_levels(coded, self.label)
