@@ -386,7 +386,7 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
         assert f"{m} +{100 * gain:.1f} ± {100 * half:.1f}" in text
     assert f"The method with the best mean is {fresh.top} ({100 * fresh.means[fresh.top].mean():.1f}" in text
     power = re.search(
-        r"a standard deviation of ([\d.]+) points. At this spread, (\*?)(\d+) seeds are needed to detect 3 points", text
+        r"gains over seeds is ([\d.]+) points. At this spread, (\*?)(\d+) seeds are needed to detect 3 points", text
     )
     assert power is not None
     assert float(power[1]) == pytest.approx(100 * fresh.judged.spread, abs=0.051)
