@@ -205,8 +205,6 @@ class MultiLabel(TaskKind):
     The loss is the sum of the logistic losses over the known labels, divided by k, in nats. A target of -1 is unknown,
     and no metric counts it.
 
-    The loss is the mean of the logistic losses over the k labels, in nats.
-
     Metrics: ``loss``. ``micro_f1`` is F1 over all pairs of sample and label. ``macro_f1`` is the mean F1 over the
     labels that a client's targets contain. ``macro_auroc`` and ``macro_auprc`` are means over the labels for which they
     are defined. A label is predicted if its logit is positive.
