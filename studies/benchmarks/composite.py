@@ -131,7 +131,11 @@ def finding(problem: str, rows: Sequence[Row]) -> str:
     ]
     verb = "reaches" if len(there) == 1 else "reach"
     reached = f"{', '.join(there) or 'No methods'} {verb} the optimum of {problem} (KKT residual below 1e-8)."
-    return f"{reached} The other methods end at a relative distance from the optimum: {', '.join(away)}." if away else reached
+    return (
+        f"{reached} The other methods end at a relative distance from the optimum: {', '.join(away)}."
+        if away
+        else reached
+    )
 
 
 def table(rows: Sequence[Row]) -> list[str]:

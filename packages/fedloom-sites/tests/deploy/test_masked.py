@@ -891,20 +891,20 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
         with pytest.raises(ConfigError, match=re.escape(sentence)):
             plan(experiment(*methods, **(tables or {})), norm_bound=1.0, **options)
 
-    refused("aggregation. Give --secure-aggregation too", threshold=2)
+    refused("aggregation. Add --secure-aggregation", threshold=2)
     for threshold in (1, 2, 4):  # of a sum of two, each would know the other's upload
-        sentence = f"--threshold must be from 3 to 3 for 3 sites (more than half), got {threshold}"
+        sentence = f"--threshold must be from 3 to 3 for 3 sites (more than half of the sites), got {threshold}"
         refused(sentence, secure_aggregation=True, threshold=threshold)
     refused("works with 3 to 100 sites, got 2", tables={"clients": 2}, secure_aggregation=True)
     refused("mixes the kept rows", "fedamp", secure_aggregation=True)
     mixed = {"personalized_aggregation": {"kind": "attention"}}
     refused("'attention' mixes the models of single clients", tables=mixed, secure_aggregation=True)
     half = {"clients": 4, "sampler": {"kind": "uniform", "fraction": 0.5}}
-    refused("draws 2 of 4 sites, but the threshold is 3. Draw more", tables=half, secure_aggregation=True)
-    refused("--changes needs secure aggregation. Give", changes=3)
+    refused("draws 2 of 4 sites, but the threshold is 3. Draw more sites", tables=half, secure_aggregation=True)
+    refused("--changes needs secure aggregation. Add", changes=3)
     most = {"clients": 4, "rounds": 8, "sampler": {"kind": "uniform", "fraction": 0.75}}
     refused(
-        "draws 3 of 4 sites in round 1, and two sums of different sites reveal", tables=most, secure_aggregation=True
+        "draws 3 of 4 sites in round 1, and two sums over different sites reveal", tables=most, secure_aggregation=True
     )
     with_noise = {**most, "aggregator": PRIVATE}
     assert plan(experiment(**with_noise), norm_bound=1.0, secure_aggregation=True).threshold == 3
@@ -1013,7 +1013,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         ),
     ),
     "an accusation that nobody signed": (
-        "the accusation is not signed by it",
+        "the client has not signed the accusation",
         lambda s: (s.shared(), s.sites[0].open(1, s.nonce, secure.join_parts({1: bytes(64)}))),
     ),
     "a second sum": (
@@ -1033,7 +1033,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         ),
     ),
     "an earlier session": (
-        "is another one",
+        "belongs to a different session",
         lambda s: (s.receive(0, range(5)), s.sites[0].keys(2, s.nonce), s.masked(0)),
     ),
 }

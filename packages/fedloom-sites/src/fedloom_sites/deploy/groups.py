@@ -63,8 +63,8 @@ def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
     """
     if (count := len(GroupSums(job, names, 0).names)) > MAX_FIGURES // 2:
         raise ConfigError(
-            f"the analysis groups makes {len(names)} groups, and their {count} numbers do not fit "
-            "into a message. Give bounds, or choose columns with fewer levels"
+            f"the analysis groups has {len(names)} groups, and their {count} numbers do not fit into "
+            "a message. Use bounds, or choose columns with fewer levels"
         )
 
 

@@ -83,7 +83,8 @@ class Predictions:
             )
         if set_threshold is not None and not set_threshold > 0:
             raise ConfigError(
-                f"a threshold of sets is above 0, got {set_threshold:g}; the table of the analysis conformal has it"
+                f"the threshold of the sets must be greater than 0, got {set_threshold:g}; the table "
+                "of the analysis conformal contains the threshold"
             )
         return replace(self, threshold=threshold, set_threshold=set_threshold)
 
@@ -199,8 +200,8 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
     unknown_sites = ", ".join(f"{site!r} ({count} rows)" for site, count in list(strange.items())[:8])
     if strange and "global" not in models.kinds():
         raise ConfigError(
-            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so give "
-            "a client of the run"
+            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so "
+            "choose a client of the run"
         )
     groups = [
         (torch.tensor(some), models.ready(kind_of_sites if site else "global", site or None))
@@ -302,7 +303,7 @@ def evaluated(
     kinds = [models.kinds_for(rows.sites, client) if kind is None else [kind] for models in runs]
     if not any(kinds):
         names = ", ".join(str(models.about["method"]) for models in runs)
-        raise ConfigError(f"{names} has no global model. Give --client for a personal one")
+        raise ConfigError(f"{names} has no global model. Add --client to use a personal model")
     for models, one in ((models, one) for models, some in zip(runs, kinds, strict=True) for one in some):
         choice = assigned(models, rows, one, client)
         new = models.fitted is not None and set(choice.owners) == {"global"}

@@ -124,7 +124,7 @@ class MaskedAnswers:
             message, inbox, *models = envelope.arrays[trains:]
             terms = read_terms(message)
             if (terms.round, terms.trains) != (t, trains):
-                raise Broken(f"the terms belong to round {terms.round}, but the message to round {t}")
+                raise Broken(f"the terms belong to round {terms.round}, but the message belongs to round {t}")
             check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
             check_models(terms, download, models)
         weights_of_all = terms.weights(self._weighed(terms))
@@ -150,8 +150,8 @@ class MaskedAnswers:
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                     raise Broken(
                         f"the row of site {self._site.site} that the server has summed is no longer "
-                        "on this disk, so its change is unknown. The site cannot take part in this "
-                        "run again"
+                        "on this disk, so the change since then is unknown. The site cannot take "
+                        "part in this run again"
                     )
             weights = terms.share(job, client), float(job.masses[client])
             with publish_reasons():

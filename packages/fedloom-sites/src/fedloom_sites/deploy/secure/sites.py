@@ -65,7 +65,7 @@ class MaskedSites(Sites):
         job, forms, t, down = self._job, self._forms, request.round, request.down
         if not is_common(down):
             raise Refused(
-                f"{type(job.algorithm).__name__} sends every client another download, but secure "
+                f"{type(job.algorithm).__name__} sends every client a different download, but secure "
                 "aggregation needs the same download for all clients, so that the server cannot "
                 "single out a site"
             )

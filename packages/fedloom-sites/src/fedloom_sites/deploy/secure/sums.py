@@ -267,7 +267,7 @@ class SecureSums:
                 raise RunStopped(
                     Stop.TOO_FEW,
                     f"round {terms.round}: a sum without {self._names(missing)} and the sum of round "
-                    f"{before.round}, on the same models, would together reveal the upload of that "
+                    f"{before.round}, for the same models, would together reveal the upload of that "
                     "site. The run continues when the site is back",
                 )
             clients = [c for c in clients if c in before.clients]
@@ -288,7 +288,7 @@ class SecureSums:
             stays_out,
             f"round {terms.round}: {self._names(stays_out)} has left the sums or returned "
             f"{self._changes.limit} times, and every further change would reveal one more difference "
-            "(changes in the table secure)",
+            "(key changes in the table secure)",
         )
         return [c for c in cohort if c not in stays_out]
 
