@@ -77,7 +77,7 @@ def test_a_node_answers_what_its_own_people_have_agreed_on() -> None:
     for analyses, sentence in ((None, "answers no analyses"), ((), "does not answer the analysis 'glm'")):
         with pytest.raises(DataError, match=sentence):
             ff.analyze(app(analyses).grid, GLM_CHOICE, AGREED)
-    with pytest.raises(ConfigError, match="'age' has none. Give each range"):
+    with pytest.raises(ConfigError, match="'age' has no agreed range. Set range"):
         ff.analyze(app().grid, GLM_CHOICE, AGREED.with_(column=(AGREED.column[0].with_(range=None),)))
 
 

@@ -268,7 +268,7 @@ def test_groups_take_columns_and_bounds() -> None:
         "sex=f": [True, False, False, False], "sex=m": [False, True, True, False],
         "age>=75": [False, True, False, True], "age<75": [True, False, False, False],
     }  # fmt: skip
-    for choice, sentence in (("race", "race"), ("sex>=3", "is not a number"), ("wide", "Give a bound")):
+    for choice, sentence in (("race", "race"), ("sex>=3", "is not a number"), ("wide", "Add a bound")):
         wide = fl.Dataset.create(table, "y", group_columns=["age", "sex"], drop=["age", "sex"])
         wide.columns["wide"], wide.levels["wide"] = torch.zeros(4, dtype=torch.long), tuple(map(str, range(30)))  # type: ignore[index]
         with pytest.raises(ConfigError, match=sentence):

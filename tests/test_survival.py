@@ -278,7 +278,7 @@ def test_adapting_gives_the_new_client_a_baseline(run: Path) -> None:
     ("keys", "sentence"),
     [
         ({"task": "survival"}, "needs event"),
-        ({"event": "arrest", "task": "binary"}, "Leave out one"),
+        ({"event": "arrest", "task": "binary"}, "Leave one of the two out"),
         ({"event": "week"}, "'week' is both target and event"),
         ({"event": "gone"}, "no column 'gone'"),
         ({"event": "prio"}, "events must be 1, or 0"),

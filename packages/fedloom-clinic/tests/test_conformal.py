@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.trained.predictions import Predictions
-from fedloom_clinic.conformal import EVERY_CLASS, Conformal
+from fedloom_clinic.conformal import EVERY_CLASS, Conformal, check_reached, flag_ranges, ranges_of_bins
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +126,33 @@ def test_what_it_cannot_be_of_is_a_sentence(trained: Result) -> None:
     untested = fl.partitions.iid(clients=3, test=0.0)(fl.load("digits"), seed=0)
     with pytest.raises((DataError, ConfigError, Refused)):
         fl.analyze("conformal", fl.simulate("fedavg", untested, rounds=1))
+
+
+def test_numbers_of_clients_that_no_flags_give_are_rejected() -> None:
+    """A client that reaches a bin reaches all ranges around the bin."""
+    ranges = ranges_of_bins(10)
+    bins = torch.tensor([0, 0, 3, 9, 9])
+    flags = flag_ranges(bins, torch.arange(5), ranges, 2)
+    check_reached(3 * flags, ranges, 3)
+    for place, value in ((ranges.index((5, 6)), 2.0), (0, 2.0), (0, 4.0), (0, float("nan")), (3, 0.5)):
+        forged = (3 * flags).index_fill(0, torch.tensor([place]), value)
+        with pytest.raises(Refused, match="is not a sum of flags"):
+            check_reached(forged, ranges, 3)
+
+
+def test_a_slightly_larger_draw_is_another_set_of_rows(trained: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two draws that differ in few rows would show the scores of these rows, so both parts of a draw are remembered."""
+    sizes, answer = list[list[int]](), Conformal.answer
+
+    def recorded(self: Conformal, question: Any, client: Any, terms: Any) -> Any:
+        if question.name == "coverage":
+            sizes.append([len(part) for part in self.row_sets(client, terms)])
+        return answer(self, question, client, terms)
+
+    monkeypatch.setattr(Conformal, "answer", recorded)
+    for draw in (0.5, 0.53):
+        fl.analyze("conformal", trained, calibration_fraction=draw)
+    for first, second in zip(sizes[:5], sizes[5:], strict=True):
+        assert sum(first) == sum(second)
+        assert first[0] <= second[0]
+    assert sizes[:5] != sizes[5:]

@@ -177,7 +177,7 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
             b"a,y\n" + b"1,2\n" * 20,
             "no column looks like the target. Name one with --target; columns: a, y",
         ),
-        ("a.xls", b"PK\x03\x04", "a.xls: is a spreadsheet of an older format. Save it as .xlsx"),
+        ("a.xls", b"PK\x03\x04", "a.xls: is a spreadsheet in an older format. Save the spreadsheet as .xlsx"),
     ],
 )
 def test_where_no_draft_is_possible_a_sentence_says_why(
@@ -435,7 +435,8 @@ def test_another_unit_at_a_site_is_proposed_in_a_comment(tmp_path: Path) -> None
         expected = plain.x[:, k].numpy() * np.array(by_site)[plain.users.numpy()]
         np.testing.assert_array_equal(read.x[:, k].numpy(), expected)
     with pytest.raises(
-        fl.errors.ConfigError, match="factors of 'glucose' differ by client, but client_column is not set. Set it to"
+        fl.errors.ConfigError,
+        match="factors of 'glucose' differ by client, but client_column is not set. Set client_column to",
     ):
         fl.load(path, **{k: v for k, v in data_at().items() if k != "client_column"})
     plan = Plan(parse({**drafted(path), "rounds": 1, "seeds": [0]}), tmp_path / "run")

@@ -109,6 +109,13 @@ class Conformal(Analysis):
         for name, shape in (("reached", (owners, len(self._nodes))), ("thresholds", (owners,))):
             if name in question.values and question.values[name].shape != shape:
                 raise Refused(f"{name} of a question has the shape {shape}, got {tuple(question.values[name].shape)}")
+        for reached in question.values.get("reached", ()):
+            check_reached(reached, self._nodes, len(terms.sizes))
+
+    def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
+        test = self.used(client, terms)
+        drawn = self._draws(test) < self.calibration_fraction
+        return [test.select(drawn), test.select(~drawn)]
 
     def question(self, state: Calibrated) -> Question | None:
         if state.reached is None:
@@ -232,6 +239,23 @@ def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
         if high - low > 1:
             ranges += [(low, (low + high) // 2), ((low + high) // 2, high)]
     return ranges
+
+
+def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: int) -> None:
+    """Raise if numbers ``[B]`` of clients that reach each of `ranges_of_bins` cannot be sums of `flag_ranges`.
+
+    A client that reaches a range reaches every range that contains it.
+
+    Raises:
+        Refused: a number is not a number of clients, or a range has fewer clients than one of its halves.
+    """
+    possible = (reached >= 0) & (reached <= clients) & (reached == reached.round())
+    of = {r: float(count) for r, count in zip(ranges, reached.tolist(), strict=True)}
+    for low, high in ranges:
+        middle = (low + high) // 2
+        halves = [(low, middle), (middle, high)] if high - low > 1 else []
+        if not bool(possible.all()) or any(of[half] > of[low, high] for half in halves):
+            raise Refused(f"reached of a question is not a sum of flags: bins {low} to {high} contradict their halves")
 
 
 def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:

@@ -68,6 +68,12 @@ Cohen calls an effect of 0.8 large.
 """
 
 
+GAPS_NOTE = (
+    "cells that are missing or beyond the range, of fewer than {} subjects of a client, are not counted: they take the "
+    "client's mean or most frequent level, or the end of the range"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class SummaryColumn:
     """Column with its cells: bins of a number, or levels of a code with missing cells last.
@@ -148,7 +154,7 @@ class TableOne(ScriptedAnalysis):
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         columns, groups = self._agreed(terms.schema), groups_of(terms.schema, self.group, len(terms.sizes))
-        code = group_codes(client, terms.schema, self.group)
+        code = group_codes(client, terms, self.group)
         counts = [count_subjects(code, client.subjects, len(groups))]
         for g in range(len(groups)):
             some = client.select(code == g)
@@ -182,7 +188,8 @@ class TableOne(ScriptedAnalysis):
         return Bounds.join([rows, Bounds(*sides)])
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
-        _, columns = self._cells(terms)
+        groups, columns = self._cells(terms)
+        client = self._fill_rare_gaps(client, terms, groups, columns)
         return [
             client.select(
                 ~client.x[:, column.place].isnan() if column.edges is None else _scaled(client, terms, column)[1]
@@ -192,7 +199,8 @@ class TableOne(ScriptedAnalysis):
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         groups, columns = self._cells(terms)
-        code = groups.of[group_codes(client, terms.schema, self.group)]
+        client = self._fill_rare_gaps(client, terms, groups, columns)
+        code = groups.of[group_codes(client, terms, self.group)]
         if question.name == "counts":
             return _counted(client, terms, columns, groups, self.group)
         numbers = [column for column in columns if column.edges is not None]
@@ -266,6 +274,8 @@ class TableOne(ScriptedAnalysis):
                 rows += _describe_code(column, groups, np.stack(counted), float(chi[k]), clients[column])
         if self.group == CLIENT_GROUP:
             _note_clients(rows)
+        if rows and terms.rules.min_subjects > 1:
+            rows[0].setdefault("note", GAPS_NOTE.format(terms.rules.min_subjects))
         table = pa.Table.from_pylist(rows, schema=TABLE_SCHEMA)
         return table, None
 
@@ -290,17 +300,47 @@ class TableOne(ScriptedAnalysis):
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
         blocks = flags[:, len(names) :].view(len(flags), len(names), -1)
-        filled = (groups.members @ blocks > 0).double().split([c.size for c in columns], 2)
+        filled = (groups.members @ blocks > 0)[:, groups.reached(flags[:, : len(names)])]
         kept = list[SummaryColumn]()
-        for column, cells in zip(columns, filled, strict=True):
+        for column, cells in zip(columns, filled.double().split([c.size for c in columns], 2), strict=True):
             if column.edges is None:
                 every = cells.amin(1)  # in every group
-                kept.append(replace(column, cells=merged_cells(column.cells.names, every, terms.rules)))
+                gaps = bool(cells[:, :, -1].any())
+                kept.append(replace(column, cells=merged_cells(column.cells.names, every, terms.rules, gaps)))
                 continue
             of = merged_bins(cells[:, :, : self.bins], terms.rules)
             ends = [int((of == k).nonzero().max()) + 1 for k in range(int(of.max()) + 1)]
             kept.append(replace(column, edges=column.edges[[0, *ends]], of=of))
         return groups, kept
+
+    def _fill_rare_gaps(
+        self, client: ClientRows, terms: AnalysisTerms, groups: MergedCells, columns: Sequence[SummaryColumn]
+    ) -> ClientRows:
+        """Return a client's rows without gaps that fewer subjects of a group have than the rules allow to be counted.
+
+        A missing cell takes the client's mean or most frequent level, and a number beyond the agreed range takes the
+        end of the range. Every number of such gaps that a sum shows is therefore of enough subjects of a client.
+        """
+        if terms.rules.min_subjects == 1:
+            return client
+        x, code = client.x.clone(), groups.of[group_codes(client, terms, self.group)]
+        for column in columns:
+            values, whole = client.x[:, column.place], ~client.x[:, column.place].isnan()
+            gaps = [~whole]
+            if column.edges is not None:
+                low, high = float(column.edges[0]), float(column.edges[-1])
+                inside = (values >= low) & (values <= high)
+                usual = values[inside].mean() if bool(inside.any()) else (low + high) / 2
+                cells = torch.where(whole, values.clamp(low, high), usual)
+                gaps.append(whole & ~inside)
+            else:
+                cells = torch.where(whole, values, values[whole].mode().values if bool(whole.any()) else 0.0)
+            for gap in gaps:
+                for g in range(len(groups.names)):
+                    some = gap & (code == g)
+                    if 0 < len(client.subjects[some].unique()) < terms.rules.min_subjects:
+                        x[some, column.place] = cells[some]
+        return replace(client, x=x)
 
 
 def compares_clients(terms: AnalysisTerms) -> bool:
@@ -365,7 +405,7 @@ def _counted(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
     """Return the rows of every group, and by group the numbers of every column."""
-    code = groups.of[group_codes(client, terms.schema, group)]
+    code = groups.of[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):
         some = client.select(code == g)
@@ -443,7 +483,8 @@ def _describe_code(
             yield {
                 "column": column.name, "level": level, "group": groups.names[g], "rows": counted[g, k],
                 "share": counted[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
-                "missing": counted[g, column.shown :].sum(), "standardized_difference": max(gaps, default=None),
+                "missing": counted[g, column.shown :].sum() if column.shown < counted.shape[1] else None,
+                "standardized_difference": max(gaps, default=None),
                 "p_groups": _number(p), "p_clients": _number(between),
             }  # fmt: skip
 

@@ -307,7 +307,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "batches": (
         lambda: ff.Local(nn.Linear(5, 3), [*DataLoader(TensorDataset(numbers(5), codes(3)), N - 1)]),
-        r"trainset is a list of 2 batches. Give the data set that they came from, or \(torch.cat",
+        r"trainset is a list of 2 batches. Pass the data set from which the batches came, or \(torch.cat",
     ),
     "no training samples": (lambda: ff.Local(nn.Linear(5, 3), None), "trainset is None"),
     "no such device": (
@@ -415,7 +415,7 @@ def test_random_changes_of_samples_are_refused_and_what_the_error_names_works() 
     for given in (d, DataLoader(d, 2, shuffle=True)):
         with pytest.raises(FedloomError, match="trainset: sample . differs when it is read again.*give the strat") as e:
             ff.Local(model, given).read()
-    frozen = applied(str(e.value).split("on purpose, give ")[1].removesuffix(" of the data set d"), d=d)
+    frozen = applied(str(e.value).split("on purpose, pass ")[1].removesuffix(" of the data set d"), d=d)
     assert len(ff.Local(model, frozen).read().fed.data) == N
 
     def masked(samples: list[Any]) -> Any:

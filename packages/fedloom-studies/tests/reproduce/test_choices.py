@@ -283,7 +283,7 @@ def test_other_candidates_are_another_search(tmp_path: Path) -> None:
     ):
         reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
     (tmp_path / PROTOCOL_FILE).unlink()  # as an earlier version left the folder
-    with pytest.raises(RunDirError, match="contains another search: tune.space.fedavg.local.lr was"):
+    with pytest.raises(RunDirError, match="contains a different search: tune.space.fedavg.local.lr was"):
         reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
 
 

@@ -13,7 +13,9 @@ import sys
 from typing import TYPE_CHECKING
 
 if sys.platform == "win32":
-    raise ImportError("fedloom runs on Linux and macOS: on Windows, install and run it inside WSL (wsl --install)")
+    raise ImportError(
+        "fedloom runs only on Linux and macOS. On Windows, install and run fedloom inside WSL (wsl --install)"
+    )
 
 from fedloom.lazy import getter, lazy_names, lister
 from fedloom.version import __version__

@@ -355,8 +355,8 @@ def check_folder(folder: Path) -> None:
                 raise
             if place.is_symlink() and not place.exists():
                 raise RunDirError(
-                    f"{place} is a link to {place.readlink()}, which does not exist. Remove it, or "
-                    "choose another folder"
+                    f"{place} is a link to {place.readlink()}, which does not exist. Remove the link, "
+                    "or choose another folder"
                 ) from None
             continue
         if stat.S_ISDIR(mode):

@@ -220,5 +220,5 @@ def as_pandas(table: pa.Table) -> Any:
         ConfigError: pandas is not installed.
     """
     if find_spec("pandas") is None:
-        raise ConfigError("to_pandas needs pandas: pip install pandas. Without pandas, use table()")
+        raise ConfigError("to_pandas needs pandas. Run pip install pandas, or use table()")
     return table.to_pandas()

@@ -57,8 +57,8 @@ def find(path: str, what: str, where: str = "") -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{place}{what} {path!r}: cannot import {module!r} ({type(error).__name__}: {error}). Its folder must be "
-            "installed, on PYTHONPATH, or the current directory"
+            f"{place}{what} {path!r}: cannot import {module!r} ({type(error).__name__}: {error}). "
+            "Install the module, add its folder to PYTHONPATH, or run in its folder"
         ) from error
     for part in name.split("."):
         if not hasattr(target, part):
@@ -94,7 +94,9 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
         raise ConfigError(f"{place}{what} {path!r} must be a subclass of {wanted}, got {got}")
     lacking = sorted(getattr(target, "__abstractmethods__", ()))
     if lacking:
-        raise ConfigError(f"{place}{what} {path!r} lacks {', '.join(lacking)}. Define them, as in {base.__name__}")
+        raise ConfigError(
+            f"{place}{what} {path!r} lacks {', '.join(lacking)}. Define these methods, as in {base.__name__}"
+        )
     return target
 
 
@@ -217,7 +219,7 @@ def function(choice: Any, what: str) -> Function:
         raise ConfigError(
             f"{what}: the function {choice.partition(' ')[0]!r} was an object in Python and has no "
             "import path. In Python, the same call of fl.compare with this folder returns its "
-            "models, and runs nothing again"
+            "models, and reruns nothing"
         )
     if not callable(target):
         raise ConfigError(f"{what} must be an import path, package.module:name, or a function, got {choice!r}")

@@ -27,11 +27,10 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
-from fedloom.data.sources.table.levels import level
 from fedloom.data.subjects.design import design_of
 from fedloom.data.survey.findings import findings, reason_left_out
 from fedloom.data.survey.leaks import ReadColumn
-from fedloom.data.tables import Table
+from fedloom.data.tables import Table, level
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, DataError, entered

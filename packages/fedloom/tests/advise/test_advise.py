@@ -198,9 +198,9 @@ def test_a_directory_of_another_race_is_refused(small: dict[str, bytes], tmp_pat
     for name, content in small.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_bytes(content)
-    with pytest.raises(RunDirError, match=r"a budget of 11 runs, got 10.5. Give a budget of 11 or more"):
+    with pytest.raises(RunDirError, match=r"a budget of 11 runs, got 10.5. Use a budget of 11 or more"):
         advise(out, budget=10.5)
-    with pytest.raises(RunDirError, match="another experiment or version"):
+    with pytest.raises(RunDirError, match="a different experiment or version"):
         advise(out, {**SMALL, "rounds": 4})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
@@ -290,12 +290,12 @@ def test_the_command_prints_ten_lines_and_json(tmp_path: Path) -> None:
     assert len(said.splitlines()) <= 14
     again = call("advise", file, "--out", out, "--budget", 20, "--json")
     assert json.loads(again[again.index("{") : again.rindex("}") + 1]) == json.loads((out / "advice.json").read_text())
-    assert "seeds. Give at least 19" in call("advise", file, "--out", tmp_path / "other", "--budget", 3, code=2)
+    assert "seeds. Use a budget of at least 19" in call("advise", file, "--out", tmp_path / "other", "--budget", 3, code=2)
 
 
 def test_without_validation_data_nothing_is_raced(tmp_path: Path) -> None:
     document = {**SMALL, "partition": {**SMALL["partition"], "validation": 0.0}}
-    with pytest.raises(ConfigError, match=r"have none. Set \[partition\] validation"):
+    with pytest.raises(ConfigError, match=r"have no validation data. Set \[partition\] validation"):
         advise(tmp_path / "race", document)
     assert not (tmp_path / "race").exists()
 

@@ -115,7 +115,7 @@ def test_settings_name_analyses_and_another_choice_keeps_the_runs(tmp_path: Path
         ([{"kind": "tsne", "client": [1]}], "unknown key 'client'"),
         ([{"kind": "tsne"}], "clients"),
         ([{"kind": "confusion"}, {"kind": "confusion"}], "two analyses are of the kind 'confusion'"),
-        ({"kind": "confusion"}, r"an analysis is a table of its own. Write \[\[analysis\]\]"),
+        ({"kind": "confusion"}, r"an analysis must be a table in a list. Write \[\[analysis\]\]"),
         (["confusion", 3], r"2: must be a table, got 3; write \[\[analysis\]\]"),
     ],
 )
@@ -174,7 +174,9 @@ def test_a_sum_may_be_of_the_models_of_a_run(tmp_path: Path) -> None:
     assert right == pytest.approx(float((result.final("global", "accuracy") * sizes).sum()))
     with pytest.raises(ConfigError, match="reads the models of a run"):
         fl.analyze(RightGuesses(), fed)
-    with pytest.raises(ConfigError, match="the analysis confusion reads the models of a run, and here is none"):
+    with pytest.raises(
+        ConfigError, match="the analysis confusion needs the trained models of a run, but there is no run here"
+    ):
         fl.analyze("confusion", fed)
 
 

@@ -119,22 +119,22 @@ CASES = {
     "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated, the data needs 5,488 bytes, got 5,487. Fetch"),
     "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*. Fetch the file again"),
     "truncated CIFAR": cifar(records([1])[:-1], "truncated, records have 3073 bytes .*over. Fetch", "data_batch_1.bin"),
-    "empty CIFAR": cifar(b"", "no record. Fetch it again", "data_batch_1.bin"),
+    "empty CIFAR": cifar(b"", "no record. Fetch the file again", "data_batch_1.bin"),
     "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png: not a readable image .*. Replace"),
-    "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON, .*. The file is truncated or not LEAF"),
+    "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON, .*. The file is truncated or not a LEAF"),
     "truncated heart": heart(HEART[:-9], "row 1 has [0-9]+ cells, expected 14; truncated"),
     "wrong magic": mnist(LABELS, lambda b: b"\0\0\x08\x03" + b[4:], "magic .* 0x00000801, got 0x00000803. This is not"),
     "no image": images({"a/1.png": b"GIF89a"}, "1.png: not a readable image \\(no known format"),
     "no archive": by_path("a.zip", b"PK\x03\x04garbage", "a.zip: truncated or damaged .*. Fetch"),
     "image of another size": images(
-        {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: image of 5x5, but the others are 6x4. Give side"
+        {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: image of 5x5, but the others are 6x4. Set side"
     ),
     "unknown label, IDX": mnist(LABELS, lambda b: b[:-1] + b"\x0a", "unknown label 10 of sample 6, labels must be"),
     "unknown label, CIFAR": cifar(records([1, 12]), "unknown label 12, labels must be from 0 to 9", "data_batch_1.bin"),
     "unknown label, image": images(
         {"train/a/1.png": png(1), "test/c/1.png": png(2)}, "unknown label 'c' in the test images of .*, because no"
     ),
-    "image without label": images({"a/1.png": png(1), "2.png": png(2)}, "2.png: unknown label, .*. Put it into"),
+    "image without label": images({"a/1.png": png(1), "2.png": png(2)}, "2.png: the image has no class. Put the image into"),
     "unknown label, LEAF": by_path("a.json", leaf({"u": ([[1, 2]], [1e12])}), "'u' has the unknown label 1e\\+12"),
     "label below 0, LEAF": by_path("a.json", leaf({"u": ([[1, 2]], [-1])}), "user 'u' has the unknown label -1"),
     "unknown label, FEMNIST": Case(
@@ -151,8 +151,8 @@ CASES = {
         leaf({"u": A}).replace(b'"u": {"x"', b'"u": {"x": [[1, 2]], "y": [0]}, "u": {"x"'),
         r"user 'u' occurs twice \(also in .*\). Every user may",
     ),
-    "more y than x": by_path("a.json", leaf({"u": ([[1, 2]], [0, 1])}), "user 'u' has 1 x and 2 y. Make them equal"),
-    "no y": by_path("a.json", leaf({"u": A}).replace(b'"y"', b'"w"'), "user 'u' has 2 x and 0 y. Make them equal"),
+    "more y than x": by_path("a.json", leaf({"u": ([[1, 2]], [0, 1])}), "user 'u' has 1 entries in x and 2 in y. Make the numbers"),
+    "no y": by_path("a.json", leaf({"u": A}).replace(b'"y"', b'"w"'), "user 'u' has 2 entries in x and 0 in y. Make the"),
     "users that are no names": by_path("a.json", leaf({"u": A}, users=[1]), "no list of users or no user_data"),
     "nested too deeply": by_path("a.json", b'{"users":' + b"[" * 100_000, "nested too deeply. .* fetch it again"),
     "pickle": cifar(pickle.dumps(Evil(), 2), "a pickle, .*. Use the binary version .*cifar-10-binary.tar.gz from"),
@@ -280,7 +280,7 @@ def test_a_packed_table_is_read_for_a_bounded_time(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(archive, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(archive, "PACKED_BYTES_PER_SECOND", 1e12)
     for name in ("t.csv.gz", "t.csv.xz"):
-        words = "reading took more than 0 s, which is long for its packed size. If the file is genuine, unpack it"
+        words = "reading took more than 0 s, which is too long for the size of the archive. If the file is genuine, unpack the"
         refused(words, str(folder / name), "data", str(folder / name))
     assert len(fl.load(str(folder / "t.csv"))) == 40_000
     monkeypatch.undo()

@@ -129,7 +129,7 @@ def test_a_name_that_is_not_utf_8_is_refused_before_any_work(tmp_path: Path) -> 
     words = ["run", str(file), "--out", os.fsencode(tmp_path) + b"/out-\xff\xfe"]
     done = subprocess.run([sys.executable, "-m", "fedloom", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "is not text in UTF-8. Use another name" in done.stderr
+    assert "is not UTF-8 text. Use another name" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == [file]
 
@@ -163,7 +163,7 @@ def test_another_experiment_is_refused_and_force_starts_anew(finished: Path, tmp
     shutil.copytree(finished, tmp_path / "out")
     before = (tmp_path / "out" / "metrics.parquet").read_bytes()
     output = run(SMALL.replace("lr = 0.05", "lr = 0.1"), tmp_path, code=2)
-    assert "another experiment" in output
+    assert "a different experiment" in output
     assert "method fedavg" in output
     output = run(SMALL.replace("alpha = 0.5", "alpha = 5.0"), tmp_path, code=2)
     assert "partition.alpha was 0.5, now it is 5.0" in output

@@ -43,7 +43,7 @@ def said(*words: object, code: int = 2) -> str:
 )
 def test_a_pipe_is_no_data(name: str) -> None:
     os.mkfifo(name)
-    assert "is a pipe, socket or device. Give a regular file" in said("data", f"./{name}")
+    assert "is a pipe, socket or device. Use a regular file" in said("data", f"./{name}")
     Path("e.toml").write_text(f'[data]\nsource = "./{name}"\n[[method]]\nalgorithm = "fedavg"\n')
     assert "is a pipe" in said("run", "e.toml")
 
@@ -167,7 +167,7 @@ def test_a_row_without_end_is_refused_where_it_becomes_too_long(monkeypatch: pyt
     endless = [b"a,y\n" + b"1" * 20_000, b'a,y\n"' + b"1\n" * 9000, b"a,y\n" + b"1," * 9000]
     for content in endless:
         Path("t.csv.gz").write_bytes(gzip.compress(content))
-        assert "a row of 10,000 characters or more" in said("data", "./t.csv.gz")
+        assert "a row with at least 10,000 characters" in said("data", "./t.csv.gz")
 
 
 def test_long_rows_are_held_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_very_many_columns_are_refused_and_many_are_read(monkeypatch: pytest.Mon
     Path("t.csv").write_text(f"{header}\n" + "1," * 299 + "0\n" + "2," * 299 + "1\n")
     assert load("./t.csv").x.shape == (2, 299)
     monkeypatch.setattr(table_reading, "MOST_COLUMNS", 299)
-    assert "300 columns, at most 299 are read" in said("data", "./t.csv")
+    assert "300 columns, but fedloom reads at most 299" in said("data", "./t.csv")
 
 
 @pytest.mark.needs("fedloom_clinic")

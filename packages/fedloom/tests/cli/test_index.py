@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"method": [{"algorithm": "fedadmm", "server_lr": "all"}]},
         "[[method]] 1: server_lr: input should be a valid number, or 'fraction', got 'all' (server_lr: ",
     ),
-    "no data": ({"data": {}}, "[data] needs source, a data set's name or a path. Names: adult,"),
+    "no data": ({"data": {}}, "[data] needs source: the name of a data set, or a path. Names: adult,"),
     "unknown data": ({"data": {"source": "digit"}}, "[data]: unknown data set 'digit'; did you mean 'digits'?"),
     "no such path": ({"data": {"source": "no/such.csv"}}, "[data]: no/such.csv: no such file or folder"),
     "unknown kind": ({"partition": {"kind": "dirichlt"}}, "[partition]: unknown partition kind 'dirichlt'; did you"),

@@ -116,7 +116,7 @@ def test_evaluate_scores_what_was_asked_for(out: Path, new: Path) -> None:
 
 def test_adapt_writes_a_model_that_evaluate_and_export_take(out: Path, new: Path, tmp_path: Path) -> None:
     said = call("adapt", out, "--data", new, "--method", "ditto", "--rounds", 8, "--holdout", 0.25)
-    assert "trained on 60 samples; on the 20 held out" in said
+    assert "trained on 60 samples; scores on the 20 samples held out" in said
     path = out / "adapted" / "ditto-0-new.safetensors"
     assert str(path) in said
     assert "adapted" in call("evaluate", out, "--data", new, "--model", path)
@@ -166,7 +166,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("predict", out, new, "--method", "fedavg", "--model", "personal"), "no 'personal' model"),
         (("export", out, "--method", "ditto", "--client", 9, "--out", tmp_path / "x"), "unknown client '9'"),
         (("adapt", out, "--data", new, "--method", "fedavg"), "global model. Methods with personal models: ditto"),
-        (("adapt", out, "--data", new), "the run has several methods. Give --method: fedavg, ditto"),
+        (("adapt", out, "--data", new), "the run has several methods. Add --method: fedavg, ditto"),
         (("adapt", out, "--data", new, "--method", "dito"), "did you mean 'ditto'"),
         (("adapt", out, "--data", new, "--method", "ditto", "--seed", 7), "no seed 7. Its seeds: 0, 1"),
         (("adapt", out, "--data", new, "--method", "ditto", "--rounds", 0), "rounds must be a whole number from 1"),
@@ -200,5 +200,5 @@ def test_damaged_directories_are_named(out: Path, new: Path) -> None:
     (out / "summary.json").write_text("{")
     assert "is damaged" in refused(out, "models", out)
     (out / "summary.json").unlink()
-    with pytest.raises(RunDirError, match="yet. Let 'fedloom run' finish"):
+    with pytest.raises(RunDirError, match="yet. Wait until 'fedloom run' has finished"):
         fl.open_run(out)

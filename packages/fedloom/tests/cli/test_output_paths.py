@@ -282,7 +282,7 @@ def test_an_experiment_file_of_someone_else_stays_where_another_one_is_run(text:
     before = contents(here)
     for more in ([], ["--force"]):
         said = call("run", here / "mine.toml", "--out", here / "study", *more, code=2)
-        assert "was not written by a run, but a run would replace it" in said
+        assert "was not written by a run, but a run would replace this file" in said
         assert contents(here) == before
 
 
@@ -364,7 +364,7 @@ def test_tables_beside_a_report_replace_no_tables_of_someone_else(here: Path) ->
     for name in ("models.html", "checkpoints.html", "adapted.HTML"):
         assert "is in the run directory" in call("report", here / "run", "--out", here / "run" / name, code=2)
     call("report", here / "run", "--card")
-    assert "may contain text by people. Move" in call("report", here / "run", "--card", code=2)
+    assert "may contain text that people wrote. Move" in call("report", here / "run", "--card", code=2)
 
 
 def test_methods_that_write_refuse_the_same_places(here: Path) -> None:

@@ -56,8 +56,8 @@ def test_a_folder_that_cannot_be_is_named_for_what_it_is(words: list[str], below
     ring.symlink_to("ring")
     for place, fault in (
         (plain, "is a file, not a folder. Choose another folder"),
-        (dangling, "is a link to nowhere, which does not exist. Remove it, or choose another folder"),
-        (ring, "is a link to ring, which does not exist. Remove it, or choose another folder"),
+        (dangling, "is a link to nowhere, which does not exist. Remove the link, or choose another folder"),
+        (ring, "is a link to ring, which does not exist. Remove the link, or choose another folder"),
     ):
         said = call(*(file if word == "FILE" else word for word in words), place / below, code=2)
         assert f"error: {place} {fault}" in said

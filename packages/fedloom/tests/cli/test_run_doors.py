@@ -136,9 +136,9 @@ def test_a_method_has_values_of_its_own() -> None:
         ("local.lr", "must be key=value, for example --set local.lr=0.1"),
         ("=3", "must be key=value"),
         ("local..lr=3", "must be key=value"),
-        ("local.lr=0,1", "--set local.lr: '0,1' is not a value of TOML"),
+        ("local.lr=0,1", "--set local.lr: '0,1' is not a TOML value"),
         ("rounds.x=1", "--set rounds.x: [rounds]"),
-        ("method.mu=1", "the key of a method is method.LABEL.key. Labels: fedavg, prox 1, fedprox"),
+        ("method.mu=1", "method keys have the form method.LABEL.key. Labels: fedavg, prox 1, fedprox"),
         ("method.fedporx.mu=1", "did you mean 'fedprox'?"),
     ],
 )

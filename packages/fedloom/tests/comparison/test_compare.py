@@ -191,7 +191,7 @@ def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
 
 def test_what_it_has_not_is_named(whole: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"no result of 'fedavg'. Give a label and a seed, as comparison\['fedavg', 0\]"
+        ConfigError, match=r"no result of 'fedavg'. Use a label and a seed, as in comparison\['fedavg', 0\]"
     ):
         whole["fedavg"]
     for ask in (whole.plot, lambda name: whole.significance(figure=name)):
@@ -235,7 +235,7 @@ def test_the_same_call_goes_on_and_another_is_refused(tmp_path: Path) -> None:
     assert torch.equal(first["fedavg", 1].final(), more["fedavg", 1].final())
     assert not torch.equal(more["half", 1].final(), more["fedavg", 1].final())
     with pytest.raises(
-        RunDirError, match=r"contains another experiment: .*lr was 0.1, now it is 0.2. Give another folder"
+        RunDirError, match=r"contains a different experiment: .*lr was 0.1, now it is 0.2. Choose another folder"
     ):
         fl.compare({"fedavg": "fedavg"}, **{**small, "local": {"lr": 0.2}})
     with pytest.raises(RunDirError):
@@ -293,7 +293,7 @@ def test_clients_may_come_as_a_list_of_pairs(tmp_path: Path) -> None:
     by_name = dict(zip("abcde", clients, strict=True))
     named = fl.compare(["local"], by_name, seeds=[1], **SHORT)
     assert torch.equal(named["local", 1].final(), alone.final())
-    with pytest.raises(RunDirError, match="another experiment"):
+    with pytest.raises(RunDirError, match="a different experiment"):
         fl.compare(["fedavg"], clients[:4], seeds=[0, 1], folder=tmp_path / "run", **SHORT)
 
 
@@ -343,15 +343,15 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"baseline": "ditto"}, "baseline: unknown method to compare with 'ditto'"),
         ({"compare_model": "best"}, "compare_model: unknown choice 'best'"),
         ({"seeds": [0, 0]}, "every seed may occur once"),
-        ({"seeds": 5}, "seeds must be several whole numbers"),
-        ({"seeds": []}, r"seeds must be several whole numbers, as range\(5\), got \[\]"),
-        ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets. Give {'train':"),
+        ({"seeds": 5}, "seeds must be a sequence of whole numbers"),
+        ({"seeds": []}, r"seeds must be a sequence of whole numbers, such as range\(5\), got \[\]"),
+        ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets. Pass {'train':"),
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
         ({"tune": "yes"}, "tune must be a number of trials"),
         ({"round": 3}, "unknown key 'round'"),
         ({"compare_modle": "all"}, r"compare: unknown key 'compare_modle'; did you mean 'compare_model'\?$"),
         ({"algorithm": "ditto"}, "compare: unknown key 'algorithm'"),
-        ({"seed": 1}, r"seed belongs to one run. Give seeds=\[1\]"),
+        ({"seed": 1}, r"seed is for one run. Pass seeds=\[1\]"),
         ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"methods share it. Give compare\(..., seeds="),
         ({"methods": {"a": {"algorithm": "ditto", "local": {"mu": 1}}}}, "a: local: unknown key 'mu'; it is an option"),
         ({"data": None}, "data is missing"),

@@ -104,22 +104,22 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
     ("clients", "sentence"),
     [
         ([], "contains no clients"),
-        ([CLIENTS[0], CLIENTS[1][0]], r"\['1'\] have no test set, but other clients have one. Give a test set for"),
+        ([CLIENTS[0], CLIENTS[1][0]], r"\['1'\] have no test set, but other clients have one. Pass a test set for"),
         ([CLIENTS[0], (samples(5, 0, 0), (np.zeros((2, 4)), [0, 1]))], r"client 1 has samples of shape \[4\]"),
         ([1, 2], "client 0: int is not a known form of data"),
-        ({1: (X, Y), "1": (X, Y)}, "two clients are the same text, such as 1 and '1'. Rename one"),
+        ({1: (X, Y), "1": (X, Y)}, "two clients have the same name as text, such as 1 and '1'. Rename one"),
         ([(X, Y), (X[:9], Y[:8]), (X[:8], Y[:9])], "client 1: 9 samples but 8 targets"),
         ([(X, Y), (X.astype(np.uint8), Y)], "client 1: features are bytes, .* but those of client 0 are float32"),
         (
             [(X, Y), (X, Y.astype(str))],
-            "client 1: targets are text, but those of client 0 are numbers. Give all targets one",
+            "client 1: targets are text, but those of client 0 are numbers. Use the same type",
         ),
         ([((X, Y), (X.astype(np.uint8), Y))] * 2, "client 0, test set: features are bytes"),
         (
             [(X, Y), (np.where(np.arange(100).reshape(20, 5) == 11, np.inf, X), Y)],
             "client 1: NaN or Inf in the features of 1 samples .first: sample 2",
         ),
-        ([(X, Y), [(X[:8], Y[:8]), (X[8:], Y[8:])] * 2], "client 1 is a list of 4 batches. Give the data set"),
+        ([(X, Y), [(X[:8], Y[:8]), (X[8:], Y[8:])] * 2], "client 1 is a list of 4 batches. Pass the data set"),
         ([list(DataLoader(as_sets((X, Y)), 5))] * 2, "client 0 is a list of 4 batches"),
         (
             [(pd.DataFrame(X), Y), (pd.DataFrame(X)[[4, 3, 2, 1, 0]], Y)],
@@ -131,18 +131,18 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
         ),
         ([{"train": Named("cat", "dog"), "test": Named("dog", "cat")}], "client 0, test set: classes are dog, cat"),
         ([{"x": X, "y": Y, "x_test": X, "y_test": Y}], "client 0: fedloom would ignore 'x_test' beside 'x' and 'y'"),
-        ([[(X, Y), (X, Y)]] * 2, r"client 0 is a list of two sets, .*. Give the tuple \(training set, test set\), or"),
+        ([[(X, Y), (X, Y)]] * 2, r"client 0 is a list of two sets, .*. Pass the tuple \(training set, test set\), or"),
         ([[as_sets((X, Y)), as_sets((X, Y))]] * 2, "client 0 is a list of two sets"),
         ([[X, Y], [X, Y]], "client 0: a list contains samples, but"),
         ([([X, Y], (X, Y))] * 2, "client 0: a list contains samples"),
         (
             [X, Y],
             (
-                r"targets. Give a tuple \(x, y\) for each client. To split one data set among clients, use a "
+                r"targets. Pass a tuple \(x, y\) for each client. To split one data set among clients, use a "
                 r"partition"
             ),
         ),
-        ({"a": X, "b": Y}, "a list contains clients, but these are arrays without targets. Give a"),
+        ({"a": X, "b": Y}, "a list contains clients, but these are arrays without targets. Pass a"),
     ],
 )
 def test_clients_that_cannot_be(clients: Any, sentence: str) -> None:
@@ -161,15 +161,16 @@ def test_a_list_is_samples_or_clients_whatever_its_length() -> None:
             assert fed.sizes().tolist() == [count, 20]
     for pair in ((X, Y), (CLIENTS[0][0], CLIENTS[1][0])):
         with pytest.raises(
-            FedloomError, match=r"a tuple of two is one data set \(x, y\), .* For several clients, give a list"
+            FedloomError,
+            match=r"a tuple of two elements is either one data set \(x, y\), .* For several clients, pass a list",
         ):
             fl.Federation.create(pair)
 
 
 def test_clients_are_no_samples() -> None:
-    with pytest.raises(FedloomError, match="are clients. Give them to fl.Federation.create"):
+    with pytest.raises(FedloomError, match="are clients. Pass them to fl.Federation.create"):
         fl.Dataset.create([samples(9, 0, 0), samples(5, 0, 1)])
-    with pytest.raises(FedloomError, match="or give a list of clients"):
+    with pytest.raises(FedloomError, match="or pass a list of clients"):
         fl.simulate("fedavg", samples(9, 0, 0), rounds=1)  # type: ignore[arg-type]
 
 

@@ -125,7 +125,7 @@ def test_options_of_arrays() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Dataset.create(X), ConfigError, "features without targets. Give the pair"),
+        (lambda: Dataset.create(X), ConfigError, "features without targets. Pass the pair"),
         *(
             (lambda given=given: Dataset.create(given), ConfigError, "a list contains samples, but")
             for given in ([X, Y], [X[0], X[1]], [X[0], X[1], X[2]], [[1, 2], [3, 4]], next(iter(DataLoader(SET, 6))))
@@ -139,17 +139,17 @@ def test_options_of_arrays() -> None:
             DataError,
             "sample 1 is uint8, but",
         ),
-        (lambda: Dataset.create(((X, Y), (X, Y))), ConfigError, r"Give {'train': \(x, y\), 'test'"),
-        (lambda: Dataset.create((X, Y, X, Y)), ConfigError, r"Give {'train': \(x, y\), 'test'"),
-        (lambda: Dataset.create(RECORDS), ConfigError, r"without targets. Give pandas.DataFrame\(x\)"),
+        (lambda: Dataset.create(((X, Y), (X, Y))), ConfigError, r"Pass {'train': \(x, y\), 'test'"),
+        (lambda: Dataset.create((X, Y, X, Y)), ConfigError, r"Pass {'train': \(x, y\), 'test'"),
+        (lambda: Dataset.create(RECORDS), ConfigError, r"without targets. Pass pandas.DataFrame\(x\)"),
         (
             lambda: Dataset.create(RECORDS, Y),
             DataError,
-            r"a structured array with the fields a, b. Give pandas.DataFrame\(x\)",
+            r"a structured array with the fields a, b. Pass pandas.DataFrame\(x\)",
         ),
         (lambda: Dataset.create(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); give y.astype\(str\)"),
         (lambda: Dataset.create(pd.DataFrame(X[:, 0]), X[:, 0]), ConfigError, r"targets themselves, got ndarray \(12,"),
-        (lambda: Dataset.create(Stored(X)), ConfigError, "features without targets. Give the pair"),
+        (lambda: Dataset.create(Stored(X)), ConfigError, "features without targets. Pass the pair"),
         (lambda: Dataset.create(X, [b"a", b"b"] * 6), DataError, r"give y.astype\(str\)"),
         (
             lambda: Dataset.create(X, np.array([b"a", b"b"] * 6, object)),
@@ -159,7 +159,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(torch.zeros(12, 2, device="meta"), Y),
             DataError,
-            "device meta has no values. Make it with",
+            "device meta has no values. Create the tensor with",
         ),
         (lambda: Dataset.create(3), ConfigError, "int is not a known form of data. Known forms: arrays"),
         (lambda: Dataset.create((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
@@ -170,12 +170,12 @@ def test_options_of_arrays() -> None:
             DataError,
             "2 problems\n  - x must be numbers.*\n  - 12 samples but 3",
         ),
-        (lambda: Dataset.create(np.ma.masked_less(X, 9), Y), DataError, "some values are masked. Fill them"),
-        (lambda: Dataset.create(X, [None, *Y[1:]]), DataError, "value 0 is None. Give only numbers or only text"),
+        (lambda: Dataset.create(np.ma.masked_less(X, 9), Y), DataError, "some values are masked. Fill these values"),
+        (lambda: Dataset.create(X, [None, *Y[1:]]), DataError, "value 0 is None. Use only numbers or only text"),
         (
             lambda: Dataset.create(X, ["a", None, *Y[2:]]),
             DataError,
-            "value 1 is None. Give only numbers or only text",
+            "value 1 is None. Use only numbers or only text",
         ),
         (lambda: Dataset.create(X, X[:, 0] % 2), DataError, "0 and 1 only, as several labels of a sample have"),
         (
@@ -196,17 +196,17 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(np.zeros((12, 9, 8, 3)), Y),
             DataError,
-            "channels last. Give channels_last = True or False",
+            "channels last. Set channels_last = True or False",
         ),
         (
             lambda: Dataset.create(np.zeros((12, 9, 8, 2)), Y),  # grey with alpha
             DataError,
-            "channels last. Give channels_last = True or False",
+            "channels last. Set channels_last = True or False",
         ),
         (
             lambda: Dataset.create(np.zeros((12, 32, 32, 13)), Y),  # bands of a satellite
             DataError,
-            "channels last. Give channels_last = True or False",
+            "channels last. Set channels_last = True or False",
         ),
         (
             lambda: Dataset.create(np.full((12, 2), 1e300), Y),
@@ -230,13 +230,13 @@ def test_options_of_arrays() -> None:
             r"x.toarray\(\)",
         ),
         (lambda: partitions.iid(clients=2)((X, Y), seed="a"), ConfigError, "seed must be a whole number, got 'a'"),
-        (lambda: Dataset.create(([[1], [2, 3]], [0, 1])), DataError, "rows have different lengths. Give"),
+        (lambda: Dataset.create(([[1], [2, 3]], [0, 1])), DataError, "rows have different lengths. Pad"),
         (
             lambda: Dataset.create(
                 torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged), Y[:2]
             ),
             DataError,
-            "rows have different lengths. Give",
+            "rows have different lengths. Pad",
         ),
         (lambda: Dataset.create(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\); give y.astype\(str\)"),
         (lambda: Dataset.create(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
@@ -255,12 +255,12 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]),
             ConfigError,
-            "already contains its targets. Leave target out",
+            "already contains targets. Leave target out",
         ),
         (
             lambda: Dataset.create(Pairs(lambda i: (X[i], 0)), Y),
             ConfigError,
-            "already contains its targets. Leave target out",
+            "already contains targets. Leave target out",
         ),
         (
             lambda: Dataset.create((csr_array(X[:, 0]), Y)),
@@ -289,7 +289,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(Pairs(lambda i: {"picture": X[i], "class": 0})),
             DataError,
-            "sample 0 is dict with 'picture', 'class', expected .* both by name: x and y, ",
+            "sample 0 is dict with 'picture', 'class', expected .* features and target by name: x and y, ",
         ),
         (lambda: Dataset.create(types.SimpleNamespace(to_pandas=0)), ConfigError, r"give x.to_pandas\(\)"),
         (
@@ -301,7 +301,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(Endless()),
             ConfigError,
-            "Endless has no __len__. Add the method, or make the class an IterableDataset",
+            "Endless has no __len__. Add this method, or make the class an IterableDataset",
         ),
         (lambda: Dataset.create(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be read: IndexError"),
         (lambda: partitions.iid(clients=2)((X, 0 * Y)), DataError, "the target is the same in every row"),
@@ -337,7 +337,7 @@ def test_targets_of_pandas_belong_to_rows_of_their_index() -> None:
     for named in (target.rename(0), target.rename(None), pd.DataFrame({0: target})):
         assert Dataset.create(frame, named).shape == (5,), "the first column is no target"
     with pytest.raises(
-        ConfigError, match="a column of the table is also called 't', and its values differ. Rename one"
+        ConfigError, match="a column of the table is also called 't', but has different values. Rename one"
     ):
         Dataset.create(frame.assign(t=1 - target), target)
     assert Dataset.create(frame.assign(t=target), target).shape == (5,), "the target is no feature"
@@ -347,7 +347,7 @@ def test_targets_of_pandas_belong_to_rows_of_their_index() -> None:
     ):
         with pytest.raises(
             DataError,
-            match=r"index of the targets has another order than the index of the features. Give y.loc\[x.index\]",
+            match=r"index of the targets has a different order than the index of the features. Pass y.loc\[x.index\]",
         ):
             make()
 

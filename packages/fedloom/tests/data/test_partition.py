@@ -417,7 +417,7 @@ def test_rotated_in_a_hybrid_leaves_the_other_half() -> None:
         ),
         (pictures(height=3), {"turns": 4}, "4 turns need square images, but the images of pictures are 3 x 4"),
         (pictures(), {"clients": 7, "inverted": True, "turns": 4}, "8 views need at least as many clients, got 7"),
-        (pictures(), {"test_from": "ratio", "test_count": 2}, "official test samples would not fit"),
+        (pictures(), {"test_from": "ratio", "test_count": 2}, "official test samples would not match"),
     ],
 )
 def test_rotated_refuses(data: Dataset, fields: dict[str, Any], sentence: str) -> None:

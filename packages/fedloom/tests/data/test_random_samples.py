@@ -111,7 +111,7 @@ def test_a_data_set_of_random_samples_is_refused_with_two_cures_that_work(case: 
         with pytest.raises(DataError, match=r"sample \d+ differs when it is read again|but not by the global") as error:
             make(d)
     said = str(error.value)
-    frozen = said.split("on purpose, give ")[1].removesuffix(" of the data set d")
+    frozen = said.split("on purpose, pass ")[1].removesuffix(" of the data set d")
     if case != "a target at random":
         assert len(Dataset.create(applied(frozen, d=d))) == len(d)
     augment = applied(f"dict({said.split('to the run, as ')[1].split(';')[0]})")
@@ -131,7 +131,7 @@ def test_rows_of_the_hub_under_a_random_transform_are_refused() -> None:
     d = Moving({"image": image, "label": int(label)} for image, label in zip(X, Y, strict=True))
     with pytest.raises(DataError, match="sample 0 differs when it is read again.*augment=") as error:
         Dataset.create(d)
-    frozen = applied(str(error.value).split("on purpose, give ")[1].removesuffix(" of the data set d"), d=d)
+    frozen = applied(str(error.value).split("on purpose, pass ")[1].removesuffix(" of the data set d"), d=d)
     assert Dataset.create(frozen).shape == (1, 4, 5)
 
 
@@ -147,7 +147,7 @@ def test_a_stream_is_refused_where_its_samples_are_new_and_not_where_its_order_i
     for steady in (lambda: iter(pairs), lambda: iter(random.sample(pairs, 12)), iter(pairs).__iter__):
         assert len(Dataset.create(Flow(steady))) == 12
     drawn = Flow(lambda: ((torch.rand(3), k) for k in Y))
-    with pytest.raises(DataError, match=r"a sample differs .* give list\(d\) of the data set d"):
+    with pytest.raises(DataError, match=r"a sample differs .* pass list\(d\) of the data set d"):
         Dataset.create(drawn)
     assert len(Dataset.create(list(drawn))) == 12
 

@@ -71,7 +71,7 @@ def test_arrays_with_a_vocabulary_are_tokens() -> None:
     assert by_position.tokens == (5, True)
     assert by_position.classes == ("0", "1", "2")
     assert by_position.describe()["classes"] == {"0": 1, "1": 1, "2": 1}
-    with pytest.raises(DataError, match="pad tokens with 0"):
+    with pytest.raises(DataError, match="Pad all samples to the same size"):
         Dataset.create(([[1, 2], [3]], [0, 1]), vocabulary=5)
     with pytest.raises(DataError, match="tokens must be whole numbers"):
         Dataset.create(([[1.5, 2], [3, 1]], [0, 1]), vocabulary=5)
@@ -140,11 +140,11 @@ def test_sent140_by_user(tmp_path: Path) -> None:
     ("source", "content", "words"),
     [
         ("shakespeare", leaf({"u": ([[1, 2]], ["a"])}), "user 'u' has x that are not texts"),
-        ("shakespeare", leaf({"u": (["to"], ["ab"])}), "user 'u' has y that are not characters"),
-        ("shakespeare", leaf({"u": (["to"], [1])}), "user 'u' has y that are not characters"),
+        ("shakespeare", leaf({"u": (["to"], ["ab"])}), "the y of user 'u' contains values that are not characters"),
+        ("shakespeare", leaf({"u": (["to"], [1])}), "the y of user 'u' contains values that are not characters"),
         ("sent140", leaf({"u": (["to"], [1])}), "user 'u' has x that are no tweets"),
         ("sent140", leaf({"u": ([["", "", "", "", "a"]], [2])}), "has the label 2. A tweet is 0"),
-        ("sent140", leaf({"u": ([["", "", "", "", "a"]], ["²"])}), "user 'u' has y that are not"),
+        ("sent140", leaf({"u": ([["", "", "", "", "a"]], ["²"])}), "the y of user 'u' contains values that are not"),
         ("sent140", json.dumps({"users": []}).encode(), "no list of users or no user_data"),
     ],
 )
@@ -262,7 +262,7 @@ def test_texts_to_predict() -> None:
     assert "not in the vocabulary of the training data, read as <unk>: 1 tokens" in rows.notes[0]
     assert new_rows(facts, np.array([[2, 3]])).x.tolist() == [[2, 3, 0]]
     for bad, words in (
-        ([[1, 2, 3, 4]], "sequences of 4 tokens, but the model takes at most 3"),
+        ([[1, 2, 3, 4]], "sequences have 4 tokens, but the model accepts at most 3"),
         ([[1, 7]], "but the vocabulary has 5"),
         ([[0.5, 1.0]], "must be texts, or tokens"),
         ([1, 2], "must be texts, or tokens"),

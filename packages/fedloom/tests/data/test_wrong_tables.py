@@ -329,13 +329,13 @@ def _export(column: str = "", cell: Callable[[int], object] = str, separator: st
 
 
 EXPORTS: dict[str, tuple[str | bytes, str]] = {
-    "a byte 0": (_export().replace("died", "di\0ed", 1), "line 1 holds a byte 0, which is no text"),
-    "a byte 0 in a class": (_export()[:-2] + "0\0\n", "line 61 holds a byte 0"),
+    "a byte 0": (_export().replace("died", "di\0ed", 1), "line 1 contains a byte 0, which does not occur in text"),
+    "a byte 0 in a class": (_export()[:-2] + "0\0\n", "line 61 contains a byte 0"),
     "an invisible sign in a header": (_export("\u200bdose"), "holds U.200B, which is invisible"),
     "a mark in the middle": ("age,\ufeffcrp" + _export()[7:], "holds U.FEFF, which is invisible"),
     "an invisible sign in a class": (_export()[:-2] + "0\u00ad\n", "a level '0.*holds U.00AD, which is invisible"),
-    "headers that differ in a blank": (_export("age "), "columns 'age ' and others differ in blanks alone"),
-    "headers that differ in their form": (_export("\uff41ge"), "and others differ in blanks alone"),
+    "headers that differ in a blank": (_export("age "), "columns 'age ' differ from other columns only in blanks"),
+    "headers that differ in their form": (_export("\uff41ge"), "differ from other columns only in blanks"),
     "a sign of minus": (_export("d", lambda k: f"\u2212{k}.5"), "'d'.*write numbers alone"),
     "thin spaces": (_export("d", lambda k: f"1\u202f{k:03}"), "'d'.*write numbers alone"),
     "negative in brackets": (_export("d", lambda k: f"({k}.5)"), "'d'.*write numbers alone"),

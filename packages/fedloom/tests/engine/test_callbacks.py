@@ -130,7 +130,7 @@ def test_a_result_shows_itself_in_a_notebook(fed: Federation) -> None:
     assert "Ditto, 4 rounds" in shown
     svg = ET.fromstring(shown[shown.index("<svg") :])
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) > 3
-    with pytest.raises(ConfigError, match="no cluster model was measured. Models of this method:"):
+    with pytest.raises(ConfigError, match="no scores were recorded for a cluster model. Models of this method:"):
         result.final("cluster")
     assert repr(result.models).endswith(f": Softmax, {fed.n} clients)")
     one = repr(result.models.model("personal", 1))
@@ -177,10 +177,10 @@ def test_the_best_round_is_that_of_a_run_which_ends_there(method: str, tmp_path:
 
 
 def test_early_stopping_needs_scores_of_its_part(fed: Federation) -> None:
-    with pytest.raises(Refused, match="evaluate.parts lacks it"):
+    with pytest.raises(Refused, match="evaluate.parts does not contain this part"):
         diverging(fed, early_stop={}, evaluate={"parts": ["test"]})
     bare = fl.partitions.iid(clients=3, validation=0.0)(fl.load("digits"), seed=0)
-    with pytest.raises(Refused, match="no client has such samples. Set partition.validation"):
+    with pytest.raises(Refused, match="no client has samples in this part. Set partition.validation"):
         diverging(bare, early_stop={})
     assert diverging(bare, early_stop={"part": "train", "patience": 1}).rounds <= 30
 
@@ -199,7 +199,7 @@ def test_a_comparison_stops_early_hears_of_every_round_and_is_tracked(fed: Feder
     for wrong, words in (
         ({"callbacks": [1]}, "list of functions"),
         ({"track": "tensorbord"}, "did you mean"),
-        ({"track": "tensorboard", "folder": None}, "Give a folder"),
+        ({"track": "tensorboard", "folder": None}, "Name a folder"),
     ):
         with pytest.raises(ConfigError, match=words):
             fl.compare(["fedavg"], fed, "mlp", **{**options, **wrong})

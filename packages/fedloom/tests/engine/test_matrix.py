@@ -114,7 +114,7 @@ REASONS = {
         "The server keeps every client's last upload, and takes the weighted mean over all clients.",
     ),
     "projected": (
-        "uploads something smaller",
+        "do not upload whole models",
         "Clients and server exchange projections or sums of features, but the plug-in needs models.",
     ),
     "no difference": ("clips differences", "The method uploads absolute values, but only a difference can be clipped."),

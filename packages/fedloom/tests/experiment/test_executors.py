@@ -160,7 +160,7 @@ def test_an_executor_that_loses_a_unit_again_and_again_ends_the_run(tmp_path: Pa
 def test_a_worker_with_other_data_says_so(tmp_path: Path) -> None:
     plan = Plan(parse(SMALL), tmp_path / "out")
     luggage = pack_experiment(plan.experiment, "0" * 64)
-    with pytest.raises(DataError, match="differ from the data of the experiment. Give the worker"):
+    with pytest.raises(DataError, match="differ from the data of the experiment. Put the same files"):
         compute_unit(luggage.text, json.dumps({"label": "fedavg", "seed": 0}))
 
 

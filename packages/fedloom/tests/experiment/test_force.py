@@ -231,7 +231,7 @@ def test_force_with_a_method_begins_that_one_anew(finished: Path, copy: Path, tm
     assert call().exit_code == 1
     other = call("--method", "two words", "--force", "--set", "partition.clients=4")
     assert other.exit_code == 2
-    assert "another experiment: partition.clients" in other.output
+    assert "a different experiment: partition.clients" in other.output
     changed = call("--method", "two words", "--force", "--set", "method.two words.lam=0.5")
     assert changed.exit_code == 0, changed.output
     again = call("--method", "two words", "--force")

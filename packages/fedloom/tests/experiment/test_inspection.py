@@ -60,7 +60,7 @@ def test_what_cannot_be_shown_is_refused() -> None:
     regression = partitions.iid(clients=2)(load("sklearn", set="diabetes"), seed=0)
     with pytest.raises(Refused, match="regression"):
         Confusion().check_run(regression)
-    with pytest.raises(ConfigError, match="client 4, but the clients are 0 to 3"):
+    with pytest.raises(ConfigError, match="no client 4; the clients are numbered 0 to 3"):
         Tsne(clients=(1, 4)).check_run(FED)
 
 

@@ -122,7 +122,7 @@ def test_a_run_alone_goes_on_with_what_one_that_joined_has_left(small: dict[str,
         if event.round == 2:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(RunStopped, match="other processes that joined continue"):
+    with pytest.raises(RunStopped, match="other processes that joined still work"):
         join(SMALL, tmp_path / "out", stop)
     assert (tmp_path / "out" / WORK_FOLDER / "fedavg-0" / "1" / "state" / "checkpoint-1.json").exists()
     assert alone(SMALL, tmp_path / "out") == small
@@ -181,7 +181,7 @@ def test_who_shares_a_directory_agrees_on_all_settings(tmp_path: Path) -> None:
         if not refused:
             refused.append(event.label)
             for change in ({"seeds": [0]}, {"rounds": 4}, {"method": SMALL["method"][:1]}):
-                with pytest.raises(RunDirError, match="processes that joined work on another experiment"):
+                with pytest.raises(RunDirError, match="processes that joined work on a different experiment"):
                     join({**SMALL, **change}, tmp_path / "out")
             with pytest.raises(RunDirError, match="processes that joined. Join them"):
                 Plan(parse(SMALL, "small"), tmp_path / "out").run(page=False)
@@ -190,7 +190,7 @@ def test_who_shares_a_directory_agrees_on_all_settings(tmp_path: Path) -> None:
     join(SMALL, tmp_path / "out", disturb)
     with lock(tmp_path / "out"), pytest.raises(RunDirError, match="in use by process .* start both with --join"):
         join(SMALL, tmp_path / "out")
-    with pytest.raises(ConfigError, match="cannot start anew with --force"):
+    with pytest.raises(ConfigError, match="cannot restart with --force"):
         Plan(parse(SMALL, "small"), tmp_path / "out", force=True).run(join=True)
 
 
@@ -246,7 +246,7 @@ def test_every_process_of_a_comparison_has_all_of_it(tmp_path: Path) -> None:
     here = compare(tmp_path / "here")
     assert together.results.keys() == here.results.keys()
     assert contents(tmp_path / "shared") == contents(tmp_path / "here")
-    with pytest.raises(ConfigError, match="runs. Give a folder that all processes can use"):
+    with pytest.raises(ConfigError, match="shared. Name a folder that all processes can use"):
         compare(None, join=True)  # type: ignore[arg-type]
 
 
@@ -261,5 +261,5 @@ def test_the_command_joins_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
     assert first.returncode == 130
     lines = [line for line in said.splitlines() if "round" not in line]
     assert lines == [
-        f"{Stop.INTERRUPTED.value} (other processes that joined continue. The same command joins them again)"
+        f"{Stop.INTERRUPTED.value} (other processes that joined still work. The same command joins them again)"
     ]

@@ -219,7 +219,7 @@ def test_settings_are_chosen_by_an_own_metric_in_its_own_direction(tmp_path: Pat
         tuning = Tuning(text, "own.toml", tmp_path / metric)
         assert [study.goal.higher for study in tuning.studies] == [higher]
     text["tune"]["metric"] = "f3"
-    with pytest.raises(ConfigError, match="'f3', but for this data it can be: .*balanced_accuracy.*margin, wrong"):
+    with pytest.raises(ConfigError, match="'f3', but for these data the metric can be: .*balanced_accuracy.*margin, wrong"):
         Tuning(text, "own.toml", tmp_path / "none")
 
 
@@ -399,7 +399,7 @@ FAULTS = {
     "init of two": ({"algorithm": (FedAvg, {"init": lambda *_: (1, 2)})}, "got tuple of 2"),
     "init of a number": (
         {"algorithm": (FedAvg, {"init": lambda s, x, c: (Model(x), Delta(torch.tensor(1.0)), None)})},
-        r"the client's 'dw' must be \[k\]",
+        r"the client's 'dw' must have shape \[k\]",
     ),
     "a pull that is no pair": (
         {"algorithm": (FedAvg, {"client": lambda s, d, r, w: (Delta(descend(d.x, w, pull=(0.1, d.x)) - d.x), r)})},

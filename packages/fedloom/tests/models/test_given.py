@@ -180,7 +180,7 @@ def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tm
         fl.open_run(compared.folder)["ditto", 0].models.kinds()
     with pytest.raises(
         ConfigError,
-        match=r"the method of 'Mine' \(.*Mine\) cannot be found by a name or import path.* fl.compare with this folder",
+        match=r"the method of 'Mine' \(.*Mine\) has no name or import path.* fl.compare with this folder",
     ):
         fl.open_run(compared.folder, mixed)["Mine", 0].models.kinds()
     with pytest.raises(ConfigError, match="model must be an nn.Module or a function that makes one, got 'mlp'"):
@@ -319,7 +319,7 @@ def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.Mo
         assert list(frame.columns) == found.table().column_names
         assert len(frame) == found.table().num_rows
     monkeypatch.setattr("fedloom.formats.find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match="needs pandas: pip install pandas"):
+    with pytest.raises(ConfigError, match="needs pandas. Run pip install pandas"):
         found.to_pandas()
 
 

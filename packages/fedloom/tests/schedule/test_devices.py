@@ -242,14 +242,14 @@ def test_an_odd_trace_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "sentence"),
     [
-        ({"schedule": Buffered()}, "needs simulated times of clients. Set devices="),
+        ({"schedule": Buffered()}, "needs simulated times, but the run has no devices. Set devices="),
         ({"schedule": Buffered(buffer=9), "devices": "equal"}, "schedule.buffer must be at most the 8 clients"),
         ({"schedule": Deadline(seconds=1, partial=True), "devices": "equal"}, "use one of fednova, fedprox"),
         ({"schedule": Buffered(buffer=2), "devices": "equal", "aggregator": KRUM}, r"multi-krum needs m >= 2 f \+ 3"),
         ({"schedule": OverSelection(factor=4), "devices": "equal", "aggregator": KRUM}, r"got m = 2 rows"),
         ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "cannot ask candidates"),
         ({"schedule": "asynchronous", "devices": "equal", "attack": "alie"}, "honest uploads of a round"),
-        ({"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4}, "cohorts belong to rounds"),
+        ({"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4}, "cohorts are lists of clients per round"),
     ],
 )
 def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) -> None:

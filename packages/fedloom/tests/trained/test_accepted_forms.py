@@ -255,18 +255,18 @@ def test_short_floats_are_floats(kind: Any, of_bytes: Models) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (BYTES[:0], "rows: contains no rows to predict. Give at least one"),
-        (FLOATS[:0], "rows: contains no rows to predict. Give at least one"),
+        (BYTES[:0], "rows: contains no rows to predict. Pass at least one row"),
+        (FLOATS[:0], "rows: contains no rows to predict. Pass at least one row"),
         ([], "the model takes|no rows"),
         (np.full_like(FLOATS, np.nan), r"NaN or Inf in 48 samples \(first: 0\). Repair them"),
         (FLOATS * 4 - 2, "give the samples before normalization"),
-        ((BYTES, Y), r"a tuple means features and targets \(x, y\), but it contains"),
-        ((BYTES[0], BYTES[1]), "targets. Give x alone, or the samples as a list"),
+        ((BYTES, Y), r"a tuple means features and targets \(x, y\), but this tuple contains"),
+        ((BYTES[0], BYTES[1]), "targets. Pass x alone, or the samples as a list"),
         (BYTES.astype(complex), "must be numbers, got complex"),
         (pd.DataFrame(BYTES.reshape(48, -1)), "is a table, but the model takes samples of shape 3x5x4"),
         (pa.table({"a": [1, 2]}), "is a table, but the model takes samples of shape 3x5x4"),
-        (Image.fromarray(LAST[0]), "is a single picture. Give a list of pictures"),
-        (torch.utils.data.DataLoader(TensorDataset(torch.from_numpy(BYTES))), r"is a DataLoader\. Give its \.dataset"),
+        (Image.fromarray(LAST[0]), "is a single picture. Pass a list of pictures"),
+        (torch.utils.data.DataLoader(TensorDataset(torch.from_numpy(BYTES))), r"is a DataLoader\. Pass its \.dataset"),
     ],
 )
 def test_what_is_no_sample_is_refused_in_a_sentence(given: Any, words: str, of_bytes: Models) -> None:
@@ -287,7 +287,9 @@ def test_a_model_trained_on_floats_takes_no_bytes(of_floats: Models) -> None:
         named = str(error.value)
         cures = {"to 1": FLOATS, "to 255": LARGE}
         for words, x in cures.items():
-            piece = next(part for part in re.split(r"Convert as for training: |, (?=x\.)", named) if words in part)
+            piece = next(
+                part for part in re.split(r"Convert the samples as for training: |, (?=x\.)", named) if words in part
+            )
             found = CURE.search(piece)
             assert found is not None
             np.testing.assert_allclose(applied(found[0], x=BYTES), x, rtol=1e-6)

@@ -70,7 +70,7 @@ def test_arrays_frames_and_files_give_one_data_set(tmp_path: Path) -> None:
         ),
         (
             lambda t: fl.Dataset.create(t, NAMES, task="multilabel", centre=1.0),
-            "centre and unit belong to a regression",
+            "centre and unit can be used only for a regression",
         ),
         (lambda t: fl.Dataset.create(np.eye(3), np.eye(3) * 2, task="multilabel"), "every label must be 1 or 0"),
         (lambda t: fl.Dataset.create(np.eye(3), [0, 1, 0], task="multilabel"), r"\[N, labels\], got int64"),

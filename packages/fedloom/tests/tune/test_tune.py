@@ -141,7 +141,7 @@ def test_a_search_alone_goes_on_with_the_trials_of_one_that_joined(finished: Pat
         if (label, trial.number) == ("fedprox", 2):
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(RunStopped, match="other processes that joined continue"):
+    with pytest.raises(RunStopped, match="other processes that joined still work"):
         tuning(SMALL, tmp_path / "out").run(stop, join=True)
     tried = list[tuple[str, int]]()
     tuning(SMALL, tmp_path / "out").run(lambda label, trial: tried.append((label, trial.number)))
@@ -176,7 +176,7 @@ def test_a_stopped_trial_has_done_less_and_was_below_the_median(finished: Path, 
 def test_a_trial_ends_after_so_many_simulated_seconds(tmp_path: Path) -> None:
     text = TWO.replace("trials = 4", "trials = 1\nsimulated_seconds = 6.0").replace("rounds = 4", "rounds = 50")
     text = text.replace("seeds = [0, 1]", "seeds = [0]")
-    with pytest.raises(ConfigError, match=r"\[tune\] simulated_seconds needs simulated times. Give \[devices\]"):
+    with pytest.raises(ConfigError, match=r"\[tune\] simulated_seconds needs simulated times. Add \[devices\]"):
         tuning(text, tmp_path / "none")
     text = text.replace("[local]", '[devices]\nkind = "lognormal"\nspeed = 300\n[local]')
     text += 'schedule = {kind = "buffered", buffer = 2}\n'
@@ -507,7 +507,7 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path) -> None
 
 def test_another_search_and_a_foreign_folder_are_refused(finished: Path, tmp_path: Path) -> None:
     before = contents(finished)
-    with pytest.raises(RunDirError, match=r"another search: method ditto: local.lr was 0.05, now it is 0.1"):
+    with pytest.raises(RunDirError, match=r"a different search: method ditto: local.lr was 0.05, now it is 0.1"):
         tuning(SMALL.replace("lr = 0.05", "lr = 0.1"), finished)
     with pytest.raises(RunDirError, match=r"tune.rounds was 4, now it is 3"):
         tuning(SMALL.replace("startup = 2", "startup = 2\nrounds = 3"), finished)
@@ -528,7 +528,7 @@ def test_another_search_and_a_foreign_folder_are_refused(finished: Path, tmp_pat
 def test_choices_of_a_search_that_cannot_be_read_are_damaged(content: bytes, finished: Path, tmp_path: Path) -> None:
     out = shutil.copytree(finished, tmp_path / "out")
     (out / "search.toml").write_bytes(content)
-    with pytest.raises(RunDirError, match=r"search.toml is damaged: .*. Choose another --out, or start anew with"):
+    with pytest.raises(RunDirError, match=r"search.toml is damaged: .*. Choose another --out, or start over with"):
         tuning(SMALL, out).run()
     assert (out / "search.toml").read_bytes() == content
     tuning(SMALL, out, force=True).run()

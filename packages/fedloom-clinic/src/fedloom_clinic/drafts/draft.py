@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedloom.data import Dataset, by_site
 from fedloom.data.dataset import CLASS_TASKS
 from fedloom.data.sources.table.designs import seconds_of
-from fedloom.data.sources.table.levels import alike, level
+from fedloom.data.sources.table.levels import alike
 from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.facts import (
@@ -27,7 +27,7 @@ from fedloom.data.survey.facts import (
     time_unit,
 )
 from fedloom.data.survey.leaks import LEAK_SHARE
-from fedloom.data.tables import Table, is_number
+from fedloom.data.tables import Table, is_number, level
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import shorten_list
 from fedloom_clinic.drafts import outcomes

@@ -71,7 +71,7 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
         raise ValueError(f"defaults must be 'default', 'paper' or 'released', got {defaults!r}")
     if defaults == "released" and not released:
         raise ValueError(
-            "defaults = 'released' needs a method with released code. For this method use defaults = 'paper'"
+            "defaults = 'released' needs a method with released code. Set defaults = 'paper' for this method"
         )
     return {"default": {}, "paper": paper, "released": released}[defaults]
 
@@ -133,7 +133,7 @@ class Algorithm(Value, ABC):
             if key in LocalSGD.model_fields and key not in cls.model_fields:
                 place = f"local={ {key: options[key]}!r} of the run"
                 raise ValueError(
-                    f"unknown key {key!r}. The training of clients is not an option of a method. Give {place}"
+                    f"unknown key {key!r}. The settings of client training are not options of a method. Pass {place}"
                 )
         if "defaults" not in options or "defaults" in cls.model_fields:
             return options
@@ -165,11 +165,11 @@ class Algorithm(Value, ABC):
             return method.with_(**values) if values else method
         except InvalidValue:
             where = f"{type(self).__name__}: {' and '.join(values)}"
-            raise ConfigError(f"{where} cannot be derived from this run's steps. Give a value") from None
+            raise ConfigError(f"{where} cannot be derived from the steps of this run. Set a value") from None
         except KeyError as error:
             name = error.args[0]
             reason = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
-            raise ConfigError(f"{reason}, got {getattr(self, name)!r}. Give a number") from None
+            raise ConfigError(f"{reason}, got {getattr(self, name)!r}. Set a number") from None
 
     @property
     def mixes_all(self) -> bool:

@@ -49,7 +49,7 @@ class Kind:
             ValueError: the field is not kept.
         """
         if self.weight is not None and not self.keeps:
-            raise ValueError(f"only a Kept field has a weight, got {type(self).__name__}(weight={self.weight!r})")
+            raise ValueError(f"only a Kept field can have a weight, got {type(self).__name__}(weight={self.weight!r})")
 
     @property
     def single(self) -> bool:
@@ -148,7 +148,7 @@ def _hint(algorithm: type[Value], function: str, name: str) -> Any:
     try:
         return get_type_hints(_annotated(algorithm, function, name))[name]
     except NameError as error:
-        raise ConfigError(f"{algorithm.__name__}.{function}: its annotation cannot be read: {error}") from None
+        raise ConfigError(f"{algorithm.__name__}.{function}: the annotation cannot be read: {error}") from None
 
 
 def _fields(hint: Any) -> bool:

@@ -36,7 +36,10 @@ def require_bias(method: str, layout: Layout) -> None:
         ConfigError: the last layer has no bias.
     """
     if not bool((masks.head(layout) & ~masks.matrices(layout)).any()):
-        raise Refused(f"{method} shifts the bias of the model's last layer, but this layer has no bias. Give it one")
+        raise Refused(
+            f"{method} shifts the bias of the model's last layer, but this layer has no bias. Use a last "
+            "layer with a bias"
+        )
 
 
 class LastLayer(NamedTuple):

@@ -58,14 +58,16 @@ class ThetaStep(Algorithm):
     @model_validator(mode="after")
     def _one_solver(self) -> Self:
         if self.solver == "criterion" and self.eps0 is not None:
-            raise ValueError("solver = 'criterion' and eps0 both end the theta step. Leave eps0 out")
+            raise ValueError(
+                "solver = 'criterion' and eps0 are two different ways to end the theta step. Leave eps0 out"
+            )
         return self
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.solver == "criterion" and self.smooth and self.lam <= self.smooth:
             raise Refused(
                 f"{type(self).__name__} with solver 'criterion' needs lam > smooth, got lam = "
-                f"{self.lam:g} and smooth = {self.smooth:g}, so the bound (9) does not hold. Give a "
+                f"{self.lam:g} and smooth = {self.smooth:g}, so the bound (9) does not hold. Set a "
                 "larger lam"
             )
         return []

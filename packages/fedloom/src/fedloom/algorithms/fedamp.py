@@ -75,7 +75,7 @@ class FedAMP(Mixed):
     def _consistent(self) -> Self:
         if self.every != type(self).model_fields["every"].default and self.decay == 1:
             raise ValueError(
-                "every and decay = 1 contradict each other: a constant alpha_k has no steps; give decay < 1"
+                "decay = 1 keeps alpha_k constant, so every has no effect; leave every out, or set decay < 1"
             )
         return self
 

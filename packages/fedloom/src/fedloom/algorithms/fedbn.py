@@ -66,8 +66,9 @@ class FedBN(Algorithm):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if not masks.normalisation(layout, self.layers).any():
             raise Refused(
-                "FedBN keeps normalisation layers at the clients, and the model has none: it would be FedAvg; take a "
-                "model with norm, or name the parameters that stay in the option layers"
+                "FedBN keeps normalisation layers at the clients, but the model has no normalisation "
+                "layers, so FedBN would equal FedAvg; use a model with norm, or name the parameters "
+                "to keep in the option layers"
             )
         return []
 

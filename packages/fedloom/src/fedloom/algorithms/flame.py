@@ -118,8 +118,8 @@ class FLAME(ThetaStep):
     def _has_epochs(self) -> Self:
         if self.dual == "epoch" and (self.eps0 is not None or self.solver == "criterion"):
             raise ValueError(
-                f"dual = 'epoch' and {'eps0' if self.eps0 else 'solver'} contradict each other: a round then has no "
-                "epochs; leave one out"
+                f"dual = 'epoch' needs epochs, but with {'eps0' if self.eps0 else 'solver'} a round "
+                "has no epochs; leave one of the two out"
             )
         return self
 

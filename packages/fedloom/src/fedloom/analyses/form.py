@@ -85,7 +85,7 @@ class Question:
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
             raise WireError(
-                "these bytes are not a question of the analysis. Both sides must use the same analysis"
+                "these bytes are not a question of the analysis. The server and the client must use the same analysis"
             ) from None
         return cls(name, values)
 
@@ -253,17 +253,18 @@ class Analysis(Value):
         what = f"the analysis {kind_of(self)}"
         if self.tasks and schema.task not in self.tasks:
             raise Refused(
-                f"{what} is for the task {' or '.join(self.tasks)}, and the task of {schema.name} is {schema.task}",
+                f"{what} works only for the task {' or '.join(self.tasks)}, but the task of "
+                f"{schema.name} is {schema.task}",
                 rule="analysis-task",
                 fix="read the data with {data.task = 'binary'}"
                 if "binary" in self.tasks and len(schema.classes) == 2
-                else f"leave the analysis out, or take {_fitting(schema)}",
+                else f"leave the analysis out, or use {_fitting(schema)}",
             )
         if self.needs_table and not schema.is_table:
             raise Refused(
-                f"{what} reads the columns of a table, and {schema.name} is no table",
+                f"{what} reads the columns of a table, but {schema.name} is not a table",
                 rule="analysis-needs-a-table",
-                fix=f"leave the analysis out, or take {_fitting(schema)}",
+                fix=f"leave the analysis out, or use {_fitting(schema)}",
             )
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
@@ -282,17 +283,18 @@ class Analysis(Value):
         """
         if masked and self.shows_rows:
             raise ConfigError(
-                f"the analysis {kind_of(self)} with these options shows figures of single clients, which masks hide",
+                f"with these options, the analysis {kind_of(self)} shows results of single clients, "
+                "but secure aggregation hides these results",
                 rule="analysis-shows-clients",
                 fix="leave these options out, or deploy without secure aggregation",
             )
         unagreed = [column.name for column in schema.columns if not column.levels and column.range is None]
         if unagreed:
             raise ConfigError(
-                f"the analysis {kind_of(self)} puts numbers on one scale by agreed ranges, and "
-                f"{', '.join(map(repr, unagreed[:5]))} has none",
+                f"the analysis {kind_of(self)} scales numbers by agreed ranges, but "
+                f"{', '.join(map(repr, unagreed[:5]))} has no agreed range",
                 rule="analysis-range",
-                fix="give each range = [LOWEST, HIGHEST] in the agreement (fedloom init --agree)",
+                fix="set range = [LOWEST, HIGHEST] for each of these columns in the agreement (fedloom init --agree)",
             )
 
     @property
@@ -432,10 +434,10 @@ def require_questions(analysis: Analysis) -> None:
 def needs_run(analysis: Analysis) -> ConfigError:
     """Return the error of an analysis of models where there is no run."""
     return ConfigError(
-        f"the analysis {kind_of(analysis)} reads the models of a run, and here is none",
+        f"the analysis {kind_of(analysis)} needs the trained models of a run, but there is no run here",
         rule="analysis-needs-a-run",
-        fix=f"write [[analysis]] kind = {kind_of(analysis)!r} into the file of a run, or give the result of a run, as "
-        f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))",
+        fix=f"write [[analysis]] kind = {kind_of(analysis)!r} into the experiment file of a run, or pass "
+        f"the result of a run, as in fl.analyze({kind_of(analysis)!r}, fl.simulate(...))",
     )
 
 

@@ -97,7 +97,7 @@ class PooledImportance(Analysis):
         self, state: tuple[AnalysisTerms, Tensor | None], total: Tensor, info: Info
     ) -> tuple[AnalysisTerms, Tensor | None]:
         if not total[0]:
-            raise DataError("no client has test rows; give the partition a test part")
+            raise DataError("no client has test rows; set a test fraction in the partition")
         return state[0], total
 
     def result(self, state: tuple[AnalysisTerms, Tensor | None]) -> pa.Table:
@@ -145,7 +145,7 @@ def check_importance(fed: Federation) -> Table:
         raise Refused(
             f"importance permutes columns of a table, but {fed.data.name} is not a table",
             rule="importance-needs-a-table",
-            fix="leave it out",
+            fix="leave this analysis out",
         )
     return fed.data.fitted.table
 

@@ -39,7 +39,7 @@ class Confusion(Analysis):
             raise Refused(
                 f"confusion counts predicted classes, but {schema.name} is a {schema.task}",
                 rule="confusion-needs-classes",
-                fix="leave it out",
+                fix="leave this analysis out",
             )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
@@ -56,16 +56,16 @@ class Tsne(Analysis):
         unknown = [i for i in self.clients if i >= fed.n]
         if unknown:
             raise ConfigError(
-                f"tsne names client {unknown[0]}, but the clients are 0 to {fed.n - 1}",
+                f"tsne: there is no client {unknown[0]}; the clients are numbered 0 to {fed.n - 1}",
                 rule="tsne-client-missing",
-                fix="name existing clients, or leave it out",
+                fix="name existing clients, or leave the option clients out",
             )
         sizes = fed.sizes("test")
         if all(int(sizes[i]) < FEWEST_SAMPLES for i in self.clients):
             raise Refused(
-                f"tsne needs {FEWEST_SAMPLES} test samples of a client, but these clients have fewer",
+                f"tsne needs at least {FEWEST_SAMPLES} test samples per client, but these clients have fewer",
                 rule="tsne-too-few-samples",
-                fix="name clients with more test samples, or leave it out",
+                fix="choose clients with more test samples, or leave the option clients out",
             )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:

@@ -39,9 +39,9 @@ class KeptPredictions(Analysis):
         """
         if fed.data.each or fed.data.outputs > MAX_OUTPUTS:
             raise Refused(
-                f"predictions keeps at most {MAX_OUTPUTS} outputs of a sample, and {fed.data.name} has more",
+                f"predictions stores at most {MAX_OUTPUTS} outputs per sample, but {fed.data.name} has more outputs",
                 rule="predictions-too-many-outputs",
-                fix="leave it out",
+                fix="leave this analysis out",
             )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:

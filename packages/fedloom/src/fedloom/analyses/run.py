@@ -173,8 +173,8 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
     if isinstance(analysis, Analysis):
         if options:
             raise ConfigError(
-                f"{', '.join(options)}: options belong to the name of an analysis. Change a value "
-                f"with with_({next(iter(options))}=...)"
+                f"{', '.join(options)}: options can be passed only with the name of an analysis. To "
+                f"change an option of this value, use with_({next(iter(options))}=...)"
             )
         return analysis
     if not isinstance(analysis, str | Mapping):
@@ -221,7 +221,7 @@ def run_questions(
         if len(log) == terms.rules.questions:
             raise Refused(
                 f"{kind_of(analysis)} needs more than the {terms.rules.questions} agreed questions. "
-                "Agree on more: rules = {questions = ...}"
+                "Agree on a larger number: rules = {questions = ...}"
             )
         record = None if kept is None else kept.read(len(log), question)
         if record is None:
@@ -245,8 +245,8 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
     """
     if info.clipped:
         raise DataError(
-            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers of answers were "
-            f"outside their bounds, so the result would be wrong. {analysis.wider}"
+            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers in the answers "
+            f"were outside their bounds, so the result would be wrong. {analysis.wider}"
         )
 
 
@@ -325,7 +325,7 @@ class SumFolder:
         path = folder / "analysis.json"
         if path.exists() and path.read_text() != text:
             raise CheckpointError(
-                f"{folder} contains the sums of another analysis or of other rows. Choose another folder"
+                f"{folder} contains the sums of a different analysis, or of different rows. Choose another folder"
             )
         write_atomic(path, text.encode())
 
@@ -343,7 +343,7 @@ class SumFolder:
         head = question.encode()
         if digest != self._hash(body) or body[: len(head)] != head:
             raise CheckpointError(
-                f"{path} is damaged or belongs to another question. Delete {self._folder} and start again"
+                f"{path} is damaged or belongs to a different question. Delete {self._folder} and start again"
             )
         sums = Question.decode(body[len(head) :], SUM_FORM).values
         return SumRecord(question, sums["total"], Info(*(int(count) for count in sums["info"].tolist())))

@@ -239,9 +239,9 @@ class ClusterMeans(Mixer):
         """Raise if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
-                f"personalized_aggregation.clusters must be at most the {n} clients, got {self.clusters}",
+                f"personalized_aggregation.clusters must be at most the number of clients ({n}), got {self.clusters}",
                 rule="mixer-clusters",
-                fix=f"set {{personalized_aggregation.clusters = {n}}}, or less",
+                fix=f"set {{personalized_aggregation.clusters = {n}}}, or use a smaller number",
             )
 
 

@@ -55,7 +55,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
     elif weights == "groups":
         if fed.groups is None:
             raise Refused(
-                "client_weights = 'groups' needs clients in groups, but this partition makes no groups",
+                "client_weights = 'groups' needs clients in groups, but this partition defines no groups",
                 rule="shares-need-groups",
                 fix="set {client_weights = 'samples'}",
             )
@@ -68,10 +68,10 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
         masses = torch.tensor(weights, dtype=torch.float64)
         if len(masses) != fed.n or not bool(masses.sum() > 0):
             raise ConfigError(
-                f"weights must be a number for each of the {fed.n} clients, and not all of them zero, "
-                f"got {list(weights)}",
+                f"weights must contain one number for each of the {fed.n} clients, and not all of "
+                f"them may be zero, got {list(weights)}",
                 rule="shares-of-other-clients",
-                fix="set {client_weights = 'samples'}, or give the numbers",
+                fix="set {client_weights = 'samples'}, or list the numbers",
             )
     return (masses / masses.sum())[:, None]
 
@@ -132,7 +132,7 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
         raise RunStopped(
             Stop.DIVERGED,
             f"{when}: {int((~finite).sum())} of {ctx.n} clients have activations that are not finite, "
-            "so no clusters can be found. Set local.lr lower",
+            "so no clusters can be found. Use a smaller local.lr",
         )
     weigher = EquitableWeigher(clusters=clusters)
     shares, _ = weigher.apply(weigher.init(ctx), activations, ctx)
@@ -148,13 +148,14 @@ def check_clusters(clusters: int | None, ctx: Ctx) -> None:
     """
     if clusters is not None and clusters > ctx.n:
         raise ConfigError(
-            f"client_weights = 'clusters-{clusters}' needs at least as many clients, but the federation has {ctx.n}",
+            f"client_weights = 'clusters-{clusters}' needs at least as many clients as clusters, but "
+            f"the federation has {ctx.n} clients",
             rule="shares-clusters",
-            fix="set {client_weights = 'uniform'}, or fewer clusters",
+            fix="set {client_weights = 'uniform'}, or use fewer clusters",
         )
     if not bool((ctx.sizes > 0).all()):
         raise Refused(
-            "weights by clusters needs training samples of every client",
+            "weighting by clusters needs training samples at every client",
             rule="shares-of-empty-clients",
             fix="set {client_weights = 'uniform'}",
         )

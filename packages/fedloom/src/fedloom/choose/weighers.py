@@ -174,7 +174,8 @@ class EquitableWeigher(Weigher):
         """Raise if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
-                f"aggregation_weights.clusters must be at most the {n} clients of the federation, got {self.clusters}"
+                "aggregation_weights.clusters must be at most the number of clients in the "
+                f"federation ({n}), got {self.clusters}"
             )
 
 
@@ -292,8 +293,8 @@ class FairFedWeigher(Weigher):
             return self
         if not groups:
             raise ConfigError(
-                f"weigher.metric = {self.metric!r} compares two groups of rows; name them in [evaluate], as groups = "
-                "['sex'] or ['age>=75']"
+                f"weigher.metric = {self.metric!r} compares two groups of rows; name the groups in "
+                "[evaluate], for example groups = ['sex'] or ['age>=75']"
             )
         return self.with_(group=groups[0])
 

@@ -56,22 +56,23 @@ def as_federation(
     name = str(options.pop("name", "clients"))
     if isinstance(clients, tuple) and len(clients) == 2:
         raise ConfigError(
-            f"{name}: a tuple of two is one data set (x, y), or one client's training and test set. "
-            f"For several clients, give {CLIENTS_EXAMPLE}"
+            f"{name}: a tuple of two elements is either one data set (x, y), or the training and test "
+            f"set of one client. For several clients, pass {CLIENTS_EXAMPLE}"
         )
     if not has_type(clients, Iterable) or has_type(clients, str, bytes):
         raise ConfigError(
-            f"{name}: clients must be a list or a table by name, got {clients!r:.80}. Give {CLIENTS_EXAMPLE}"
+            f"{name}: clients must be a list, or a table of clients by name, got {clients!r:.80}. "
+            f"Pass {CLIENTS_EXAMPLE}"
         )
     by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
     named = {str(who): client for who, client in by_name.items()}
     if len(named) < len(by_name):
-        raise ConfigError(f"{name}: the names of two clients are the same text, such as 1 and '1'. Rename one")
+        raise ConfigError(f"{name}: two clients have the same name as text, such as 1 and '1'. Rename one of them")
     if not named:
-        raise ConfigError(f"{name}: contains no clients. Give {CLIENTS_EXAMPLE}")
+        raise ConfigError(f"{name}: contains no clients. Pass {CLIENTS_EXAMPLE}")
     if all(hasattr(client, "shape") and not is_frame(client) for client in named.values()):
         raise ConfigError(
-            f"{name}: a list contains clients, but these are arrays without targets. Give a tuple (x, "
+            f"{name}: a list contains clients, but these are arrays without targets. Pass a tuple (x, "
             "y) for each client. To split one data set among clients, use a partition, such as "
             "fl.partitions.iid(clients=10)((x, y))"
         )
@@ -79,8 +80,8 @@ def as_federation(
     if len(set(split.values())) > 1:
         without = [who for who, has_samples in split.items() if not has_samples]
         raise ConfigError(
-            f"{name}: clients {without[:8]} have no test set, but other clients have one. Give a test set "
-            "for all clients or for none"
+            f"{name}: clients {without[:8]} have no test set, but other clients have one. Pass a test "
+            "set for all clients, or for none"
         )
     both = split[next(iter(named))]
     for who, client in named.items():
@@ -96,7 +97,8 @@ def as_federation(
             if part.x.shape[1:] != sides[0][0].x.shape[1:]:
                 raise DataError(
                     f"{name}: client {who} has samples of shape {[*part.x.shape[1:]]}, but the first "
-                    f"client of {[*sides[0][0].x.shape[1:]]}. All samples need one shape"
+                    f"client has samples of shape {[*sides[0][0].x.shape[1:]]}. All samples must have "
+                    "the same shape"
                 )
     training, *tested = [{f"client {who}": parts[k] for who, parts in zip(named, sides, strict=True)}
                       for k in range(len(sides[0]))]  # fmt: skip
@@ -139,8 +141,8 @@ def _is_split(client: Any, place: str) -> bool:
     is_split = pair and all(isinstance(side, Mapping) or not _is_values(side) for side in client)
     if is_split and isinstance(client, list) and not _are_samples(client):
         raise ConfigError(
-            f"{place} is a list of two sets, but a list contains samples. Give the tuple (training "
-            "set, test set), or {'train': ..., 'test': ...}"
+            f"{place} is a list of two sets, but a list must contain samples. Pass the tuple "
+            "(training set, test set), or {'train': ..., 'test': ...}"
         )
     return is_split and isinstance(client, tuple)
 

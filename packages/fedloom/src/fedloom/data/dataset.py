@@ -262,9 +262,9 @@ class Dataset:
         """
         if self.rereading is not None:
             raise DataError(
-                f"{self.name}: its samples change at random whenever they are read, so {what} cannot use them. Leave "
-                "random transforms out of the data set, or, to keep one draw of each sample on purpose, give [d[i] for "
-                "i in range(len(d))] of the data set d"
+                f"{self.name}: the samples change at random whenever they are read, so {what} cannot "
+                "use them. Leave random transforms out of the data set, or, to keep one draw of each "
+                "sample on purpose, pass [d[i] for i in range(len(d))] of the data set d"
             )
 
     def extended(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:

@@ -131,9 +131,9 @@ class Federation:
             raise DataError(
                 f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in "
                 f"the {second} part (row {row}). Keep each subject in the same part at all clients, "
-                "give all its rows the same mark, or let a partition make the parts (pool = true if "
-                "the data have an official test set). If every client numbers its subjects from 1, "
-                "put the client's name before the number"
+                "give all rows of a subject the same mark, or let a partition make the parts (pool = "
+                "true if the data have an official test set). If every client numbers its subjects "
+                "from 1, put the client's name before the number"
             )
 
     @classmethod

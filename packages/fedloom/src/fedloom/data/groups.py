@@ -61,7 +61,7 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
                 raise ConfigError(
                     f"groups: {name!r} has {len(levels)} levels",
                     rule="groups-too-many",
-                    fix=f"give a bound, such as '{name}>=50'",
+                    fix=f"add a bound, such as '{name}>=50'",
                 )
             groups |= {f"{name}={level}": codes == k for k, level in enumerate(levels) if level != MISSING_LEVEL}
             continue
@@ -93,9 +93,9 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
         column, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if bound is None and column not in levels:
             raise ConfigError(
-                f"groups: the sites have not agreed on the levels of {column!r}. Give a bound, such "
-                f"as '{column}>=50', or add the column with its levels to the agreement (scoring = "
-                "true hides it from the models)"
+                f"groups: the sites have not agreed on the levels of {column!r}. Use a bound, such as "
+                f"'{column}>=50', or add the column with its levels to the agreement (scoring = true "
+                "hides the column from the models)"
             )
         signs = levels[column] if bound is None else (bound[2], OPPOSITE_SIGNS[bound[2]])
         ends = "" if bound is None else bound[3]
@@ -207,7 +207,7 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
     raise ConfigError(
         "groups of rows need a table with named columns in [data]",
         rule="groups-need-a-table",
-        fix="leave the groups out, or give a table",
+        fix="leave the groups out, or use a table",
     )
 
 
@@ -246,8 +246,8 @@ def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
     groups = groups_of(data, [choice])
     if len(groups) != 2:
         raise ConfigError(
-            f"{choice!r} makes {len(groups)} groups ({', '.join(groups)}), but the comparison needs "
-            "two. Give a column with two levels, or a bound such as 'age>=75'"
+            f"{choice!r} defines {len(groups)} groups ({', '.join(groups)}), but the comparison needs "
+            "two groups. Use a column with two levels, or a bound such as 'age>=75'"
         )
     first, second = groups.values()
     return first, second

@@ -140,7 +140,7 @@ class InputSpec(Value):
             return data
         if is_frame(data[0] if isinstance(data, tuple) and data else data):
             raise DataError(
-                "data: is a table. Give fl.Dataset.create(table, LABEL, ...) with the same options as for training"
+                "data: is a table. Pass fl.Dataset.create(table, LABEL, ...) with the same options as for training"
             )
         options: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
         options |= {"layout": "sequence"} if len(self.shape) == 2 else {}
@@ -211,14 +211,14 @@ class InputSpec(Value):
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
             if x.shape[1] > self.shape[0]:
                 raise DataError(
-                    f"{name}: sequences of {x.shape[1]} tokens, but the model takes at most {self.shape[0]}"
+                    f"{name}: sequences have {x.shape[1]} tokens, but the model accepts at most {self.shape[0]}"
                 )
             return functional.pad(x.long(), (0, self.shape[0] - x.shape[1]))
         if tuple(x.shape[1:]) != self.shape:
             last = x.ndim == 4 and (x.shape[3], *x.shape[1:3]) == self.shape
             raise DataError(
-                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
-                + (". Their channels are last: give numpy.moveaxis(x, -1, 1)" if last else "")
+                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model needs {_text(self.shape)}"
+                + (". The channels are last: pass numpy.moveaxis(x, -1, 1)" if last else "")
             )
         refuse_other_numbers(x, name, self.pixels, original_dtype)
         return x
@@ -229,13 +229,13 @@ class InputSpec(Value):
         if not self.classed:
             if data.y.shape[1] != self.targets:
                 raise DataError(
-                    f"{data.name}: {data.y.shape[1]} values per sample, but the model predicts {self.targets}"
+                    f"{data.name}: {data.y.shape[1]} target values per sample, but the model predicts {self.targets}"
                 )
             if data.classes != self.classes and {*data.classes} == {*self.classes}:
                 return data.y[:, [data.classes.index(name) for name in self.classes]]
             if data.classes not in (self.classes, tuple(map(str, range(self.targets)))):
                 raise DataError(
-                    f"{data.name}: its labels are {', '.join(data.classes)}, but the model predicts "
+                    f"{data.name}: the labels are {', '.join(data.classes)}, but the model predicts "
                     f"{', '.join(self.classes)}"
                 )
             return (data.y * data.unit + data.centre - self.centre) / self.unit
@@ -307,7 +307,8 @@ def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> T
         what = {True: "codes", False: "numbers"}
         raise DataError(
             f"{name}: column {old.name!r} contains {what[bool(new.levels)]}, but the model was "
-            f"trained on {what[bool(old.levels)]}. Add the column to categorical, or remove it there"
+            f"trained on {what[bool(old.levels)]}. Add the column to categorical, or remove the "
+            "column from categorical"
         )
     if not old.levels or not old.names or not new.names:
         if old.levels and new.levels > old.levels:

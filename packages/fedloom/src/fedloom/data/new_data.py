@@ -138,9 +138,7 @@ def _lines(file: Path) -> list[str]:
     try:
         lines = file.expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{file}: not readable as text in UTF-8 ({error}). Give a file with one text per line"
-        ) from None
+        raise DataError(f"{file}: not readable as UTF-8 text ({error}). Use a file with one text per line") from None
     if not lines:
-        raise NoSamples(f"{file}: contains no rows to predict. Give one text per line")
+        raise NoSamples(f"{file}: contains no rows to predict. Write one text per line")
     return lines

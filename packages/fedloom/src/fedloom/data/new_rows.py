@@ -18,8 +18,9 @@ from fedloom.data.sources.table.cells import Piece, Problems, is_missing
 from fedloom.data.sources.table.checks import refuse_twins
 from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
-from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, level, unapplied
+from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, unapplied
 from fedloom.data.sources.table.reading import Raw
+from fedloom.data.tables import level
 from fedloom.data.text import UNKNOWN_TOKEN, encoded
 from fedloom.errors import DataError, NoSamples
 
@@ -91,7 +92,7 @@ def new_rows(
         arrays = {str(c): plain(values, f"{name}, column {c!r}", mixed=True) for c, values in rows.items()}
         if single := [c for c, values in arrays.items() if values.ndim != 1]:
             raise DataError(
-                f"{name}, column {single[0]!r}: must be a list with a cell for each row, even for a single row"
+                f"{name}, column {single[0]!r}: must be a list with one cell per row, even for a single row"
             )
         columns = {c: values.tolist() for c, values in arrays.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
@@ -108,7 +109,7 @@ def new_rows(
     if keep and not new.kept:
         raise DataError(f"{name}: has no column names, so {keep[0]!r} cannot be kept")
     if not len(new.x):
-        raise NoSamples(f"{name}: contains no rows to predict. Give at least one")
+        raise NoSamples(f"{name}: contains no rows to predict. Pass at least one row")
     return new
 
 
@@ -200,7 +201,7 @@ def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, fac
         raise DataError(f"{name}: must be numbers, got {x.dtype}. A table with text needs column names")
     if table is not None:
         if any(column.levels for column in table.columns):
-            raise DataError(f"{name}: the model was trained on text columns. Give a table with column names")
+            raise DataError(f"{name}: the model was trained on text columns. Pass a table with column names")
         if x.ndim != 2 or x.shape[1] != len(table.columns):
             raise DataError(f"{name}: has shape {x.shape}, expected [rows, {len(table.columns)}]")
         cells = (Piece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))

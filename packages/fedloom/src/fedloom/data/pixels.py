@@ -48,12 +48,12 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
     if dtype == "uint8":
         raise DataError(
             f"{name}: samples are bytes (uint8), but the model was trained on floats without scaling. "
-            "Convert as for training: x / 255 if the floats were from 0 to 1, x.astype('float32') if "
-            "they were from 0 to 255"
+            "Convert the samples as for training: x / 255 if the floats were from 0 to 1, "
+            "x.astype('float32') if they were from 0 to 255"
         )
     if pixels and (not dtype.startswith(FLOAT_TYPE_PREFIXES) or low < 0 or high > 1):
         raise DataError(
-            f"{name}: the model was trained on bytes. It takes bytes (uint8), which it divides by "
+            f"{name}: the model was trained on bytes. It accepts bytes (uint8), which it divides by "
             f"255, or floats from 0 to 1, but got {dtype} values from {low:.9g} to {high:.9g}; "
             f"{_cure_of_range(x, dtype, low, high)}"
         )

@@ -64,7 +64,7 @@ class LinearRegression(_Equal):
     @model_validator(mode="after")
     def _sizes_fit(self) -> LinearRegression:
         if self.features > self.samples or self.malicious >= self.clients:
-            raise ValueError("needs features <= samples (X_i' X_i is invertible) and malicious < clients")
+            raise ValueError("needs features <= samples (so that X_i' X_i is invertible) and malicious < clients")
         return self
 
     def truth(self) -> tuple[Floats, Floats]:

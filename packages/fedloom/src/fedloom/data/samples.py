@@ -75,20 +75,21 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
     for value, label in samples:
         numbers, picture = _numbers(value), is_picture(value)
         if numbers.dtype.kind not in "uifb":
-            raise DataError(f"{name}: sample {len(y)} is {numbers.dtype}, but must be an image or numbers")
+            raise DataError(f"{name}: sample {len(y)} is {numbers.dtype}, but a sample must be an image or numbers")
         if x is None:
             first, pictures = numbers.dtype.name, picture
             x = GrowingRows(numbers.shape, np.uint8 if numbers.dtype == np.uint8 else np.float32)
         if numbers.shape != x.shape:
             raise DataError(
-                f"{name}: sample {len(y)} has shape {numbers.shape}, but earlier samples {x.shape}. All "
-                "samples need one size"
+                f"{name}: sample {len(y)} has shape {numbers.shape}, but earlier samples have shape "
+                f"{x.shape}. All samples must have the same size"
             )
         row = x.room(1)
         if (row.dtype == np.uint8) is not (numbers.dtype == np.uint8) or picture is not pictures:
             kinds = [f"{'a picture of ' * of}{kind}" for of, kind in ((picture, numbers.dtype), (pictures, first))]
             raise DataError(
-                f"{name}: sample {len(y)} is {kinds[0]}, but earlier samples are {kinds[1]}. All samples need one type"
+                f"{name}: sample {len(y)} is {kinds[0]}, but earlier samples are {kinds[1]}. All "
+                "samples must have the same type"
             )
         row[0] = numbers
         y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
@@ -140,8 +141,9 @@ def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> S
         new = stacked(pairs(places), name)
         if (new.x.dtype, new.x.shape[1:]) != (drawn.x.dtype, drawn.x.shape[1:]):
             raise DataError(
-                f"{name}: samples {new.x.dtype} of shape {new.x.shape[1:]} were {drawn.x.dtype} of shape "
-                f"{drawn.x.shape[1:]} in the first reading; give all one size and type"
+                f"{name}: samples are {new.x.dtype} of shape {new.x.shape[1:]}, but in the first "
+                f"reading they were {drawn.x.dtype} of shape {drawn.x.shape[1:]}; use the same size "
+                "and type for all samples"
             )
         return new.x
 
@@ -153,7 +155,7 @@ def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = N
     count: Any = 0
     if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
         raise ConfigError(
-            f"{name}: {type(obj).__name__} has no __len__. Add the method, or make the class an IterableDataset"
+            f"{name}: {type(obj).__name__} has no __len__. Add this method, or make the class an IterableDataset"
         )
     try:
         if isinstance(obj, IterableDataset):
@@ -194,7 +196,8 @@ def paired(
             raise DataError(
                 f"{name}: sample {k if places is None else places[k]} is "
                 f"{type(sample).__name__}{what}, expected the pair (features, target) as a tuple, or "
-                f"both by name: {', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES)}"
+                "features and target by name: "
+                f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES)}"
             )
 
 
@@ -249,11 +252,11 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
     """
     if isinstance(rows, tuple):
         raise ConfigError(
-            f"{name}: a tuple means features and targets (x, y), but it contains no targets. Give x "
-            "alone, or the samples as a list"
+            f"{name}: a tuple means features and targets (x, y), but this tuple contains no targets. "
+            "Pass x alone, or the samples as a list"
         )
     if hasattr(rows, "batch_size") and hasattr(rows, "dataset"):
-        raise ConfigError(f"{name}: is a {type(rows).__name__}. Give its .dataset")
+        raise ConfigError(f"{name}: is a {type(rows).__name__}. Pass its .dataset")
     stack = None
     if isinstance(rows, TorchDataset):
         stack = stacked_torch(rows, name, labelled=False)
@@ -265,7 +268,7 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
             )
         stack, _ = stacked_hub(rows, column, None, None, name)
     elif is_picture(rows):
-        raise ConfigError(f"{name}: is a single picture. Give a list of pictures")
+        raise ConfigError(f"{name}: is a single picture. Pass a list of pictures")
     elif isinstance(rows, list) and rows and (is_picture(rows[0]) or isinstance(rows[0], torch.Tensor)):
         stack = stacked(((value, 0) for value in rows), name)
     if stack is None:

@@ -93,7 +93,7 @@ def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
     }
     if odd := [role for role, values in by_role.items() if values and len(values) < len(sides)]:
         some = f"{len(by_role[odd[0]])} of {len(sides)} sets"
-        raise DataError(f"{name}: {some} have {odd[0]!r}. Give it for all, or for none")
+        raise DataError(f"{name}: {some} have {odd[0]!r}. Pass {odd[0]!r} for all clients, or for none")
     return {role: np.concatenate([np.asarray(v) for v in values]) for role, values in by_role.items() if values}
 
 
@@ -126,13 +126,13 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
         whole, other = (next(who for who, value in bytes_of.items() if value is kind) for kind in (True, False))
         raise DataError(
             f"{name}: {whole}: features are bytes, which are divided by 255, but those of {other} are "
-            f"{sides[other].x.dtype}, which are not. Give all features one type"
+            f"{sides[other].x.dtype}, which are not. Use the same type for all features"
         )
     is_text = {who: side.y.dtype.kind in "US" for who, side in sides.items() if side.y.size}
     if len({*is_text.values()}) > 1:
         text, numbers = (next(who for who, value in is_text.items() if value is kind) for kind in (True, False))
         raise DataError(
-            f"{name}: {text}: targets are text, but those of {numbers} are numbers. Give all targets one type"
+            f"{name}: {text}: targets are text, but those of {numbers} are numbers. Use the same type for all targets"
         )
     for field, cure in (("classes", "number them alike"), ("columns", "give all in the same order, as x[names]")):
         named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
@@ -153,8 +153,8 @@ def refuse_order(x: object, y: object, name: str) -> None:
         return
     if rows.is_unique and labels.is_unique and labels.isin(rows).all():
         raise DataError(
-            f"{name}: the index of the targets has another order than the index of the features. Give "
-            "y.loc[x.index], or y.to_numpy() if rows correspond by position"
+            f"{name}: the index of the targets has a different order than the index of the features. "
+            "Pass y.loc[x.index], or y.to_numpy() if rows correspond by position"
         )
 
 
@@ -162,7 +162,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     """Return the training or test set that `as_dataset` accepts, as arrays."""
     pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
-        raise ConfigError(f"{name}: already contains its targets. Leave target out, or give the features alone")
+        raise ConfigError(f"{name}: already contains targets. Leave target out, or pass only the features")
     if is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair:
@@ -173,15 +173,15 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         return Side.create(*obj.tensors, name)._replace(classes=_classes(obj))
     if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, TorchDataset | DataLoader) for part in obj):
         raise ConfigError(
-            f"{name}: two data sets are not a pair (x, y). Give {{'train': one, 'test': other}}, or "
-            "give the data sets of clients to fl.Federation.create"
+            f"{name}: two data sets are not a pair (x, y). Pass {{'train': one, 'test': other}}, or "
+            "pass the data sets of clients to fl.Federation.create"
         )
     if isinstance(obj, tuple) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
         return Side.create(obj[0], obj[1], name)
     if isinstance(obj, list) and target is None and are_many(obj):
         raise ConfigError(
             f"{name}: {len(obj)} pairs of features and labels, each with many samples, are clients. "
-            "Give them to fl.Federation.create, or to fl.simulate instead of a federation"
+            "Pass them to fl.Federation.create, or to fl.simulate instead of a federation"
         )
     pairs = isinstance(obj, list) and all((isinstance(s, tuple) and len(s) == 2) or find_pair(s) for s in obj)
     if pairs and target is None:
@@ -192,22 +192,22 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
             cure = "the pair (x, y) as a tuple, or target"
             if isinstance(obj, list):
                 raise ConfigError(
-                    f"{name}: a list contains samples, but these have no targets. Give features and "
-                    "targets as the tuple (x, y), or a tuple (features, target) for each sample, or "
-                    "target beside the list"
+                    f"{name}: a list contains samples, but these have no targets. Pass features and "
+                    "targets as the tuple (x, y), or a list of tuples (features, target), or the "
+                    "targets in the argument target"
                 )
             if len(parts) == 4 or [len(part) for part in parts if type(part) is tuple] == [2, 2]:
                 cure = "{'train': (x, y), 'test': (x_test, y_test)}"
             elif isinstance(obj, np.ndarray) and obj.dtype.names:
                 cure = "pandas.DataFrame(x), whose columns also have names"
-            raise ConfigError(f"{name}: features without targets. Give {cure}")
+            raise ConfigError(f"{name}: features without targets. Pass {cure}")
         return Side.create(obj, target, name)
     if isinstance(obj, TorchDataset):
         return Side.stacked(stacked_torch(obj, name), name, classes=_classes(obj))
     if is_frame(obj):
         raise ConfigError(
             f"{name}: a table cannot be a client. Join the tables, with a column that names the "
-            "client, as in fl.Dataset.create(frame, target='ill', client_column='site'), and give "
+            "client, as in fl.Dataset.create(frame, target='ill', client_column='site'), and pass "
             "partition=fl.partitions.natural()"
         )
     sampler = type(getattr(obj, "sampler", None))
@@ -248,8 +248,8 @@ def are_many(pairs: Sequence[Any]) -> bool:
 def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
     """Return the error for batches instead of a data set."""
     return ConfigError(
-        f"{place} is a list of {len(batches)} batches. Give the data set that they came from, or "
-        "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
+        f"{place} is a list of {len(batches)} batches. Pass the data set from which the batches came, "
+        "or (torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
     )
 
 
@@ -265,7 +265,7 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     ]  # of scikit-learn, which holds both
     if tests := [key for key in unused if "test" in str(key).lower().split("_")]:
         raise ConfigError(
-            f"{name}: fedloom would ignore {tests[0]!r} beside {x!r} and {y!r}. Give {{'train': (x, "
+            f"{name}: fedloom would ignore {tests[0]!r} beside {x!r} and {y!r}. Pass {{'train': (x, "
             "y), 'test': (x, y)}"
         )
     beside = [repr(key) for key in unused if _rows(obj[key]) == _rows(obj[x])]
@@ -286,7 +286,10 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
     x_name = next(arrays, next(iter(features), None)) if column is None else column
     for what in (x_name, y_name, y_name if users is None else users):
         if what not in names:
-            raise DataError(f"{name}: no column {what!r} for x or y. Its columns: {', '.join(names)}. Name both")
+            raise DataError(
+                f"{name}: no column {what!r} for x or y. Its columns: {', '.join(names)}. Name one column "
+                "for x and one for y"
+            )
     beside = ", ".join(repr(n) for n in features if n != x_name)
     notes = (f"columns {x_name!r} and {y_name!r} are read, not {beside}",) if beside and column is None else ()
     stack, owners = stacked_hub(obj, str(x_name), str(y_name), users, name)

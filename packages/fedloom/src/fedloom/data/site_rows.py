@@ -59,7 +59,7 @@ def rows_by_site(
         raise ConfigError("a regression by sums needs a table (CSV or Parquet) in [data]")
     if source.agreement is not None:
         raise ConfigError(
-            "a regression reads its columns from [data] itself. Give categorical and drop, and no agreement"
+            "a regression reads its columns from [data] itself. Set categorical and drop there, and no agreement"
         )
     source = source.with_(impute=True, unlabelled="drop", **changes)
     if test is not None:
@@ -71,7 +71,7 @@ def rows_by_site(
         raise DataError(f"{data.name}: every row contains a missing cell. Drop the columns that are mostly missing")
     columns = column_names(data.prepare)
     if not columns:
-        raise ConfigError(f"{data.name}: no column is left besides the target")
+        raise ConfigError(f"{data.name}: the target is the only column left, so there are no features")
     x, y = numbers_of(data.prepare, data.x), data.y.reshape(len(data), -1).double()
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     held_out = torch.zeros(len(data), dtype=torch.bool) if test is None else _rows_with(data, *test)

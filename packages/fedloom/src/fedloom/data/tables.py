@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,8 +26,23 @@ None is a level in many tables, for example of a treatment. The markers of a tab
 """
 
 
+WHOLE_NUMBER_PATTERN = re.compile(r"([-+]?\d+)\.0+")
+"""Pattern of an integer with zeros after its decimal point."""
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 """Truth values as text, in lower case, which are numbers in every table."""
+
+
+def level(cell: object) -> str:
+    """Return a level's name, which is equal for every type of file: 1, 1.0, "1", "1.0" and " 1" all become "1".
+
+    >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
+    ['1', '1', '1', '1', '01', 'True', 'b']
+    """
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    text = str(cell).strip()
+    whole = WHOLE_NUMBER_PATTERN.fullmatch(text)
+    return text if whole is None else whole[1]
 
 
 def number_of(cell: Any) -> float | None:

@@ -121,7 +121,7 @@ class RunCheckpoints:
             raise RunDirError(
                 f"{checkpoints.folder} contains a run of {ended} rounds, but {', '.join(depending)} "
                 f"depends on the number of rounds, so a run of {rounds} rounds is another run. Choose "
-                "another --out folder, or start anew with --force"
+                "another --out folder, or start over with --force"
             )
         return ended
 

@@ -59,7 +59,8 @@ def check_privacy(
             raise Refused(
                 f"aggregator 'private-mean' clips differences, but {name} uploads models",
                 rule="noise-needs-differences",
-                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}, which acts on their changes",
+                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}, which adds "
+                "noise to the changes of the models",
             )
         if any(k.single for k in fields):
             raise Refused(

@@ -237,6 +237,8 @@ def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[st
     names = set(measured)
     models = sorted({kind for kind, _, _ in names})
     if model not in models:
-        return ConfigError(f"no {model} model was measured. Models of this method: {', '.join(models) or 'none'}")
+        return ConfigError(
+            f"no scores were recorded for a {model} model. Models of this method: {', '.join(models) or 'none'}"
+        )
     listing = ", ".join(sorted(map("/".join, names)))
-    return ConfigError(f"{model}/{part}/{metric} was not measured. Measured: {listing}")
+    return ConfigError(f"{model}/{part}/{metric} was not recorded. Recorded: {listing}")

@@ -103,10 +103,12 @@ class Replay:
                 a given value has no effect, or the sampler decides the same thing.
         """
         if self.cohorts is not None and sampler != Uniform():
-            raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round. Leave one out")
+            raise Refused(
+                f"cohorts and sampler {sampler.kind!r} both choose the clients of a round. Leave one of the two out"
+            )
         if self.projection is not None and not algorithm.projects:
             raise Refused(
-                f"projection has no effect with {type(algorithm).__name__}, which uses no matrix. Leave it out"
+                f"projection has no effect with {type(algorithm).__name__}, which uses no matrix. Leave projection out"
             )
         n = len(sizes)
         if self.cohorts is not None:

@@ -161,7 +161,9 @@ class Result:
 
     def _clock(self) -> Clock:
         if self.state.clock is None:
-            raise ConfigError("this run has no simulated clock. Give devices to fl.simulate, as devices='lognormal'")
+            raise ConfigError(
+                "this run has no simulated clock. Pass devices to fl.simulate, for example devices='lognormal'"
+            )
         return self.state.clock
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:

@@ -111,7 +111,7 @@ def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fi
 def checked_ids(ids: Tensor, n: int) -> Tensor:
     """Check indices of clients."""
     if ids.dtype != torch.long or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= n:
-        raise ValueError(f"clients must be a tensor int64 [m] of numbers from 0 to {n - 1}, not empty, got {ids}")
+        raise ValueError(f"clients must be an int64 tensor [m] of numbers from 0 to {n - 1}, not empty, got {ids}")
     return ids
 
 

@@ -118,16 +118,15 @@ def simulate(
     several = isinstance(seed, Iterable) and not isinstance(seed, str)
     if "seeds" in choices or several or isinstance(algorithm, list | dict):
         raise ConfigError(
-            "fl.simulate is one run of one method with one seed. For several runs, use "
-            "fl.compare(methods, fed, seeds=range(5))"
+            "fl.simulate runs one method with one seed. For several runs, use fl.compare(methods, fed, seeds=range(5))"
         )
     if isinstance(algorithm, Federation):
         raise ConfigError("the method must be the first argument: fl.simulate(method, fed)")
     if not isinstance(fed, Federation):
         raise ConfigError(
             f"fed must be a Federation, got {type(fed).__name__}. Split the data among clients first, "
-            "as in fl.partitions.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, "
-            "y), (x_test, y_test)). If the samples belong to clients, give clients to "
+            "as in fl.partitions.iid(clients=10)(data, seed=0), or pass a list of clients, each ((x, "
+            "y), (x_test, y_test)). If the samples belong to clients, pass clients to "
             "fl.Dataset.create, and use fl.partitions.natural()"
         )
     callbacks = list_functions(callbacks, "callbacks must be a list of functions of a state")

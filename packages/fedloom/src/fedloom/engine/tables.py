@@ -60,7 +60,7 @@ class NamedMethod(NamedTuple):
             return cls(name, entry, make(maker, options, where, fields))
         if options and isinstance(built, PresetMethod):
             fixed = "the options of what a preset has made are fixed"
-            raise ConfigError(f"{_value_at(where)}{fixed}. Give the preset's name")
+            raise ConfigError(f"{_value_at(where)}{fixed}. Use the name of the preset")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 
 
@@ -179,7 +179,9 @@ def _value_at(where: str) -> str:
 def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
     """Return the specification in a table: of a kind, of a paper's name, or of user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
-        raise ConfigError(f"{_value_at(where)}this is a state dict. Load it into a module, and give the module")
+        raise ConfigError(
+            f"{_value_at(where)}this is a state dict. Load the state dict into a module, and pass the module"
+        )
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
     if is_path(kind):
@@ -194,8 +196,8 @@ def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
     if kind == Held.kind and "digest" in rest:
         raise ConfigError(
             f"{_value_at(where)}the model {rest.get('name')!r} was an object in Python, and no file "
-            "names it. In Python, give it again, as fl.open_run(FOLDER, MODEL) or in the same call "
-            "of fl.compare"
+            "names this object. In Python, pass the model again, as fl.open_run(FOLDER, MODEL) or in "
+            "the same call of fl.compare"
         )
     if kind not in MODEL_CLASSES:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))

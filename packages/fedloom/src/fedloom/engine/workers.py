@@ -30,7 +30,7 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
     if engine.workers > 1 and not on_cpu:
         raise Refused(
             f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork "
-            f"cannot use its parent's GPU {engine.device!r}",
+            f"cannot use the GPU {engine.device!r} of its parent process",
             rule="workers-on-a-gpu",
             fix="leave {engine.workers} out, or start one process per GPU with torchrun",
         )

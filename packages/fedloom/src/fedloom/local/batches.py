@@ -178,7 +178,7 @@ def _fixed_position(fixed_batches: FixedBatches, client: int, round: int, stream
     have = 0 if indices is None else len(indices)
     if have < count:
         named = f"client {client}, round {round}, stream {stream!r}"
-        raise ConfigError(f"batches: {named}: the method needs {count} batches, but {have} are given")
+        raise ConfigError(f"batches: {named}: the method needs {count} batches, but only {have} are listed")
     return torch.empty(0, 1, dtype=torch.long) if indices is None else indices[:count]
 
 

@@ -110,7 +110,7 @@ def descend(
     if isinstance(pulled, Tensor):
         pulled = per_coordinate(pulled, m, w)
     if work.oracle.minimise is not None and terms:
-        raise Refused("a problem with an exact solution cannot have terms. Take steps")
+        raise Refused("a problem with an exact solution cannot have additional terms. Use local steps instead")
     if work.oracle.minimise is not None and prox is None:
         steady = _steady(1.0, pull, shift, w)
         best = _minimum(work, w, pulled, steady, None if mask is None else mask > 0, scale)

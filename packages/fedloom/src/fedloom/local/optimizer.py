@@ -150,7 +150,7 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
         raise ConfigError(
             f"local.optimizer = {local.optimizer!r}{options} cannot train this model: {error}",
             rule="optimizer-fails",
-            fix="set {local.optimizer = 'sgd'}, or one that needs nothing but the gradient of every parameter",
+            fix="set {local.optimizer = 'sgd'}, or use an optimizer that needs only the gradient of every parameter",
         ) from error
     slots = []
     for place, p in enumerate(parameters):

@@ -236,7 +236,7 @@ class Checkpoints:
                 )
                 raise RunDirError(
                     f"{self.folder} contains checkpoints of another run: {changed}. Choose another "
-                    "--out folder, or start anew with --force"
+                    "--out folder, or start over with --force"
                 )
             return Loaded(generation, tensors, body["meta"], warnings)
         if warnings:

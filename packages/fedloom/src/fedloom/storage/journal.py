@@ -235,7 +235,7 @@ class Journal:
         if values["layout"] != self._layout:
             raise RunDirError(
                 f"{path} contains the clients' rows of another experiment: {values['layout']}, but "
-                f"this one has {self._layout}. Choose another --out folder, or start anew with --force"
+                f"this one has {self._layout}. Choose another --out folder, or start over with --force"
             )
         occupied = torch.frombuffer(bytearray(base64.b64decode(values["seen"])), dtype=torch.bool)
         tag = bytes.fromhex(values["tag"])

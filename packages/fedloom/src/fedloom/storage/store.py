@@ -298,7 +298,7 @@ class Store(Generic[T]):
         if got != expected:
             raise CheckpointError(
                 f"the client rows of the checkpoint are {got or 'in files'}, but those of this run "
-                f"are {expected or 'in files'}. Run with the earlier settings, or start anew with "
+                f"are {expected or 'in files'}. Run with the earlier settings, or start over with "
                 "--force"
             )
         if state:

@@ -180,7 +180,7 @@ class RogueSession:
         if sent_back is not None:
             self.shown[c] = sent_back
 
-    def counts(self, terms: Terms) -> tuple[int, int]:
+    def counts(self, terms: Terms) -> counters.AnswerCounts:
         """Open and return the sums of the counters."""
         answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in self.shown.items()}
         agreed = self.rogue.sites[min(self.vectors)].site.secure

@@ -172,9 +172,7 @@ class MaskedSites(Sites):
             form.decode(total, count)
             return total
 
-        session = self._sessions.sum(
-            terms, self._weights(terms), letter, form.length, read, counted=True, all_answer=True
-        )
+        session = self._sessions.sum(terms, self._weights(terms), letter, form.length, read, counted=True)
         assert session.counts is not None
         return AnalysisSum(session.value, session.clients, session.counts)
 

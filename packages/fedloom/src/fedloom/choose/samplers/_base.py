@@ -131,7 +131,7 @@ class SizedSampler(Sampler, ABC):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if self.clients is not None and self.fraction != 1.0:
-            raise ValueError("give fraction or clients, not both")
+            raise ValueError("set fraction or clients, not both")
         return self
 
     def size(self, n: int) -> int:
@@ -142,9 +142,9 @@ class SizedSampler(Sampler, ABC):
         """Raise if there are fewer clients than the sampler draws."""
         if self.clients is not None and self.clients > n:
             raise ConfigError(
-                f"sampler.clients must be at most the {n} clients of the federation, got {self.clients}",
+                f"sampler.clients must be at most the number of clients in the federation ({n}), got {self.clients}",
                 rule="sampler-clients",
-                fix=f"set {{sampler.clients = {n}}}, or less",
+                fix=f"set {{sampler.clients = {n}}}, or use a smaller number",
             )
 
     def smallest(self, n: int) -> int | None:

@@ -37,7 +37,7 @@ class Availability(SizedSampler):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.table is not None and (self.period, self.on) != (2, 1):
-            raise ValueError("give table, or period and on, not both")
+            raise ValueError("set either table, or period and on")
         if self.on > self.period:
             raise ValueError(f"on must be at most period = {self.period}, got {self.on}")
         return self
@@ -59,16 +59,18 @@ class Availability(SizedSampler):
         for t, row in enumerate(self.table or (), 1):
             if len(row) != n:
                 raise ConfigError(
-                    f"sampler.table must have a column for each of the {n} clients, row {t} has {len(row)}",
+                    f"sampler.table must have one column for each of the {n} clients, but row {t} has "
+                    f"{len(row)} columns",
                     rule="sampler-table",
-                    fix="give every row of {sampler.table} a 0 or 1 for each client",
+                    fix="set every row of {sampler.table} to one 0 or 1 per client",
                 )
         for t, count in enumerate(self._counts(n), 1):
             if not count:
                 raise ConfigError(
-                    f"sampler: no client is available in round {t}, and every round needs one",
+                    f"sampler: no client is available in round {t}, but every round needs at least one client",
                     rule="sampler-empty-round",
-                    fix="leave {sampler.period} and {sampler.table} out, or let a client be there in every round",
+                    fix="leave {sampler.period} and {sampler.table} out, or make at least one client "
+                    "available in every round",
                 )
 
     def smallest(self, n: int) -> int | None:

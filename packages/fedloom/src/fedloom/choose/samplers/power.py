@@ -60,8 +60,8 @@ class PowerOfChoice(SizedSampler):
         super().check(n)
         if self.candidates is not None and not self.size(n) <= self.candidates <= n:
             raise ConfigError(
-                f"sampler.candidates must be between the {self.size(n)} clients of a round and the {n} of the "
-                f"federation, got {self.candidates}"
+                f"sampler.candidates must be from {self.size(n)} (the clients in a round) to {n} (the "
+                f"clients in the federation), got {self.candidates}"
             )
 
     def remarks(self, ctx: Ctx) -> list[str]:

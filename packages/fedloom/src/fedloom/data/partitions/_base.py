@@ -180,15 +180,19 @@ class Partition(Value):
     @model_validator(mode="after")
     def _parts_fit(self) -> Partition:
         if self.test + self.validation >= 1:
-            raise ValueError(f"test + validation must be < 1 to leave training data, got {self.test + self.validation}")
+            raise ValueError(
+                "test + validation must be less than 1, so that training data are left, got "
+                f"{self.test + self.validation}"
+            )
         if self.pool and self.test_from != "own":
             raise ValueError(
-                f"test_from = {self.test_from!r} needs the official test set, but pool = true adds it to "
-                "the training samples"
+                f"test_from = {self.test_from!r} needs the official test set, but pool = true adds "
+                "this test set to the training samples"
             )
         if self.folds is not None and self.test_from != "own":
             raise ValueError(
-                f"folds split the client's own samples, but test_from is {self.test_from!r}. Leave one of them out"
+                f"folds split each client's own samples, but test_from is {self.test_from!r}. Leave "
+                "folds or test_from out"
             )
         return self
 
@@ -302,7 +306,7 @@ class Partition(Value):
         if self.folds is not None or self.test_from != "own":
             raise PartitionError(
                 f"{self.kind}: {data.name} marks its test rows (test_column or test_since), so "
-                f"{other} cannot choose others. Leave one of them out"
+                f"{other} cannot choose other test rows. Leave one of the two out"
             )
 
     def _complete_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
@@ -328,7 +332,7 @@ class Partition(Value):
         trains = np.bincount(owner[~design.tested[draw.dealt.index]], minlength=n) > 0
         if not trains.any():
             raise PartitionError(
-                f"{self.kind}: every row of {data.name} is marked as test row, so no training row is left"
+                f"{self.kind}: every row of {data.name} is marked as a test row, so no training row is left"
             )
         return draw if trains.all() else draw.without_tested(trains)
 
@@ -373,17 +377,21 @@ class Partition(Value):
             data.refuse_random(f"{self.kind}, which changes the samples of clients,")
         if self.test_from != "own" and changes:
             raise Refused(
-                f"{self.kind}: changes a client's samples, so official test samples would not fit. "
-                "Use test_from = 'own'"
+                f"{self.kind}: changes the samples of clients, so official test samples would not "
+                "match. Use test_from = 'own'"
             )
         if draw.test is not None and (self.folds is not None or self.test_from == "ratio"):
             option = f"folds = {self.folds}" if self.folds is not None else "test_from = 'ratio'"
-            raise PartitionError(f"{self.kind}: defines the test parts itself, so {option} has no effect. Leave it out")
+            raise PartitionError(
+                f"{self.kind}: defines the test parts itself, so {option} has no effect. Leave this option out"
+            )
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
             if draw.test is not None:
                 cure = "give every sample to one client, and to one part. A test set for all clients is Draw.common"
-            raise Refused(f"{self.kind}: clients that share a sample would need two versions of it; {cure}")
+            raise Refused(
+                f"{self.kind}: if clients share a sample, this partition would need two versions of the sample; {cure}"
+            )
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
         """Choose for every client `test_count` official test samples, with the label shares of its training part."""

@@ -129,6 +129,6 @@ def redraw(counts: Callable[[], Ints], min_size: int, what: str, cure: str) -> I
             return drawn
         best = max(best, smallest)
     raise PartitionError(
-        f"{what}: in {MAX_DEAL_ATTEMPTS} draws the smallest client had at most {best} samples, but "
+        f"{what}: the smallest client had at most {best} samples in {MAX_DEAL_ATTEMPTS} draws, but "
         f"min_size is {min_size}; {cure}"
     )

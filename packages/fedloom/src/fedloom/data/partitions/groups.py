@@ -38,7 +38,9 @@ class Natural(Partition):
         data = pool.data
         if data.users is None:
             have = f"its columns: {', '.join(data.columns)}" if data.columns else "it has no columns either"
-            raise PartitionError(f"natural: {data.name} has no natural clients. Use kind by-column ({have}) or another")
+            raise PartitionError(
+                f"natural: {data.name} has no natural clients. Use kind by-column ({have}) or another partition"
+            )
         return _draw_by_level(self, pool, data.users.numpy(), data.user_names, seed)
 
 
@@ -79,8 +81,9 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
     n = part.clients or len(levels) // (each or 1)
     if n == 0 or n * (each or 1) > len(levels):
         raise PartitionError(
-            f"{part.kind}: {max(n, 1)} clients of {each or 1} need {max(n, 1) * (each or 1)} values, "
-            f"but {pool.data.name} has {len(levels)} with at least {part.min_size} samples. Use fewer"
+            f"{part.kind}: {max(n, 1)} clients with {each or 1} values each need "
+            f"{max(n, 1) * (each or 1)} values, but {pool.data.name} has only {len(levels)} values "
+            f"with at least {part.min_size} samples. Use fewer clients or fewer values per client"
         )
     if part.shuffle and (n != len(levels)):
         levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
@@ -133,7 +136,7 @@ class Clusters(Partition):
         lists = pool.by_class(self.kind, numpy_generator(seed, purpose="clusters"))
         if sum(self.classes) > len(lists):
             raise PartitionError(
-                f"clusters: needs {sum(self.classes)} classes, but {data.name} has {len(lists)}. Use fewer"
+                f"clusters: needs {sum(self.classes)} classes, but {data.name} has {len(lists)}. Use fewer classes"
             )
         counts = np.zeros((n, len(lists)), np.int64)
         groups = np.repeat(np.arange(len(self.sizes)), self.sizes)

@@ -141,7 +141,9 @@ class Rotated(Sized):
         turns = np.array({1: [0], 2: [0, 2], 3: [0, 1, 2], 4: [0, 1, 2, 3]}[count])
         views = np.stack([np.tile(turns, 1 + self.inverted), np.repeat([0, 1][: 1 + self.inverted], len(turns))], 1)
         if len(views) > n:
-            raise PartitionError(f"rotated: {len(views)} views need at least as many clients, got {n}. Use fewer turns")
+            raise PartitionError(
+                f"rotated: {len(views)} views need at least as many clients, got {n} clients. Use fewer turns"
+            )
         groups = np.arange(n) * len(views) // n
         return drawn._replace(views=views[groups], groups=groups, notes=notes)
 
@@ -192,7 +194,7 @@ class MixedSkew(Sized):
         k = round(self.ratio * self.clients)
         if not 0 < k < self.clients:
             raise ValueError(
-                f"ratio {self.ratio} of {self.clients} clients leaves one of the two partitions without a client"
+                f"with ratio {self.ratio}, one of the two partitions of {self.clients} clients has no client"
             )
         assignment = "flame" if self.overlap else "labels"
         first = self.first_partition or {
@@ -279,7 +281,7 @@ def nested(where: str, table: Mapping[str, object], clients: int, min_size: int)
     fields = dict(table)
     kind = choose("partition", PARTITIONS, fields.pop("kind", None), where)
     if kind is Clusters:
-        raise Refused(f"{where}: clusters defines its own clients. Use it alone")
+        raise Refused(f"{where}: clusters defines its own clients and cannot be combined. Use clusters alone")
     extra = [name for name in fields if name in OUTER_FIELDS or name == "clients"]
     if extra:
         raise ConfigError(f"{where}: {', '.join(extra)} belongs to the partition itself, not to the table inside it")

@@ -115,19 +115,19 @@ def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: 
         if len(both := np.intersect1d(dealt.index, common)):
             raise ValueError(
                 f"{len(both)} samples of common also belong to a client (first: sample {both[0]}). "
-                "Leave them out of dealt"
+                "Leave these samples out of dealt"
             )
     if test is None:
         return
     n, tested = len(dealt.offsets) - 1, len(test.offsets) - 1
     if tested != n:
         raise ValueError(
-            f"test has {tested} clients, but dealt has {n}. Give every client a test part, which may be empty"
+            f"test has {tested} clients, but dealt has {n}. Provide a test part for every client, which may be empty"
         )
     trained, tests = (owners(lists) * samples + lists.index for lists in (dealt, test))
     if len(both := np.intersect1d(trained, tests)):
         client, sample = divmod(int(both[0]), samples)
         raise ValueError(
             f"{len(both)} test samples are also training samples of the same client (first: sample "
-            f"{sample} of client {client}). Leave them out of dealt"
+            f"{sample} of client {client}). Leave these samples out of dealt"
         )

@@ -95,18 +95,21 @@ def locate(
         place = Path(path).expanduser()
         if not place.exists():
             raise DataError(
-                f"{what}: not found at {place}. Give the folder or archive that contains its original files"
+                f"{what}: not found at {place}. Name the folder or archive that contains the original files"
             )
         return place
     root = os.environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
         raise DataError(
-            f"{what}: no data folder given. Set {DATA_FOLDER_VARIABLE}, or give data_dir or path "
-            f"(fedloom data {what.lower()} --data-dir FOLDER --fetch fetches the files)"
+            f"{what}: no data folder is set. Set {DATA_FOLDER_VARIABLE}, or pass data_dir or path "
+            f"(fedloom data {what.lower()} --data-dir FOLDER --fetch downloads the files)"
         )
     base = Path(root).expanduser()
     if base.is_file():
-        raise DataError(f"{what}: {base} is a file, not a folder of data sets. Give its folder, or the file as path")
+        raise DataError(
+            f"{what}: {base} is a file, not a folder of data sets. Name the folder of the file, or pass "
+            "the file as path"
+        )
     tried = [*(base / folder for folder in folders), base]
     for place in tried:
         if place.exists() and fits(place):
@@ -135,9 +138,9 @@ def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
     if len(labels) and (labels.min() < 0 or labels.max() >= MOST_CLASSES):
         bad = int(((labels < 0) | (labels >= MOST_CLASSES)).argmax())
         raise DataError(
-            f"{where}: unknown label {labels[bad]:g} of sample {bad}, classes are numbered from 0 to "
-            f"at most {MOST_CLASSES - 1}. Repair it, or set task = 'regression' if labels are "
-            "measurements"
+            f"{where}: sample {bad} has the unknown label {labels[bad]:g}. Classes are numbered from "
+            f"0 to at most {MOST_CLASSES - 1}. Repair the label, or set task = 'regression' if labels "
+            "are measurements"
         )
     return tuple(str(i) for i in range(int(labels.max()) + 1 if len(labels) else 0))
 

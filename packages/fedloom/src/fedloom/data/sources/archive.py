@@ -89,8 +89,9 @@ class _Bounded(io.RawIOBase):
         self._start = now if math.isnan(self._start) else self._start
         if now - self._start > self._seconds:
             raise DataError(
-                f"{self._where}: reading took more than {self._seconds:.0f} s, which is long for its "
-                "packed size. If the file is genuine, unpack it yourself and give the unpacked file"
+                f"{self._where}: reading took more than {self._seconds:.0f} s, which is too long for "
+                "the size of the archive. If the file is genuine, unpack the file yourself and use "
+                "the unpacked file"
             )
         return count
 
@@ -115,9 +116,9 @@ def damaged(where: str, error: Exception) -> DataError:
 def bomb(where: str, size: int) -> DataError:
     """Return the error for a file that unpacks to far more bytes than expected."""
     return DataError(
-        f"{where}: unpacks to {size:,} bytes or more, which is too much for its packed size or more "
-        f"than {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack it yourself and give the "
-        "unpacked file"
+        f"{where}: unpacks to at least {size:,} bytes, which is too much for the size of the archive, "
+        f"or more than the limit of {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack the file "
+        "yourself and use the unpacked file"
     )
 
 
@@ -183,7 +184,7 @@ def check_regular(path: Path) -> None:
         DataError: the path is a pipe, socket or device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise DataError(f"{path}: is a pipe, socket or device. Give a regular file")
+        raise DataError(f"{path}: is a pipe, socket or device. Use a regular file")
 
 
 def _is_tar(head: bytes) -> bool:
@@ -289,7 +290,7 @@ def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
         got = cast("io.BufferedReader", entry.stream).readinto(view[done:])
         if not got:
             raise DataError(
-                f"{entry.where}: truncated, {what} needs {len(view):,} bytes, got {done:,}. Fetch the file again"
+                f"{entry.where}: truncated: {what} needs {len(view):,} bytes, got {done:,}. Fetch the file again"
             )
         done += got
 
@@ -301,7 +302,9 @@ def finished(entry: Entry) -> None:
         DataError: bytes remain.
     """
     if entry.stream.read(1):
-        raise DataError(f"{entry.where}: data follow the last declared record, so the file contradicts its header")
+        raise DataError(
+            f"{entry.where}: more data follow the last declared record, so the file contradicts its own header"
+        )
 
 
 class GrowingRows:

@@ -136,15 +136,17 @@ def make_dataset(
         refuse(
             place,
             [
-                f"the test set contains classes that no training sample has: {shown}. Leave them out, or "
-                "list all classes in classes"
+                f"the test set contains classes that no training sample has: {shown}. Leave these "
+                "samples out, or list all classes in classes"
             ]
             if new
             else [],
         )
     owners = None if users is None else plain(users, f"{name}: users")
     if owners is not None and owners.dtype.kind == "f" and np.isnan(owners).any():
-        raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no client. Give every sample one")
+        raise DataError(
+            f"{place}: users: sample {int(np.isnan(owners).argmax())} has no client. Assign every sample to a client"
+        )
     levels, codes = (None, None) if owners is None else np.unique(owners, return_inverse=True)
     with naming_file_in_errors(Path(place)):
         return Dataset(
@@ -197,7 +199,7 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
     """
     if channels_last is None and has_channels_last(x.shape):
         raise DataError(
-            f"{place}: x {x.shape} looks like images with their channels last. Give channels_last = True or False"
+            f"{place}: x {x.shape} looks like images with the channels last. Set channels_last = True or False"
         )
     if channels_last and x.ndim != 4:
         raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {x.shape}")
@@ -254,7 +256,7 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
             more = f" ({rows} such rows)" if rows > 1 else ""
             raise DataError(
                 f"{place}: row {first + at[0]}{column}: expected a number of at most "
-                f"{MAX_NUMBER:.3g}, got {x[at]:g}{more}. Repair it, or leave its row out"
+                f"{MAX_NUMBER:.3g}, got {x[at]:g}{more}. Repair the number, or leave the row out"
             )
     return out
 
@@ -340,8 +342,9 @@ def _targets(
     if task == "multilabel":
         if y.ndim != 2 or y.dtype.kind not in "uifb":
             raise DataError(
-                f"{place}: y of a multilabel task must be 0 or 1 for each label, [N, labels], got {y.dtype} {y.shape}. "
-                "sklearn.preprocessing.MultiLabelBinarizer makes it from lists of labels"
+                f"{place}: y of a multilabel task must be a 0/1 array [N, labels], got {y.dtype} "
+                f"{y.shape}. sklearn.preprocessing.MultiLabelBinarizer creates such an array from "
+                "lists of labels"
             )
         return torch.from_numpy(y.astype(np.float64)), task, classes or tuple(map(str, range(y.shape[1])))
     if y.dtype.kind == "U" and task != "regression":
@@ -369,7 +372,7 @@ def _targets(
     if task == "regression" and y.dtype.kind == "U":
         raise DataError(f"{place}: y contains text, which cannot be the target of a regression. Leave task out")
     if (task == "regression" or not whole) and len(y) > 1 and bool((y == y[0]).all()):
-        raise DataError(f"{place}: the target is the same in every row. A model cannot learn from it")
+        raise DataError(f"{place}: the target is the same in every row. A model cannot learn from such a target")
     if task == "regression" or not whole:
         return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
     names = classes or numbered(y, place)
@@ -383,21 +386,21 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
         DataError: rows differ in length, or values have several types or are missing.
     """
     if np.ma.is_masked(values):
-        raise DataError(f"{name}: some values are masked. Fill them, or leave their samples out")
+        raise DataError(f"{name}: some values are masked. Fill these values, or leave the samples out")
     if getattr(values, "is_meta", False):
-        raise DataError(f"{name}: a tensor of the device meta has no values. Make it with device='cpu'")
+        raise DataError(f"{name}: a tensor on the device meta has no values. Create the tensor with device='cpu'")
     if hasattr(values, "toarray"):
-        raise ConfigError(f"{name}: {type(values).__name__} is sparse, but models need dense arrays. Give x.toarray()")
+        raise ConfigError(f"{name}: {type(values).__name__} is sparse, but models need dense arrays. Pass x.toarray()")
     try:
         array = as_array(values)
     except ValueError:
         raise DataError(
-            f"{name}: rows have different lengths. Give every sample one size (pad tokens with 0 and "
-            "their labels with -1)"
+            f"{name}: rows have different lengths. Pad all samples to the same size (tokens with 0, "
+            "and their labels with -1)"
         ) from None
     if array.dtype.names:
         raise DataError(
-            f"{name}: is a structured array with the fields {', '.join(array.dtype.names)}. Give pandas.DataFrame(x)"
+            f"{name}: is a structured array with the fields {', '.join(array.dtype.names)}. Pass pandas.DataFrame(x)"
         )
     if array.dtype == object and not mixed:
         cells = array.ravel().tolist()
@@ -406,7 +409,7 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
             if not isinstance(cell, kinds):
                 cure = ". Give y[:].astype(str)" if isinstance(cell, bytes) else ""
                 raise DataError(
-                    f"{name}: value {k} is {cell!r:.60}. Give only numbers or only text, without missing values{cure}"
+                    f"{name}: value {k} is {cell!r:.60}. Use only numbers or only text, without missing values{cure}"
                 )
         array = np.array(cells).reshape(array.shape)
     return array

@@ -77,15 +77,16 @@ class Npy(_Arrays):
         x, y = (_mapped(place / f"{name}.npy") for name in ("x", "y"))
         if self.channels_last is None and has_channels_last(x.shape):
             raise DataError(
-                f"{place / 'x.npy'}: {x.shape} looks like images with their channels last. Save them with their "
-                "channels first, as numpy.ascontiguousarray(numpy.moveaxis(x, -1, 1)), or give channels_last = false"
+                f"{place / 'x.npy'}: {x.shape} looks like images with the channels last. Save the "
+                "images with the channels first, as numpy.ascontiguousarray(numpy.moveaxis(x, -1, "
+                "1)), or set channels_last = false"
             )
         users = next((_mapped(file) for key in CLIENT_KEYS if (file := place / f"{key}.npy").exists()), None)
         if x.dtype not in (np.uint8, np.float32) or not x.flags.c_contiguous:
             raise DataError(
                 f"{place / 'x.npy'}: contains {x.dtype} in "
                 f"{'C' if x.flags.c_contiguous else 'Fortran'} order, but an array that stays on disk "
-                "must be uint8 or float32 in C order. Save it in this form"
+                "must be uint8 or float32 in C order. Save the array in this form"
             )
         options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
         options |= {"layout": self.layout}
@@ -187,8 +188,8 @@ class Npz(_Arrays):
         kind = dtype if own_type else np.uint8 if dtype == np.uint8 else np.float32
         if self.channels_last is None and has_channels_last(shape) and not own_type:
             raise DataError(
-                f"{place}: {keys[0]} {shape} looks like images with their channels last. Give channels_last = true or "
-                "false"
+                f"{place}: {keys[0]} {shape} looks like images with the channels last. Set "
+                "channels_last = true or false"
             )
         if self.channels_last:
             if len(shape) != 4:
@@ -217,14 +218,16 @@ def _header(entry: Entry) -> _Header:
         else:
             header = _Header(*np.lib.format.read_array_header_2_0(entry.stream))
     except ValueError as error:
-        raise DataError(f"{entry.where}: not an array written by numpy ({error}). Save it again") from error
+        raise DataError(f"{entry.where}: not an array written by numpy ({error}). Save the array again") from error
     if header.dtype.hasobject or header.dtype.kind not in "uifbUS":
         raise DataError(
             f"{entry.where}: contains {header.dtype} (a pickle), but only numbers are allowed. Save "
-            "it with a number type"
+            "the array with a number type"
         )
     if any(length < 0 for length in header.shape):
-        raise DataError(f"{entry.where}: shape {header.shape} is impossible. The file is damaged, save it again")
+        raise DataError(
+            f"{entry.where}: shape {header.shape} is impossible. The file is damaged, so save the array again"
+        )
     check_size(entry.where, math.prod(header.shape) * header.dtype.itemsize, entry.packed)
     return header
 

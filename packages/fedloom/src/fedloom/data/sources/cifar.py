@@ -65,7 +65,9 @@ class Cifar100(FileSource):
         for entry in entries(place, lambda name: name.endswith("fine_label_names.txt")):
             names = tuple(entry.stream.read().decode("ascii", "replace").split())
         if len(names) != 100:
-            raise DataError(f"{place}: fine_label_names.txt has {len(names)} names, expected 100. Fetch it again")
+            raise DataError(
+                f"{place}: fine_label_names.txt has {len(names)} names, expected 100. Fetch this file again"
+            )
         return _read(CIFAR100_VERSION, place, names, self.mean, self.std)
 
 
@@ -98,25 +100,25 @@ def _read(
         while block := entry.stream.read(RECORDS_PER_READ * width):
             if len(block) % width:
                 raise DataError(
-                    f"{entry.where}: truncated, records have {width} bytes but {len(block) % width} "
-                    "are left over. Fetch it again"
+                    f"{entry.where}: truncated: records have {width} bytes, but {len(block) % width} "
+                    "bytes are left over. Fetch the file again"
                 )
             rows = np.frombuffer(block, np.uint8).reshape(-1, width)
             labels = rows[:, form.label_bytes - 1]
             if labels.max() >= len(classes):
                 raise DataError(
                     f"{entry.where}: unknown label {labels.max()}, labels must be from 0 to "
-                    f"{len(classes) - 1}. This is another data set"
+                    f"{len(classes) - 1}. This file belongs to a different data set"
                 )
             y.room(len(rows))[:] = labels
             x.room(len(rows))[:] = rows[:, form.label_bytes :].reshape(-1, 3, 32, 32)
             in_test.room(len(rows))[:] = "test" in entry.name.rsplit("/", 1)[-1]
         if x.size == before:
-            raise NoSamples(f"{entry.where}: contains no record. Fetch it again")
+            raise NoSamples(f"{entry.where}: contains no record. Fetch the file again")
     if x.size == 0 and pickled:
         raise DataError(
-            f"{pickled}: a pickle, which could run code, so fedloom does not read it. Use the binary "
-            f"version of the same images, {form.name}-binary.tar.gz from "
+            f"{pickled}: is a pickle, which could run code, so fedloom does not read this file. Use "
+            f"the binary version of the same images, {form.name}-binary.tar.gz from "
             "https://www.cs.toronto.edu/~kriz/cifar.html"
         )
     if x.size == 0:

@@ -160,7 +160,7 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
     path = place / file
     if path.exists() and not pooch.hashes.hash_matches(path, digest):
         raise ConfigError(
-            f"{path} already exists and has another digest than {digest[:19]}.... Move it, then fetch again"
+            f"{path} already exists and does not have the digest {digest[:19]}.... Move this file, then fetch again"
         )
     pooch.get_logger().setLevel("ERROR")
     failures = []

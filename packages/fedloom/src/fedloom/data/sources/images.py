@@ -74,7 +74,7 @@ class _Pictures:
             if size != self.size:
                 raise DataError(
                     f"{entry.where}: image of {size[0]}x{size[1]}, but the others are "
-                    f"{self.size[0]}x{self.size[1]}. Give side to resize all of them"
+                    f"{self.size[0]}x{self.size[1]}. Set side to resize all images"
                 )
             self._pixels, self._packed = self._pixels + size[0] * size[1], self._packed + entry.packed
             check_size(entry.where, self._pixels, self._packed)
@@ -100,9 +100,7 @@ def _read(
         path = PurePosixPath(entry.name)
         label = class_of(path)
         if label is None:
-            raise DataError(
-                f"{entry.where}: unknown label, the image has no class. Put it into the folder of its class"
-            )
+            raise DataError(f"{entry.where}: the image has no class. Put the image into the folder of its class")
         pictures.add(entry)
         labels.append(label)
         in_test.append(side_of(path))

@@ -66,7 +66,7 @@ class Collector:
                 raise
             why = "nested too deeply" if isinstance(error, RecursionError) else error
             raise DataError(
-                f"{where}: broken JSON, {why}. The file is truncated or not LEAF, fetch it again"
+                f"{where}: broken JSON: {why}. The file is truncated or not a LEAF file, so fetch the file again"
             ) from error
         document: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
         declared, data, sizes = (document.get(key) for key in ("users", "user_data", "num_samples"))
@@ -115,10 +115,12 @@ class Collector:
             raise DataError(f"{where}: user {user!r} {x}")
         y = self._labels(listed)
         if y is None:
-            raise DataError(f"{where}: user {user!r} has y that are not {self.wanted}")
+            raise DataError(f"{where}: the y of user {user!r} contains values that are not {self.wanted}")
         y = y.ravel()
         if len(x) != len(y):
-            raise DataError(f"{where}: user {user!r} has {len(x)} x and {len(y)} y. Make them equal")
+            raise DataError(
+                f"{where}: user {user!r} has {len(x)} entries in x and {len(y)} in y. Make the numbers equal"
+            )
         if len(y) == 0:
             raise DataError(f"{where}: user {user!r} has no sample. Remove the user")
         if self._options.task == "classification":
@@ -127,13 +129,14 @@ class Collector:
             shape = self._options.shape
             if shape is not None and math.prod(shape) != x.shape[1]:
                 raise DataError(
-                    f"{where}: samples of {x.shape[1]} values cannot have the shape {shape}. This is another data set"
+                    f"{where}: samples of {x.shape[1]} values cannot have the shape {shape}. This "
+                    "file belongs to a different data set"
                 )
             self.x = GrowingRows(x.shape[1:], x.dtype.type)
         if x.shape[1:] != self.x.shape:
             raise DataError(
-                f"{where}: user {user!r} has a sample of {x.shape[1]} values, but the others have "
-                f"{self.x.shape[0]}. All samples need one size"
+                f"{where}: user {user!r} has a sample of {x.shape[1]} values, but the other samples "
+                f"have {self.x.shape[0]}. All samples must have the same size"
             )
         held = len(y)
         if self._kept is not None:
@@ -152,7 +155,7 @@ class Collector:
         if (y != np.floor(y)).any():
             raise DataError(
                 f"{where}: user {user!r} has labels that are not whole numbers. Set task = "
-                "'regression' if they are measurements"
+                "'regression' if the labels are measurements"
             )
         if ((y < 0) | (y >= count)).any():
             bad = y[((y < 0) | (y >= count)).argmax()]

@@ -72,7 +72,7 @@ def as_dataset(
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
             raise ConfigError(
-                f"{obj.name}: is already a Dataset. Give target, task, test and options when you create it"
+                f"{obj.name}: is already a Dataset. Pass target, task, test and options when you create the Dataset"
             )
         return obj
     if isinstance(obj, Mapping) and "train" in obj:
@@ -87,7 +87,8 @@ def as_dataset(
         if len(sides) > 1:
             raise ConfigError(
                 f"{name}: a table cannot have a separate test set, because its scaling is fitted per "
-                "client. Join both, add a column that marks test rows, and name it in test_column"
+                "client. Join the two tables, add a column that marks test rows, and name this "
+                "column in test_column"
             )
         return _table(first, target, task, name, options)
     allowed = ("classes", "mean", "std", "clients", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)
@@ -141,7 +142,9 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     if is_frame(target) and task == "multilabel" and hasattr(obj, "iloc") and len(target) == len(obj):
         refuse_order(obj, target, name)
         if both := [column for column in map(str, target.columns) if column in map(str, obj.columns)]:
-            raise ConfigError(f"{name}: the features and the labels both have a column {both[0]!r}. Rename one")
+            raise ConfigError(
+                f"{name}: the features and the labels both have a column {both[0]!r}. Rename one of the columns"
+            )
         obj = obj.assign(**{str(column): np.asarray(target[column]) for column in target.columns})
         target = [*map(str, target.columns)]
     if np.ndim(target) == 2 and np.shape(target)[1] == 1:
@@ -156,7 +159,8 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         label = label if isinstance(label, str) else "target"
         if label in obj.columns and not np.array_equal(obj[label].astype(object), np.asarray(target, object)):
             raise ConfigError(
-                f"{name}: a column of the table is also called {label!r}, and its values differ. Rename one"
+                f"{name}: a column of the table is also called {label!r}, but has different values. "
+                "Rename one of the two"
             )
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int))):

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.data.tables import level
 from fedloom.errors import DataError
 
 Ints = NDArray[np.int64]
@@ -165,17 +166,16 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     for name, value in arrays.items():
         if value.shape != (rows,):
             raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples. Give one value per sample")
-        if value.dtype == object and any(v is None or v != v for v in value.tolist()):
+        if any(map(_is_absent, value.tolist() if value.dtype.kind == "O" else value[value != value])):  # NaN and NaT
             raise DataError(
                 f"{place}: {name} is missing for some samples. Give a value for each sample, or leave those samples out"
             )
     design = dict[str, Tensor]()
     for name in ("subject", "strata"):
         if name in arrays:
-            codes = np.unique(
-                arrays[name].astype(str) if arrays[name].dtype == object else arrays[name], return_inverse=True
-            )
-            design[name] = torch.from_numpy(codes[1].astype(np.int64))
+            array = arrays[name]  # 1, 1.0 and " 1" are one subject, as in a table
+            array = np.array([level(v) for v in array.tolist()]) if array.dtype.kind in "OUS" else array
+            design[name] = torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
     if "order" in arrays:
         order = arrays["order"]
         if order.dtype.kind == "M":
@@ -184,6 +184,11 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
             raise DataError(f"{place}: order must be finite numbers or dates (datetime64), got {arrays['order'].dtype}")
         design["order"] = torch.from_numpy(order.astype(np.float64))
     return Design(design.get("subject"), design.get("order"), design.get("strata"))
+
+
+def _is_absent(value: object) -> bool:
+    """Return True for None, NaN, NaT and the missing value of pandas."""
+    return value is None or type(value).__name__ == "NAType" or bool(value != value)
 
 
 def count_subjects(design: Design | None, rows: Ints) -> int:

@@ -37,8 +37,8 @@ def ruled(rule: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         if not error.rule:
-            found = _WITH_FIX.fullmatch(str(error))
-            why, cure = (found["why"], found["fix"]) if found else ("", str(error))
+            sentence = _WITH_FIX.fullmatch(str(error))
+            why, cure = (sentence["why"], sentence["fix"]) if sentence else ("", str(error))
             error.rule, error.fix = rule, _DOTTED.sub(lambda match: f"{{{match[0]}}}", cure)
             error.args = (f"{why}. {capitalize(worded(error.fix))}" if why else worded(error.fix),)
         raise
@@ -61,7 +61,7 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
         if looks:
             name = type(method).__name__
             raise Refused(
-                f"{what} {value.kind!r} reads the clients' models, but {name} uploads something smaller",
+                f"{what} {value.kind!r} reads the clients' models, but clients of {name} do not upload whole models",
                 rule="part-needs-models",
                 fix=f"leave {{{what}}} out",
             )
@@ -96,7 +96,8 @@ def check_together(
         )
     if algorithm.full_gradients and (local.momentum or local.clip is not None or local.optimizer != "sgd"):
         raise Refused(
-            f"{algorithm.full_gradients} uses full gradients without changes",
+            f"{algorithm.full_gradients} uses full gradients without changes, so momentum, other "
+            "optimizers and clipping have no effect",
             rule="full-gradients",
             fix="set {local.momentum = 0} and {local.optimizer = 'sgd'}, and leave {local.clip} out",
         )
@@ -192,7 +193,7 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
         )
     if isinstance(aggregator, PrivateMean):
         raise Refused(
-            f"{what} sends mixtures of single models, which noise on a mean does not protect",
+            f"{what} sends mixtures of single models, but noise on a mean does not protect single models",
             rule="mixer-under-central-noise",
             fix="leave {personalized_aggregation} out, or leave {aggregator} out and set "
             "{upload_transform = 'gaussian-noise'}",
@@ -207,14 +208,14 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
         raise Refused(
             f"{what} cannot be used with {name}: its clients keep duals or controls for one consensus "
-            "model, and personalized models would contradict these",
+            "model, and personalized models would contradict the consensus",
             rule="mixer-on-consensus",
             fix="leave {personalized_aggregation} out ('flame' and 'fedslr' have both a consensus and personal models)",
         )
     if not personal and algorithm.family == "composite":
         raise Refused(
-            f"{what} cannot be used with {name}: the server's prox computes its model, and a mixture "
-            "of clients' models would bypass the prox",
+            f"{what} cannot be used with {name}: its server computes the model with a prox, and a "
+            "mixture of clients' models would bypass this prox",
             rule="mixer-on-server-prox",
             fix="leave {personalized_aggregation} out ('fedslr' and 'lpgd' have regularized personal models)",
         )
@@ -289,11 +290,14 @@ def check_early_stop(setting: Setting, fed: Federation) -> None:
     if rule is None:
         return
     if rule.part not in setting.evaluate.parts:
-        raise Refused(f"early_stop watches the {rule.part} part, but evaluate.parts lacks it. Add it there")
+        raise Refused(
+            f"early_stop watches the {rule.part} part, but evaluate.parts does not contain this part. Add "
+            "the part to evaluate.parts"
+        )
     if not int(fed.sizes(rule.part).sum()):
         raise Refused(
-            f"early_stop watches the {rule.part} part, but no client has such samples. Set partition.validation, such "
-            "as validation = 0.2, or early_stop.part = 'train'"
+            f"early_stop watches the {rule.part} part, but no client has samples in this part. Set "
+            "partition.validation, such as validation = 0.2, or early_stop.part = 'train'"
         )
 
 
@@ -305,9 +309,9 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
     """
     if isinstance(aggregator, FLTrust) and aggregator.root >= n:
         raise Refused(
-            f"aggregator 'fltrust' trusts client {aggregator.root}, but the {n} clients are 0 to {n - 1}",
+            f"aggregator 'fltrust' trusts client {aggregator.root}, but the clients are numbered 0 to {n - 1}",
             rule="trusted-client-missing",
-            fix="set {aggregator.root = 0}, or the number of another client",
+            fix="set {aggregator.root = 0}, or use the number of another client",
         )
 
 
@@ -325,8 +329,8 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
     if fed.partition and fed.partition.get("test", 1.0) != 0:
         raise Refused(
             f"no client has a test row (the training parts have {int(fed.sizes('train').sum())} "
-            "rows), so nothing would be evaluated. Use fewer clients or a larger test share. To "
-            "train without a test, set test = 0 in the partition"
+            "rows), so nothing would be evaluated. Use fewer clients or a larger test fraction. To "
+            "train without a test part, set test = 0 in the partition"
         )
     return [NOT_EVALUATED]
 
@@ -344,7 +348,8 @@ def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fi
     for key, value in states[1]._asdict().items() if hasattr(states[1], "_asdict") else ():
         if isinstance(value, Tensor) and not value.ndim:
             raise CodeError(
-                f"{name}.init: the client's {key!r} must be [k], a row of one client. For a single number give [1]"
+                f"{name}.init: the client's {key!r} must have shape [k], the row of one client. "
+                "Return a single number as [1]"
             )
     server, client, kept = states
     return server, client, kept

@@ -92,7 +92,7 @@ def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> 
         raise Refused(
             f"round {t} waits for {enough} of {len(cohort)} clients, but the devices of {lost[:8]} never answer",
             rule="client-never-answers",
-            fix="set {schedule = {'kind': 'deadline', 'seconds': 60.0}}, or give these clients a speed",
+            fix="set {schedule = {'kind': 'deadline', 'seconds': 60.0}}, or set a speed for these clients",
         )
 
 

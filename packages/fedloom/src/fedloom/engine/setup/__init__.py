@@ -128,6 +128,6 @@ def make_problem(
         spent=problems.spent,
     )
     if problem.fleet is not None and isinstance(setting.schedule, Stream) and replay.cohorts is not None:
-        raise Refused(f"cohorts belong to rounds, but schedule {setting.schedule.kind!r} has no rounds")
+        raise Refused(f"cohorts are lists of clients per round, but schedule {setting.schedule.kind!r} has no rounds")
     rehearse(problem, started.states)
     return problem, InitialState(started.states[0], make_templates(problem, started, problems.x0))

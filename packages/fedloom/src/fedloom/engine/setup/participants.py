@@ -101,7 +101,9 @@ def _closed(weigher: Weigher) -> Weigher:
         return weigher.with_groups(())
     except ConfigError as error:
         what = str(error).partition(";")[0]
-        raise ConfigError(f"{what}. Name them in [aggregation_weights], as group = 'sex' or 'age>=75'") from None
+        raise ConfigError(
+            f"{what}. Name the groups in [aggregation_weights], for example group = 'sex' or 'age>=75'"
+        ) from None
 
 
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:

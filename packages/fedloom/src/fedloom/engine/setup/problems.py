@@ -82,7 +82,7 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
     if engine.precision != "full" and setting.method.full_gradients:
         why = setting.method.full_gradients
         raise Refused(
-            f"{why} uses full gradients, which stay float32",
+            f"{why} uses full gradients, which always have float32 precision",
             rule="precision-of-full-gradients",
             fix="leave {engine.precision} out",
         )

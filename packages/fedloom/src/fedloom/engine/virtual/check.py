@@ -23,7 +23,9 @@ def check_schedule(setting: Setting, n: int) -> None:
     what, name = f"schedule {schedule.kind!r}", type(method).__name__
     if setting.devices is None:
         raise Refused(
-            f"{what} needs simulated times of clients", rule="schedule-needs-devices", fix="set {devices = 'lognormal'}"
+            f"{what} needs simulated times, but the run has no devices",
+            rule="schedule-needs-devices",
+            fix="set {devices = 'lognormal'}",
         )
     fewest = setting.sampler.smallest(n)
     if isinstance(schedule, OverSelection) and setting.aggregator is not None and fewest is not None:
@@ -94,12 +96,12 @@ def check_stream(setting: Setting, n: int | None) -> None:
         raise Refused(
             f"{what} trains a fixed number of clients at a time, but sampler {sampler.kind!r} draws varying numbers",
             rule="stream-concurrency",
-            fix=f"set {{schedule.concurrency = {n}}}, or fewer",
+            fix=f"set {{schedule.concurrency = {n}}}, or use a smaller number",
         )
     for key, number in (("concurrency", most), ("buffer", schedule.size)):
         if number > n:
             raise ConfigError(
-                f"schedule.{key} must be at most the {n} clients of the federation, got {number}",
+                f"schedule.{key} must be at most the number of clients in the federation ({n}), got {number}",
                 rule=f"schedule-{key}",
-                fix=f"set {{schedule.{key} = {n}}}, or less",
+                fix=f"set {{schedule.{key} = {n}}}, or use a smaller number",
             )

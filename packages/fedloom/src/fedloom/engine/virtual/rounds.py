@@ -50,7 +50,7 @@ def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, t
         log.append(rows)
     if math.isinf(now):
         silent = [int(row[CLIENT_COLUMN]) for rows in log for row in rows if math.isinf(row[END_COLUMN])]
-        raise RunStopped(Stop.UNUSABLE, f"round {t}: clients {silent[:8]} never answer. Give [schedule] a deadline")
+        raise RunStopped(Stop.UNUSABLE, f"round {t}: clients {silent[:8]} never answer. Set a deadline in [schedule]")
     clock = state.clock
     return new.with_(clock=Clock(now, clock.queue, log=clock.logged(np.concatenate(log)))), events
 

@@ -248,7 +248,7 @@ class VirtualVersion(Version):
                 self._now = later
                 return
         detail = f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived, and no more can arrive"
-        raise RunStopped(Stop.UNUSABLE, f"{detail}. Give [schedule] a timeout, or require fewer uploads per step")
+        raise RunStopped(Stop.UNUSABLE, f"{detail}. Set a timeout in [schedule], or require fewer uploads per step")
 
     def _compute(self, ids: Tensor, times: Tensor) -> None:
         for flight in compute(self._job, self._clients, self._state, ids, times):

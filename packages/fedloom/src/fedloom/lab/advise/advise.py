@@ -70,15 +70,18 @@ def advise(
         RunStopped: the race was interrupted, or no method has a result.
     """
     if find_spec("optuna") is None:
-        raise ConfigError("advise: needs Optuna: pip install 'fedloom[tune]'")
+        raise ConfigError("advise: Optuna is needed: pip install 'fedloom[tune]'")
     from fedloom.lab.advise.advisor import Advisor
 
     if join and folder is None:
-        raise ConfigError("advise: join needs a folder to share the runs. Give a folder that all processes can use")
+        raise ConfigError(
+            "advise: join needs a folder in which the runs are shared. Name a folder that all processes can use"
+        )
     place = None if folder is None else place_of(folder, "advise: folder")
     if "seeds" in choices:
         raise ConfigError(
-            "advise: a race chooses the seeds of its runs itself. Give seed, the seed of the split and of the first run"
+            "advise: a race chooses the seeds of its runs itself. Pass seed, which is the seed of "
+            "the split and of the first run"
         )
     seed = choices.pop("seed", 0)
     keywords = ["seeds", *(keyword for keyword in signature(advise).parameters if keyword != "choices")]
@@ -97,7 +100,7 @@ def advise(
         tell(advisor.plan)
         return advisor.run(tell, join=join, executor=executor)
     except RunDirError as error:
-        raise RunDirError(str(error).replace("choose another --out", "give another folder")) from None
+        raise RunDirError(str(error).replace("choose another --out", "choose another folder")) from None
     finally:
         if temporary is not None:
             rmtree(temporary, ignore_errors=True)

@@ -147,8 +147,8 @@ class Advisor:
         whole = base.partition(data, seed)
         if not int(whole.sizes("validation").sum()):
             raise ConfigError(
-                f"{where}: a race compares methods on validation data, but the clients have none. Set "
-                "[partition] validation, for example 0.1"
+                f"{where}: a race compares methods on validation data, but the clients have no "
+                "validation data. Set [partition] validation, for example 0.1"
             )
         self.seeds = tuple(range(seed, seed + MOST_SEEDS))
         self._federations = dict(zip(self.seeds, cut_validation(whole, MOST_SEEDS), strict=True))
@@ -201,7 +201,7 @@ class Advisor:
         if executor is not None:
             check_executor(executor)
             if join:
-                raise ConfigError("an executor starts the work itself: leave join out")
+                raise ConfigError("an executor distributes the work itself: leave join out")
         do = self._train_here
         if executor is not None:
             luggage = pack_experiment(self._entries.base, self._checksum)
@@ -299,7 +299,9 @@ class Advisor:
                     claim.publish(missing[k].unit.target)
                     claim.release()
         if not all(work.is_done for work in works):
-            raise RunStopped(Stop.INTERRUPTED, f"finished laps are kept in {self.out}; the same command resumes")
+            raise RunStopped(
+                Stop.INTERRUPTED, f"finished laps are kept in {self.out}; the same command resumes the race"
+            )
         return self._results_of(works)
 
     def _results_of(self, works: Sequence[LapWork]) -> list[LapResult]:
@@ -354,14 +356,14 @@ class Advisor:
         identity["race"].pop("budget")
         if identity != recorded or not isinstance(budget, int | float):
             raise RunDirError(
-                f"{self.out} contains a race of another experiment or version. Choose another --out, or delete the "
-                "directory"
+                f"{self.out} contains a race of a different experiment or version. Choose another "
+                "--out, or delete the directory"
             )
         if budget > self._runs or (joins and budget != self._runs):
             raise RunDirError(
                 f"{self.out} contains a race with a budget of {significant(budget, 6)} runs, got "
-                f"{significant(self._runs, 6)}. Give a budget of {significant(budget, 6)}"
-                f"{'' if joins else ' or more'}, or choose another --out"
+                f"{significant(self._runs, 6)}. Use a budget of "
+                f"{significant(budget, 6)}{'' if joins else ' or more'}, or choose another --out"
             )
 
     def _begin(self) -> None:

@@ -40,7 +40,7 @@ def _plain_number(kind: Any, value: object, param: Any, ctx: Any) -> Any:
         kind.fail(f"{value!r:.80} is not a number in plain digits, such as 10 or 0.5", param, ctx)
     number = kind.converts(value, param, ctx)
     if isinstance(number, int) and abs(number) > MAX_INTEGER:
-        kind.fail(f"{value!r:.80} is too large, at most {MAX_INTEGER:,} is possible", param, ctx)
+        kind.fail(f"{value!r:.80} is too large: the maximum is {MAX_INTEGER:,}", param, ctx)
     return number
 
 
@@ -111,13 +111,15 @@ class Words(TyperGroup):
             empty = not word.strip() or (word.startswith("--") and word.find("=") == len(word.rstrip()) - 1)
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
                 place = f" after {args[k - 1]}" if k and not word.strip() else f": {word}" if word.strip() else ""
-                _refuse(f"an empty word{place}. Is a shell variable not set? Give a value, or leave it out")
+                _refuse(
+                    f"an empty word{place}. Is a shell variable not set? Write a value, or leave the empty word out"
+                )
             if re.match(r"(--[\w-]+=)?~(/|$)", word):
-                _refuse(f"{word!r:.80}: the shell did not replace ~ by the home folder. Write the whole path")
+                _refuse(f"{word!r:.80}: the shell did not replace ~ with the home folder. Write the whole path")
             try:
                 word.encode()
             except UnicodeEncodeError:
-                _refuse(f"{word!a} is not text in UTF-8. Use another name")
+                _refuse(f"{word!a} is not UTF-8 text. Use another name")
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -344,7 +346,7 @@ def errors() -> Iterator[None]:
             raise
         if error.errno == errno.ENAMETOOLONG:
             say(
-                f"error: {error.filename!s:.80}...: the name is too long for the file system. Give a shorter name",
+                f"error: {error.filename!s:.80}...: the name is too long for the file system. Use a shorter name",
                 err=True,
             )
             raise typer.Exit(2) from None
@@ -354,5 +356,5 @@ def errors() -> Iterator[None]:
         package = PACKAGES_BY_MODULE.get((error.name or "").partition(".")[0])
         if package is None:
             raise
-        say(f"error: this needs {error.name}. Install it with: pip install '{package}'", err=True)
+        say(f"error: this command needs {error.name}. Run: pip install '{package}'", err=True)
         raise typer.Exit(2) from None

@@ -77,7 +77,7 @@ def analyze(
         print_rows([dict(zip(shown, row, strict=True)) for row in zip(*(columns[key] for key in shown), strict=True)])
         if facts:
             say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items() if value != ""))
-        say(f"{len(result.log)} questions to {count} clients, by sums alone")
+        say(f"{len(result.log)} questions to {count} clients, answered only by sums")
 
 
 def choose_analysis(

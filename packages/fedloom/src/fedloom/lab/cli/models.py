@@ -194,7 +194,7 @@ class PredictionsFile:
                 "most numbers are far outside the training data, for example in another unit. The "
                 "predictions are written"
             )
-            say(f"{far}: {what}, and the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
+            say(f"{far}: {what}, so the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
             raise typer.Exit(FAR_ROWS_EXIT_CODE)
 
     def _check(self, are_columns: Callable[[bytes], bool]) -> None:
@@ -249,9 +249,7 @@ def adapt(
         opened = open_run(run, trust=trust)
         chosen = _one(opened, method, seed)
         if out is None and (run / "adapted").is_symlink():
-            raise ConfigError(
-                f"{run / 'adapted'} is a link, through which other files could be overwritten. Give --out"
-            )
+            raise ConfigError(f"{run / 'adapted'} is a link, and writing there could overwrite other files. Add --out")
         name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
         place = out or run / "adapted" / f"{name}.safetensors"
         check_model_file(place, inputs=(data,), force=force)
@@ -269,7 +267,7 @@ def adapt(
         who = {"method": chosen.method, "seed": chosen.seed}
         scores = adapted_model.about.get("scores", {})
         if scores:
-            say(f"trained on {samples['train']} samples; on the {samples['test']} held out:")
+            say(f"trained on {samples['train']} samples; scores on the {samples['test']} samples held out:")
             print_rows([{**who, "model": kind, **values} for kind, values in scores.items()])
         else:
             say(f"trained on {samples['train']} samples. No samples were held out to score the model")
@@ -322,9 +320,9 @@ def export(
         thin = opened.low_rank(chosen.about["method"]) if factorise is None else factorise
         ranks = write(chosen, out, format, factorised=thin, threshold=threshold, force=force)
         if ranks:
-            say(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
+            say(f"low-rank layers: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":
-                say("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
+                say("load the file into fedloom.models.thin(module, ranks), or export with --no-factorise")
         say(*filter(None, (decision(chosen, format, threshold), units(chosen, opened.new_data.factors))))
         say(f"{chosen.about['kind']} model of {chosen.about['method']}: {out}")
 
@@ -334,5 +332,5 @@ def _one(opened: RunDirectory, method: str | None, seed: int | None) -> Recorded
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:
-        raise ConfigError(f"the run has several methods. Give --method: {', '.join(methods)}")
+        raise ConfigError(f"the run has several methods. Add --method: {', '.join(methods)}")
     return runs[0]

@@ -194,13 +194,13 @@ def _preview(plan: Plan) -> None:
     )
     if beside:
         say(
-            "other work, once per run: finding clusters for the shares, and training personal models for "
-            "the last evaluation"
+            "additional work, once per run: finding clusters for the shares, and training personal "
+            "models for the last evaluation"
         )
     time = minutes(plan, costs)
     say(
         "estimated time: "
-        + ("unknown, because there were too few rounds" if time is None else f"about {duration(time)}")
+        + ("unknown, because the trial had too few rounds" if time is None else f"about {duration(time)}")
     )
 
 

@@ -62,15 +62,17 @@ def watch(
             from fedloom.lab.printing import print_rows
 
             if not (run / "experiment.toml").is_file():
-                raise RunDirError(f"{run} is not a run directory. Give the --out of 'fedloom run'")
+                raise RunDirError(f"{run} is not a run directory. Name the --out directory of 'fedloom run'")
             print_rows(list_status(run))
             return
         page = Page(run, every)
         try:
             server = ThreadingHTTPServer((LOCAL_HOST, port), handler(page))
         except OSError as error:
-            raise ConfigError(f"port {port} cannot be used ({error.strerror}). Give another --port, or 0") from None
-        say(f"report: http://{LOCAL_HOST}:{server.server_port}/ (Ctrl-C ends)")
+            raise ConfigError(
+                f"port {port} cannot be used ({error.strerror}). Choose another --port, or 0 for any free port"
+            ) from None
+        say(f"report: http://{LOCAL_HOST}:{server.server_port}/ (press Ctrl-C to stop)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -95,12 +97,13 @@ class Page:
         self._folder, self._every = folder, every
         if not folder.is_dir():
             raise RunDirError(
-                f"{folder} is not a directory. Give the --out of 'fedloom run', or the directory of a deployment"
+                f"{folder} is not a directory. Name the --out directory of 'fedloom run', or the "
+                "directory of a deployment"
             )
         if not (folder / "experiment.toml").is_file():
             places = [entry.load() for entry in entry_points(group="fedloom.results")]
             if not places:
-                raise RunDirError(f"{folder} is not a run directory. Give the --out of 'fedloom run'")
+                raise RunDirError(f"{folder} is not a run directory. Name the --out directory of 'fedloom run'")
             self._folder = places[0](folder)
         self._draft = tempfile.TemporaryDirectory(prefix="fedloom-watch-")
         self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE

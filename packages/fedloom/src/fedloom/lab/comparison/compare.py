@@ -64,7 +64,7 @@ class Comparison(RecordedComparison):
     def __getitem__(self, key: tuple[str, int]) -> Result:
         if key not in self.results:
             keys = ", ".join(map(str, self.results))
-            raise ConfigError(f"no result of {key!r}. Give a label and a seed, as comparison['fedavg', 0], of {keys}")
+            raise ConfigError(f"no result of {key!r}. Use a label and a seed, as in comparison['fedavg', 0], of {keys}")
         return self.results[key]
 
 
@@ -152,12 +152,14 @@ def compare(
     if not isinstance(tune, int | Mapping | None):
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
     if join and folder is None:
-        raise ConfigError("compare: join needs a folder to share the runs. Give a folder that all processes can use")
+        raise ConfigError(
+            "compare: join needs a folder in which the runs are shared. Name a folder that all processes can use"
+        )
     callbacks = list_functions(callbacks, "compare: callbacks must be a list of functions of an event")
     if track is not None:
         check_tracker(track)
         if folder is None:
-            raise ConfigError("compare: track writes into the run directory. Give a folder")
+            raise ConfigError("compare: track writes into the run directory. Name a folder")
     hears = _Hears(tuple(callbacks), track)
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     place = None if folder is None else place_of(folder, "compare: folder")
@@ -234,9 +236,9 @@ def _compared(
         what, flag, _ = str(error).partition(". Choose another --out")
         seed = ". If its code is the same, call torch.manual_seed before you create the module, which draws its weights"
         drawn = seed if ": model.digest was " in what else ""
-        raise RunDirError(f"{what}{drawn}. Give another folder, or remove this one" if flag else what) from None
+        raise RunDirError(f"{what}{drawn}. Choose another folder, or remove this one" if flag else what) from None
     if any(one.status == "interrupted" for one in outcomes):
-        raise RunStopped(Stop.INTERRUPTED, "the same call resumes from its folder, if it names one")
+        raise RunStopped(Stop.INTERRUPTED, "the same call resumes from its folder, if the call names one")
     if all(one.result is None for one in outcomes):
         first = outcomes[0]
         raise RunStopped(Stop.FAILED, f"no run has a result; {first.label}, seed {first.seed}: {first.reason}")

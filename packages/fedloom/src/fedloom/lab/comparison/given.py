@@ -113,9 +113,11 @@ class GivenExperiment:
     ) -> None:
         numbers = None if isinstance(seeds, str) or not isinstance(seeds, Iterable) else tuple(seeds)
         if not numbers:
-            raise ConfigError(f"compare: seeds must be several whole numbers, as range(5), got {seeds!r:.80}")
+            raise ConfigError(
+                f"compare: seeds must be a sequence of whole numbers, such as range(5), got {seeds!r:.80}"
+            )
         if "seed" in choices:
-            raise ConfigError(f"compare: seed belongs to one run. Give seeds=[{choices['seed']!r}]")
+            raise ConfigError(f"compare: seed is for one run. Pass seeds=[{choices['seed']!r}]")
         source, partition = _federation(data, partition, call)
         tables = _methods(methods)
         way = _call_places(tables, keywords)
@@ -165,7 +167,7 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
 def _federation(data: object, partition: object, call: str) -> tuple[Source | dict[str, str], Partition]:
     """Return the source of the data, as a value or a table, and their partition."""
     if data is None:
-        raise ConfigError(f"{call}: data is missing. Give a federation, a list of clients, a data set, or its name")
+        raise ConfigError(f"{call}: data is missing. Pass a federation, a list of clients, a data set, or its name")
     if (
         partition is None
         and isinstance(data, list | Mapping)
@@ -174,11 +176,11 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
         data = Federation.create(data)
     if isinstance(data, Federation):
         if partition is not None:
-            raise ConfigError(f"{call}: the data are already split. Leave partition out, or give a data set")
+            raise ConfigError(f"{call}: the data are already split. Leave partition out, or pass a data set")
         return InMemory(held=data.data), Ready(held=data)
     if partition is None:
         raise ConfigError(
-            f"{call}: the data are not split among clients. Give a partition, as in "
+            f"{call}: the data are not split among clients. Pass a partition, as in "
             "partition=fl.partitions.dirichlet(clients=10, alpha=0.5), or a federation"
         )
     if isinstance(partition, str) or (
@@ -186,14 +188,14 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
     ):
         partition = SETTING_TABLES["partition"].read(partition, f"{call}: partition", "partition", Setting.places())
     if isinstance(partition, Federation):
-        raise ConfigError(f"{call}: partition has already split data. Give the result instead of the data")
+        raise ConfigError(f"{call}: partition has already split data. Pass the result instead of the data")
     if isinstance(partition, type) and issubclass(partition, Partition):
-        raise ConfigError(f"{call}: partition is a class. Call it with its options")
+        raise ConfigError(f"{call}: partition is a class. Call the class with its options")
     if not isinstance(partition, Partition):
         kinds = ", ".join(f"fl.partitions.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
         raise ConfigError(
             f"{call}: partition must be one of {kinds}, got {partition!r:.80}. If clients already "
-            "exist, give them as the data, in a list of (x, y). From lists of positions, make "
+            "exist, pass them as the data, in a list of (x, y). From lists of positions, make "
             "(x[list], y[list])"
         )
     source = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.create(data))
@@ -210,7 +212,7 @@ def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str,
     for label, spec in methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]:
         table = dict(spec) if isinstance(spec, Mapping) else {"algorithm": spec}
         if label is not None and "label" in table:
-            raise ConfigError(f"compare: {label}: label = {table['label']!r} is a second label. Leave it out")
+            raise ConfigError(f"compare: {label}: label = {table['label']!r} is a second label. Leave label out")
         if label is None and "label" not in table:
             name = name_method(table.get("algorithm"), "compare")[0]
             label = re.split("[:. ]", name)[-1]

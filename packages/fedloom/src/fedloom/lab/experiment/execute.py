@@ -131,7 +131,9 @@ class Plan:
             for fed in self.federations.values():
                 analysis.check_run(fed, experiment.common)
             if analysis.runs_further and ranks.size > 1:
-                raise Refused(f"{name_of(analysis)} trains further runs on one process. Leave it out")
+                raise Refused(
+                    f"{name_of(analysis)} trains additional runs in a single process. Leave this analysis out"
+                )
         first = experiment.head.seeds[0]
         fed = self.federations[first]
         self._checksum = data.checksum
@@ -217,7 +219,7 @@ class Plan:
         """Raise if no executor can run the experiment, before any work."""
         check_executor(executor)
         if join or self.ranks.size > 1:
-            raise ConfigError("an executor starts the work itself. Leave join and torchrun out")
+            raise ConfigError("an executor distributes the work itself. Leave join and torchrun out")
         self._luggage()
 
     def _luggage(self) -> Luggage:
@@ -248,11 +250,13 @@ class Plan:
         The processes share the runs, the further runs of analyses, and the final files.
         """
         if self.ranks.size > 1:
-            raise ConfigError("a process that joins computes whole runs, but torchrun's ranks compute one run together")
+            raise ConfigError(
+                "a process that joins computes whole runs, but the ranks of torchrun compute one run together"
+            )
         if self._directory.force:
             raise ConfigError(
-                "a process that joins cannot start anew with --force, because other processes use "
-                f"the results. Delete {self.out} first"
+                "a process that joins cannot restart with --force, because other processes use the "
+                f"results. Delete {self.out} first"
             )
         session, line, ended = JoinedWork(self.out), EventQueue(), set[tuple[str, int]]()
         workers = None if self.share.runs == 1 else self.share.workers

@@ -103,7 +103,9 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
         more = f" (and {len(questions) - 1} more questions in the file)" if len(questions) > 1 else ""
         raise ConfigError(f"{where}: is a draft with an open question: {questions[0]}{more}")
     if "data" not in document:
-        raise ConfigError(f'{where}: the table [data] is missing. It contains, for example, source = "digits"')
+        raise ConfigError(
+            f'{where}: the table [data] is missing. A minimal table contains, for example, source = "digits"'
+        )
     methods = document.get("method")
     if not isinstance(methods, list) or not methods:
         raise ConfigError(f"{where}: at least one [[method]] is needed; {way.form}")
@@ -137,7 +139,9 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
         ConfigError: a kind or option is unknown, or two analyses are of the same kind.
     """
     if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise ConfigError(f"{where}: an analysis is a table of its own. Write [[analysis]] and below it kind = ...")
+        raise ConfigError(
+            f"{where}: an analysis must be a table in a list. Write [[analysis]], and on the next line kind = ..."
+        )
     values = list[Analysis]()
     for number, entry in enumerate(entries, 1):
         place = f"{where}: [[analysis]] {number}"
@@ -148,7 +152,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
     for kind in kinds:
         if kinds.count(kind) > 1:
             raise ConfigError(
-                f"{where}: two analyses are of the kind {kind!r} and would write the same table. Keep one"
+                f"{where}: two analyses are of the kind {kind!r} and would write the same table. Remove one of them"
             )
     return tuple(values)
 
@@ -218,7 +222,7 @@ def _methods(
     labels = [method.label for method in methods]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"{where}: two methods have the label {label!r}. Give one of them another label = ...")
+            raise ConfigError(f"{where}: two methods have the label {label!r}. Set label = ... in one of them")
     return tuple(methods)
 
 

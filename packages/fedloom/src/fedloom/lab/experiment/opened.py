@@ -61,7 +61,7 @@ class RecordedData(Source):
     """Data of a finished run, which may have been moved."""
 
     def load(self, data_dir: object = None) -> Dataset:
-        raise DataError("fedloom does not read the data of a finished run. Read them with their source")
+        raise DataError("fedloom does not read the data of a finished run. Read the data with their source")
 
 
 class RunDirectory:
@@ -93,13 +93,13 @@ class RunDirectory:
             summary = read_summary(self.path / SUMMARY_FILE)
             self._runs = {(record.method, record.seed): record for record in summary.runs}
         except OSError:
-            raise RunDirError(f"{path} contains no summary.json yet. Let 'fedloom run' finish first") from None
+            raise RunDirError(f"{path} contains no summary.json yet. Wait until 'fedloom run' has finished") from None
         except RunDirError:
             raise
         except ConfigError as error:
             raise RunDirError(f"{path} is damaged: {error}") from None
         if not self._runs:
-            raise RunDirError(f"{path} contains no run yet. Let 'fedloom run' finish first")
+            raise RunDirError(f"{path} contains no run yet. Wait until 'fedloom run' has finished")
         if model is None:
             return
         if describe_model(model) is None:
@@ -187,9 +187,9 @@ class RunDirectory:
         name = tables[0].get("algorithm") if tables else None
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
-                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) cannot be found by a "
-                "name or import path. In Python, the same call of fl.compare with this folder "
-                "returns its models, and runs nothing again"
+                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) has no name or import "
+                "path. In Python, the same call of fl.compare with this folder returns its models, "
+                "and reruns nothing"
             )
         return self._experiment(tables).methods[0].setting
 
@@ -336,7 +336,7 @@ class RunDirectory:
                 figures[name] = sum(values) / len(values) * (1 if metric(lead).higher else -1)
         if not figures:
             what = "no run is finished" if not done else "no validation result exists that could choose a method"
-            raise ConfigError(f"{self.path}: {what}. Give a method: {', '.join(methods) or 'none'}")
+            raise ConfigError(f"{self.path}: {what}. Choose a method: {', '.join(methods) or 'none'}")
         top = max(figures, key=lambda name: figures[name])
         return next(run for run in done if run.method == top and seed in (None, run.seed))
 

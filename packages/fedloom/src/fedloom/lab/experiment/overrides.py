@@ -112,7 +112,7 @@ def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str
     """Return the method table that a key names, and the rest of the key."""
     labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
-        raise ConfigError(f"--set {text!r}: the key of a method is method.LABEL.key. Labels: {', '.join(labels)}")
+        raise ConfigError(f"--set {text!r}: method keys have the form method.LABEL.key. Labels: {', '.join(labels)}")
     if parts[1] not in labels:
         raise unknown("method", parts[1], labels, f"{where}: --set {text}")
     return labels[parts[1]], parts[2:]
@@ -124,4 +124,4 @@ def _value(key: str, text: str) -> object:
     except tomllib.TOMLDecodeError as error:
         if BARE_TEXT_PATTERN.fullmatch(text):
             return text
-        raise ConfigError(f"--set {key}: {text!r} is not a value of TOML: {error}") from None
+        raise ConfigError(f"--set {key}: {text!r} is not a TOML value: {error}") from None

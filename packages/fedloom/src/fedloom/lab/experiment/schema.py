@@ -130,7 +130,7 @@ class DataTable(SettingTable):
             return super().read(choice, where, name, places)
         options, source = {key: value for key, value in choice.items() if key != "source"}, choice.get("source")
         if not isinstance(source, str):
-            raise ConfigError(f"{where} needs source, a data set's name or a path. Names: {', '.join(SOURCES)}")
+            raise ConfigError(f"{where} needs source: the name of a data set, or a path. Names: {', '.join(SOURCES)}")
         if source in SOURCES or is_path(source):
             maker: Any = choose("data set", SOURCES, source, where, Source)
             fields = fields_of(maker)

@@ -137,7 +137,7 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
         where = ", ".join(map(str, run_dirs))
         raise RunDirError(
             f"{where}: the recorded files contradict each other ({type(error).__name__}: "
-            f"{error!s:.200}). Run the experiment again to write them anew"
+            f"{error!s:.200}). Run the experiment again to rewrite these files"
         ) from error
 
 
@@ -176,10 +176,10 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
         ConfigError: see `fedloom.lab.report.write`.
     """
     if not out.name:
-        raise ConfigError(f"a report is one HTML file, got {out}. Give the name of a file")
+        raise ConfigError(f"a report is one HTML file, got {out}. Use the name of a file")
     beside = out.with_suffix("")
     if out.suffix.lower() not in FILE_KINDS["HTML"] or out.is_dir():
-        raise ConfigError(f"a report is one HTML file, got {out}. Give a name such as {out.with_suffix('.html')}")
+        raise ConfigError(f"a report is one HTML file, got {out}. Use a name such as {out.with_suffix('.html')}")
     if beside.is_symlink():
         raise ConfigError(f"{beside} is a link, and a report would overwrite the files behind it. Remove the link")
     check_folder(beside)
@@ -190,7 +190,7 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
     check_output_file(out, FileKind("HTML", "a report", _is_report), run_dirs, owns=owns, force=force)
     if is_run_directory(beside):
         raise ConfigError(
-            f"{beside} is a run directory, and the report would write the tables of {out} into it. Give another path"
+            f"{beside} is a run directory, but the report would write the tables of {out} there. Choose another path"
         )
     return beside
 

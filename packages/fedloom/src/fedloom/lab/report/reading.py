@@ -57,7 +57,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
         raise RunDirError("a report needs at least one run directory, got none")
     for path in paths:
         if paths.count(path) > 1:
-            raise RunDirError(f"run directory {path} is given twice")
+            raise RunDirError(f"run directory {path} is listed twice")
     names = [path.name for path in paths]
     labels = [path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}" for path in paths]
     return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
@@ -65,10 +65,10 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
 
 def _read(path: Path, label: str) -> Run:
     if not path.is_dir():
-        raise RunDirError(f"{path} is not a directory. Give the output directory of 'fedloom run'")
+        raise RunDirError(f"{path} is not a directory. Name the output directory of 'fedloom run'")
     if not (path / SETTINGS_FILE).is_file():
         raise RunDirError(
-            f"{path} is not a run directory: it contains no experiment.toml. Give the output directory of 'fedloom run'"
+            f"{path} is not a run directory: it contains no experiment.toml. Name the output directory of 'fedloom run'"
         )
     if not (path / METRICS_FILE).is_file():
         raise RunDirError(
@@ -90,7 +90,7 @@ def _read(path: Path, label: str) -> Run:
     most = max((int(points.client.max()) for points in series.values()), default=FEDERATION_CLIENT)
     if most >= (len(names) or MOST_CLIENTS):
         raise RunDirError(
-            f"{path / METRICS_FILE}: client {most} is not one of the {len(names)} clients of partition.parquet"
+            f"{path / METRICS_FILE}: client {most} is not one of the {len(names)} clients in partition.parquet"
         )
     if any(int(points.client.min()) < FEDERATION_CLIENT for points in series.values()):
         raise RunDirError(f"{path / METRICS_FILE}: the number of a client is negative")

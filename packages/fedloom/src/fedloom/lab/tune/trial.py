@@ -127,7 +127,7 @@ class TrialJournal:
         except Exception as error:  # the storage raises what its parser meets
             if isinstance(error, FedloomError) and not isinstance(error, InvalidValue):
                 raise
-            raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start anew with --force") from None
+            raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start over with --force") from None
 
     def append(self, trial: Trial, space: dict[str, BaseDistribution]) -> None:
         """Append a trial of the settings ``space``."""
@@ -190,12 +190,14 @@ def scored_models(
     model_kinds += ["hybrid"] if len(model_kinds) == 2 else []
     models = (choices | {"best-on-validation": tuple(model_kinds[-1:])}).get(wanted, (wanted,))
     if not models or not set(models) <= set(model_kinds):
-        raise ConfigError(f"[tune] model is {wanted!r}, but {label} has: {', '.join(model_kinds)}. Use model = 'auto'")
+        raise ConfigError(
+            f"[tune] model is {wanted!r}, but {label} has only: {', '.join(model_kinds)}. Use model = 'auto'"
+        )
     names = _defined(problem)
     metric_name = leading(names, "settings") if metric is None else metric
     if metric_name not in names:
         allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
-        raise ConfigError(f"[tune] metric is {metric_name!r}, but for this data it can be: {allowed}")
+        raise ConfigError(f"[tune] metric is {metric_name!r}, but for these data the metric can be: {allowed}")
     return models, metric_name, facts(metric_name).higher
 
 

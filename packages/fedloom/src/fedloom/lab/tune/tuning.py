@@ -128,7 +128,7 @@ class Tuning:
         for place, space in enumerate(spaces):
             if not space:
                 label = self.experiment.methods[place].label
-                raise ConfigError(f"{where}: {label} has no setting to search. Give it one in [tune.space.{label}]")
+                raise ConfigError(f"{where}: {label} has no setting to search. Add a setting in [tune.space.{label}]")
             check_values(document, place, space, where, read)
         seeds = self.tune.seeds or self.experiment.head.seeds[:1]
         if clients is None:
@@ -157,7 +157,7 @@ class Tuning:
             time = self.tune.simulated_seconds
             goal = Goal(method_rounds, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
             if time is not None and method.setting.devices is None:
-                raise ConfigError(f"{where}: [tune] simulated_seconds needs simulated times. Give [devices]")
+                raise ConfigError(f"{where}: [tune] simulated_seconds needs simulated times. Add [devices]")
             search = Search(space, self.tune, method.label, goal.higher, file_params(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
@@ -242,7 +242,7 @@ class Tuning:
         """
         check_executor(executor)
         if join:
-            raise ConfigError("an executor starts the work itself. Leave join out")
+            raise ConfigError("an executor distributes the work itself. Leave join out")
         tune = {key: value for key, value in self._recorded_identity()["tune"].items() if key in Tune.model_fields}
         luggage = pack_experiment(self.experiment, self._checksum(), tune=tune)
         with lock(self.out), interruptible() as interrupted:
@@ -288,15 +288,15 @@ class Tuning:
         """
         if self._force:
             raise ConfigError(
-                "a process that joins cannot start anew with --force, because other processes use "
-                f"the results. Delete {self.out} first"
+                "a process that joins cannot restart with --force, because other processes use the "
+                f"results. Delete {self.out} first"
             )
         session = JoinedWork(self.out)
         if session.is_begun and tomllib.loads((self.out / SEARCH_FILE).read_text()) != self._recorded_identity():
             raise RunDirError(
-                f"{self.out}: processes that joined work on another search. Join with the same file, "
-                "and change it after all have ended. If no process is left, delete "
-                f"{self.out / WORK_FOLDER}"
+                f"{self.out}: the processes that joined work on a different search. Join with the "
+                "same file, and change the file after all processes have ended. If no process is "
+                f"left, delete {self.out / WORK_FOLDER}"
             )
         session.begin(self._claim)
         names = [file_name(study.method.label) for study in self.studies]
@@ -434,10 +434,10 @@ class Tuning:
         try:
             difference = _changed(update_document(tomllib.loads(path.read_text())), now) if path.exists() else ""
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start anew with --force") from None
+            raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start over with --force") from None
         if difference:
             raise RunDirError(
-                f"{out} contains another search: {difference}. Choose another --out, or start anew with --force"
+                f"{out} contains a different search: {difference}. Choose another --out, or start over with --force"
             )
 
     def _claim(self) -> None:

@@ -62,7 +62,8 @@ def make_oracle(
         )
     if augment is not None and fed.data.each:
         raise Refused(
-            "augment changes only images, but these have a label per pixel, which would not change. Leave augment out"
+            "augment changes only images, but these images have a label per pixel, which augment "
+            "would not change. Leave augment out"
         )
     oracle = choose(
         "gradient engine", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.gradient_engine"

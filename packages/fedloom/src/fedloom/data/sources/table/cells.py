@@ -117,9 +117,9 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
     elif rest[0] == 0:  # half of a letter in 16 bits
         encoding = "UTF-16LE" if at else "UTF-16BE"
     return DataError(
-        f"{where}: not text in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). Save it as UTF-8, "
-        f"set encoding = {encoding.lower()!r}, or convert it: "
-        f"iconv -f {encoding} -t UTF-8 {Path(str(where)).name} > utf8.csv"
+        f"{where}: not text in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). Save the "
+        f"file as UTF-8, set encoding = {encoding.lower()!r}, or convert the file: iconv -f "
+        f"{encoding} -t UTF-8 {Path(str(where)).name} > utf8.csv"
     )
 
 
@@ -243,13 +243,13 @@ class _Lines:
         self.length, self._count = self.length + len(line), self._count + 1
         if "\0" in line:
             raise DataError(
-                f"{self._where}: line {self._count:,} holds a byte 0, which is no text. The file is damaged or of "
-                "another kind: export it again"
+                f"{self._where}: line {self._count:,} contains a byte 0, which does not occur in "
+                "text. The file is damaged or of a different kind: export the file again"
             )
         if self.length >= MAX_ROW_CHARACTERS:
             raise DataError(
-                f"{self._where}: a row of {MAX_ROW_CHARACTERS:,} characters or more. Check separator and quotes, "
-                "or leave the row out"
+                f"{self._where}: contains a row with at least {MAX_ROW_CHARACTERS:,} characters. "
+                "Check separator and quotes, or leave the row out"
             )
         if not line:
             raise StopIteration

@@ -52,7 +52,10 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
     plain = [" ".join(unicodedata.normalize("NFKC", name).split()) for name in names]
     counts = Counter(plain)
     if twice := sorted(name for name, same in zip(names, plain, strict=True) if counts[same] > 1 and name != same):
-        raise DataError(f"{where}: columns {', '.join(map(repr, twice))} and others differ in blanks alone. Rename one")
+        raise DataError(
+            f"{where}: columns {', '.join(map(repr, twice))} differ from other columns only in blanks. "
+            "Rename one of them"
+        )
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise DataError(
             f"{where}: two columns have the same name, {', '.join(map(repr, twice))}. {capitalize(rename(twice))}"

@@ -17,7 +17,8 @@ from fedloom.data.sources._base import FileSource
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table.cells import Piece, shortened
 from fedloom.data.subjects.design import Design
-from fedloom.data.tables import number_of
+from fedloom.data.survey.facts import time_unit
+from fedloom.data.tables import level, number_of
 from fedloom.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
 """Default levels, in lower case, that mark a row of the test part."""
 TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
 """Levels, in lower case, that mark a row of the training part."""
+TRAINING_NAME_PATTERN = re.compile(r"(?<![a-z])(is_?)?(train(ing)?|dev|derivation|learn)(?![a-z])", re.IGNORECASE)
+"""Pattern of the name of a column in which 1 and yes mean training."""
 YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
+ZONE_PATTERN = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
 ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row. unlabelled = 'drop' leaves rows without one out"
 
 
@@ -65,18 +69,19 @@ class DesignOptions(FileSource):
         """Return a TOML date as text."""
         return since.isoformat() if isinstance(since, date) else since
 
-    @field_validator("strata", mode="before")
+    @field_validator("strata", "test_levels", mode="before")
     @classmethod
-    def _one_or_more(cls, strata: object) -> object:
-        """Return a single column name as a tuple."""
-        return (strata,) if isinstance(strata, str) else strata
+    def _one_or_more(cls, names: object) -> object:
+        """Return a single name as a tuple, and whole numbers, such as years, as text."""
+        several = names if isinstance(names, list | tuple) else (names,)
+        return tuple(level(name) if isinstance(name, int) else name for name in several)
 
     @model_validator(mode="after")
     def _design_fits(self) -> DesignOptions:
         if self.test_levels and self.test_column is None:
-            raise ValueError("test_levels belong to test_column, which is not set. Set it")
+            raise ValueError("test_levels are levels of test_column, but test_column is not set. Set test_column")
         if self.test_since is not None and self.order is None and getattr(self, "agreement", None) is None:
-            raise ValueError("test_since needs order, the column with the time of each row. Set it")
+            raise ValueError("test_since needs order, the column with the time of each row. Set order")
         if self.test_since is not None and self.test_column is not None:
             raise ValueError("test_since and test_column both choose the test part. Leave one of them out")
         check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "client_column")})
@@ -157,6 +162,7 @@ class DesignReading:
         self.no_features = {*self.complete} - {*self.strata}
         self._moments = OrderTimes(GrowingRows((), np.float64), GrowingRows((), np.float64))
         self._odd: tuple[int, object] | None = None
+        self._zones = set[bool]()
 
     def add(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
         """Add a piece of the column of times."""
@@ -167,6 +173,8 @@ class DesignReading:
             room[:] = np.nan
         for k in np.flatnonzero(~missing).tolist():
             number, second = number_of(piece.cells[k]), seconds_of(piece.cells[k])
+            if number is None and second is not None and (shown := str(piece.cells[k]).strip()):
+                self._zones |= {ZONE_PATTERN.search(shown) is not None} if ":" in shown else set()
             rooms[0][k], rooms[1][k] = (np.nan if v is None else v for v in (number, second))
             if number is None and second is None and self._odd is None:
                 self._odd = piece.start + k, piece.cells[k]
@@ -220,6 +228,20 @@ class DesignReading:
         if self.order is not None:
             yield cast("NDArray[np.float64]", self._moments[self._dates].done())
 
+    def notes(self) -> Iterator[str]:
+        """Yield notes on times that hardly say which rows are later."""
+        for times in self.times():
+            valid = times[~np.isnan(times)]
+            first, last = (float(valid.min()), float(valid.max())) if len(valid) else (0.0, 0.0)
+            if len(valid) > 1 and first == last:
+                yield f"{self.order!r} is the same in every row, so no row is later than another. Leave out order"
+            elif not self._dates and time_unit("", np.array([first])) and time_unit("", np.array([last])) and (
+                time_unit("", np.array([first])) != time_unit("", np.array([last]))
+            ):  # fmt: skip
+                yield f"{self.order!r} contains both seconds and milliseconds since 1970. Write all times in one unit"
+        if self._zones == {True, False}:
+            yield f"{self.order!r}: times without a time zone are read as UTC, but other rows have a zone"
+
     def _mark_held_out(self, coded: Mapping[str, Coded], keep: Tensor, order: Tensor | None) -> Tensor | None:
         since, dates = self._options.get("test_since"), self._dates
         if since is not None and order is not None:
@@ -238,7 +260,7 @@ class DesignReading:
             return None
         if not bool(held_out.any()) or bool(held_out.all()):
             some = "every row is a test row" if bool(held_out.any()) else "no row is a test row"
-            raise DataError(f"{what}: {some}. Give a value that splits the rows, or leave it out")
+            raise DataError(f"{what}: {some}. Choose a value that splits the rows, or leave the option out")
         return held_out
 
     def _marks(self, names: Sequence[str]) -> set[str]:
@@ -255,6 +277,11 @@ class DesignReading:
             raise ConfigError(
                 f"test_column: {self._marked!r} contains {odd[0]!r}, which means neither yes nor no. "
                 f"List the levels that mark test rows in test_levels. The column has {shown}"
+            )
+        if not named and TRAINING_NAME_PATTERN.search(self._marked or ""):
+            raise ConfigError(
+                f"test_column: {self._marked!r} has the name of a mark of training rows. List the levels of test "
+                f"rows in test_levels. The column has {shown}"
             )
         return {*named} or {name for name in names if name.lower() in TEST_LEVELS}
 

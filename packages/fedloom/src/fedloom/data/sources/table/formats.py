@@ -66,7 +66,7 @@ class LibraryTable(TableSource):
         """Open the table of the file."""
         place = locate(type(self).__name__, self.path, data_dir, (), lambda p: p.is_file())
         if place.is_dir():
-            raise DataError(f"{place}: is a folder. Give the file of the table")
+            raise DataError(f"{place}: is a folder. Name the file of the table")
         check_regular(place)
         try:
             table = self.read_file(place)
@@ -156,7 +156,7 @@ class Statistics(LibraryTable):
         options |= {"user_missing": True} if reader not in ("read_xport", "read_por") else {}
         if self.catalog is not None:
             if reader != "read_sas7bdat":
-                raise ConfigError(f"{place}: catalog belongs to a .sas7bdat file. Leave it out")
+                raise ConfigError(f"{place}: catalog can be used only with a .sas7bdat file. Leave catalog out")
             catalog = locate("SAS catalog", self.catalog, None, (), lambda p: p.is_file())
             options |= {"catalog_file": str(catalog)}
         columns, facts = getattr(library, reader)(str(place), **options)

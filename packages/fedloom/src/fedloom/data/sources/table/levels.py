@@ -11,29 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS, Cells, Piece, Problems, numbers, shortened
-from fedloom.data.tables import Table, TableColumn, is_number, number_of
+from fedloom.data.tables import Table, TableColumn, is_number, level, number_of
 from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 LONGEST_NAME = 1000
 """Largest number of characters of a level: a class, a client or a category. Longer cells are free text."""
-WHOLE_NUMBER_PATTERN = re.compile(r"([-+]?\d+)\.0+")
-"""Pattern of an integer with zeros after its decimal point."""
-
-
-def level(cell: object) -> str:
-    """Return a level's name, which is equal for every type of file: 1, 1.0, "1", "1.0" and " 1" all become "1".
-
-    >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
-    ['1', '1', '1', '1', '01', 'True', 'b']
-    """
-    if isinstance(cell, float) and cell.is_integer():
-        return str(int(cell))
-    text = str(cell).strip()
-    whole = WHOLE_NUMBER_PATTERN.fullmatch(text)
-    return text if whole is None else whole[1]
-
-
 TRUTH_WORDS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), "true"),
     **dict.fromkeys(("false", "no", "f", "n", "0"), "false"),
@@ -41,13 +24,15 @@ TRUTH_WORDS = {
 """Common notations of true and false, in lower case."""
 MAX_SHOWN_GROUPS = 4
 """Largest number of groups of levels in a sentence."""
+NUMBER_PATTERN = re.compile(r"(?=.{1,15}$)[-+]?[0-9]+([.,][0-9]+)?(e[-+]?[0-9]{1,2})?")
+"""Pattern of the notations of a number. Double precision keeps 15 digits."""
 
 
 def alike(counts: Mapping[str, int]) -> str:
     """Return levels that are probably equal, as ``'0' (3) = 'FALSE' (4)``, or "" without such levels.
 
-    Levels are probably equal if they differ only in capitals, spaces or the encoding of a letter, or if they are
-    notations of true and false in a column without other levels.
+    Levels are probably equal if they differ only in capitals, spaces or the encoding of a letter, if they are notations
+    of one number, or if they are notations of true and false in a column without other levels.
 
     Args:
         counts: number of rows of every level.
@@ -56,8 +41,10 @@ def alike(counts: Mapping[str, int]) -> str:
     "'TRUE' (2) = 'true' (1) = '1' (4)"
     >>> alike({"f": 2, "m": 3, "F ": 1}), alike({"n": 2, "f": 3}), alike({"0": 2, "1": 3, "no": 4, "2": 5})
     ("'f' (2) = 'F ' (1)", '', '')
+    >>> alike({"7": 2, "007": 1, "7,0": 1, "a7": 1}), alike({"1.2.3": 1, "1.23": 1})
+    ("'7' (2) = '007' (1) = '7,0' (1)", '')
     """
-    plain = {name: " ".join(unicodedata.normalize("NFKC", name).casefold().split()) for name in counts}
+    plain = {name: _plain(name) for name in counts}
     texts = set(plain.values())
     truths = {TRUTH_WORDS[text] for text in texts} if texts <= TRUTH_WORDS.keys() else set[str]()
     if len(truths) > 1 or (truths and any(len(text) > 1 for text in texts)):
@@ -67,6 +54,13 @@ def alike(counts: Mapping[str, int]) -> str:
         groups.setdefault(text, []).append(f"{shortened(name)} ({counts[name]})")
     several = [" = ".join(names[:MAX_SHOWN_LEVELS]) for names in groups.values() if len(names) > 1]
     return shorten_list(several, MAX_SHOWN_GROUPS)
+
+
+def _plain(name: str) -> str:
+    """Return a level in lower case, without needless spaces, and a number without leading and trailing zeros."""
+    text = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+    number = NUMBER_PATTERN.fullmatch(text)
+    return np.format_float_positional(float(text.replace(",", ".")), trim="-") if number is not None else text
 
 
 Factors = Mapping[str, float | Mapping[str, float]]

@@ -32,7 +32,6 @@ from fedloom.data.sources.table.levels import (
     agreed_columns,
     factor_of,
     factors_by_client,
-    level,
     unapplied,
 )
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
@@ -41,7 +40,7 @@ from fedloom.data.survey.facts import MOST_ALONE
 from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
 from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.survey.people import IDENTITY_KINDS
-from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, markers_of
+from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
 MOST_COLUMNS = 100_000
@@ -148,12 +147,13 @@ class TableSource(DesignOptions):
         several = (self.task if self.agreement is None else self.agreement.task) == "multilabel"
         if not isinstance(self.target, tuple):
             if several and (self.target is not None or self.agreement is None):
-                raise ValueError("task = 'multilabel' needs target = [...], the columns of 0 and 1, one for each label")
+                raise ValueError("task = 'multilabel' needs target = [...], a list of 0/1 columns, one per label")
         elif not several or len({*self.target}) < max(2, len(self.target)):
             raise ValueError(
-                f"a model predicts one column, got {', '.join(map(str, self.target))}. For a time to an "
-                "event, set target to the time and event to the event. For several columns of 0 and 1, each given "
-                "once, set task = 'multilabel'. For several numbers, run one experiment for each"
+                f"a model predicts one column, got {', '.join(map(str, self.target))}. For a time to "
+                "an event, set target to the time and event to the event. For several 0/1 columns, "
+                "each given once, set task = 'multilabel'. For several numbers, run one experiment "
+                "for each"
             )
         return self
 
@@ -164,8 +164,8 @@ class TableSource(DesignOptions):
             columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
         ):
             raise ValueError(
-                f"factors of {columns[0]!r} differ by client, but client_column is not set. Set it to the "
-                "column of clients"
+                f"factors of {columns[0]!r} differ by client, but client_column is not set. Set "
+                "client_column to the column with the client of each row"
             )
         return self
 
@@ -260,7 +260,9 @@ class _Reading:
         self.special = [*spec.columns, *([] if spec.client_column is None else [spec.client_column])]
         self.design = design = DesignReading(spec.chosen)
         if {*self.labels} & {*design.complete} or (self.event is not None and self.event in design.complete):
-            raise ConfigError(f"{where}: the target cannot also be subject, order or test_column. Name another column")
+            raise ConfigError(
+                f"{where}: the target cannot also be subject, order or test_column. Name a different column"
+            )
         wanted = {
             *design.columns,
             *self.labels,
@@ -276,8 +278,9 @@ class _Reading:
         self.special += [column for column in design.complete if column != design.order]
         if len(names) > MOST_COLUMNS:
             raise DataError(
-                f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read. Check the separator, or give the "
-                "features as an array (NPZ, or a folder with x.npy)"
+                f"{where}: has {len(names):,} columns, but fedloom reads at most {MOST_COLUMNS:,}. "
+                "Check the separator, or provide the features as an array (NPZ, or a folder with "
+                "x.npy)"
             )
         checks.refuse_twins(where, names)
         if disguised := direction_in(*names, hidden=True):
@@ -297,7 +300,7 @@ class _Reading:
             self.features = list(self.agreed)
         if not self.features:
             raise ConfigError(
-                f"{where}: no column is left as a feature, the header contains "
+                f"{where}: no column is left as a feature. The header contains "
                 f"{', '.join(map(repr, names))}. Check separator, target and drop"
             )
         categorical = () if self.agreed else spec.categorical
@@ -567,6 +570,7 @@ class _Reading:
         yield from checks.note_filled_cells(self.agreed)
         yield from checks.note_range_excess(self.agreed, columns)
         yield from self.spellings.notes()
+        yield from self.design.notes()
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}
         yield from checks.doubtful_levels(coded, self.label)

@@ -74,7 +74,8 @@ class ExperimentDirectory:
             )
         if not is_run_directory(self.out):
             raise RunDirError(
-                f"{settings} was not written by a run, but a run would replace it. Choose another --out, or move it"
+                f"{settings} was not written by a run, but a run would replace this file. Choose "
+                "another --out, or move the file"
             )
         refuse_links(self.out, RESULT_FOLDERS)
         if self.force and not self._partly:
@@ -89,20 +90,20 @@ class ExperimentDirectory:
             difference = difference_to_recorded(before, self.experiment.settings(), "|".join(patterns))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise RunDirError(
-                f"{settings} is damaged: {error}. Choose another --out, or start anew with --force"
+                f"{settings} is damaged: {error}. Choose another --out, or start over with --force"
             ) from None
         if not difference and joins:
             difference = self._describe_other_methods(before)
         if difference and joins:
             raise RunDirError(
-                f"{self.out}: processes that joined work on another experiment: {difference}. Join "
-                "with the same settings, and change them after all have ended. If no process is "
-                f"left, delete {self.out / WORK_FOLDER}"
+                f"{self.out}: the processes that joined work on a different experiment: {difference}. "
+                "Join with the same settings, and change the settings after all processes have "
+                f"ended. If no process is left, delete {self.out / WORK_FOLDER}"
             )
         if difference:
             raise RunDirError(
-                f"{self.out} contains another experiment: {difference}. Choose another --out, or "
-                "start anew with --force"
+                f"{self.out} contains a different experiment: {difference}. Choose another --out, or "
+                "start over with --force"
             )
 
     def _describe_other_methods(self, before: Mapping[str, Any]) -> str:

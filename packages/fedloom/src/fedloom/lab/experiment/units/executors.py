@@ -53,7 +53,7 @@ def _loky(count: str) -> Any:
 
 def _dask(address: str) -> Any:
     if not address:
-        raise ConfigError("--executor dask needs the address of a scheduler, as dask:tcp://10.0.0.1:8786")
+        raise ConfigError("--executor dask needs the address of a scheduler, for example dask:tcp://10.0.0.1:8786")
     return _library("distributed", "distributed").Client(address).get_executor()
 
 
@@ -185,7 +185,9 @@ def _submit(executor: Executor, compute: Callable[..., bytes], luggage: Luggage,
 
 def _is_lost(unit: str, error: Exception) -> FedloomError:
     what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return FedloomError(f"the executor lost {unit:.120}: {what}. Finished runs are saved, and the same command resumes")
+    return FedloomError(
+        f"the executor lost {unit:.120}: {what}. Finished runs are saved, and the same command resumes the rest"
+    )
 
 
 def _library(module: str, package: str) -> Any:
@@ -197,7 +199,7 @@ def _library(module: str, package: str) -> Any:
 
 def _number(text: str, kind: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
-        raise ConfigError(f"--executor {kind} needs a number of workers, as {kind}:4, got {text!r}")
+        raise ConfigError(f"--executor {kind} needs a number of workers, for example {kind}:4, got {text!r}")
     return int(text)
 
 
@@ -205,5 +207,5 @@ def _options(text: str) -> dict[str, int | str]:
     """Return options of the form ``key=value,key=value``, with integers converted."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if wrong := [key for key, sign, _ in pairs if not sign]:
-        raise ConfigError(f"--executor slurm needs KEY=VALUE,..., as slurm:timeout_min=60, got {wrong[0]!r}")
+        raise ConfigError(f"--executor slurm needs KEY=VALUE,..., for example slurm:timeout_min=60, got {wrong[0]!r}")
     return {key: int(value) if value.isdecimal() else value for key, _, value in pairs}

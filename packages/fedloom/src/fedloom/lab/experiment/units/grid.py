@@ -50,7 +50,7 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     ]
     if len(varied) > MAX_METHODS:
         raise ConfigError(
-            f"{where}: [grid] makes {len(varied)} methods, but at most {MAX_METHODS} are allowed. Give fewer values"
+            f"{where}: [grid] defines {len(varied)} methods, but at most {MAX_METHODS} are allowed. Use fewer values"
         )
     return {**changed, "method": varied}
 
@@ -62,7 +62,9 @@ def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iter
         if isinstance(choices, Mapping):
             yield from _dimensions(choices, where, f"{key}.")
         elif not isinstance(choices, list) or not choices:
-            raise ConfigError(f"{where}: [grid] {key} must be a list of values, as [0.1, 0.3], got {choices!r:.80}")
+            raise ConfigError(
+                f"{where}: [grid] {key} must be a list of values, such as [0.1, 0.3], got {choices!r:.80}"
+            )
         else:
             distinct = [value for k, value in enumerate(choices) if value not in choices[:k]]
             if len(distinct) < len(choices):
@@ -87,8 +89,9 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
         return
     if name.partition(".")[0] in (*Setting.tables(), "data", "partition", "seeds", "seed"):
         raise ConfigError(
-            f"{where}: [grid] {key} is the same for all methods of an experiment. A grid varies the options of methods "
-            f"and {', '.join(Setting.per_method)}. Write a file for each value, or give --set and --out"
+            f"{where}: [grid] {key} is the same for all methods of an experiment. A grid varies only "
+            f"options of methods and {', '.join(Setting.per_method)}. Write a file for each value, or "
+            "use --set and --out"
         )
     raise unknown("key", name, sorted(allowed), f"{where}: [grid]")
 

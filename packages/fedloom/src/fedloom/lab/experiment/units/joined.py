@@ -93,7 +93,7 @@ class JoinedWork:
             ended = [*pool.map(handle, None, range(runs), interrupted)]
         if interrupted() or not all(ended):
             raise RunStopped(
-                Stop.INTERRUPTED, "other processes that joined continue. The same command joins them again"
+                Stop.INTERRUPTED, "other processes that joined still work. The same command joins them again"
             )
 
     def finish(self, write: Callable[[], object]) -> None:
@@ -184,5 +184,5 @@ class JoinedWork:
 
 def _wait(interrupted: Callable[[], bool]) -> None:
     if interrupted():
-        raise RunStopped(Stop.INTERRUPTED, "other processes that joined continue. The same command joins them again")
+        raise RunStopped(Stop.INTERRUPTED, "other processes that joined still work. The same command joins them again")
     time.sleep(PAUSE_SECONDS)

@@ -56,7 +56,7 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
             between directories, or ``out`` is in use.
     """
     if not is_unused(out):
-        raise RunDirError(f"{out} is not empty. Give a new folder for the merged runs")
+        raise RunDirError(f"{out} is not empty. Name a new folder for the merged runs")
     documents = {folder: _document(folder) for folder in folders}
     first = next(iter(documents.values()))
     for folder, document in documents.items():
@@ -98,7 +98,7 @@ def _document(folder: Path) -> dict[str, Any]:
     """
     for name in (SETTINGS_FILE, SUMMARY_FILE):
         if not (folder / name).is_file():
-            raise RunDirError(f"{folder} contains no {name}. Give directories of finished runs of 'fedloom run'")
+            raise RunDirError(f"{folder} contains no {name}. Name directories of finished runs of 'fedloom run'")
     content = regular(folder / SETTINGS_FILE).read_bytes()
     check_digest(folder / SETTINGS_FILE, content)
     try:
@@ -120,7 +120,8 @@ def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> 
             other, before = figures.setdefault(key, (folder, rows))
             if not rows.equals(before):
                 raise RunDirError(
-                    f"{run.method}, seed {run.seed}, has other results in {folder} than in {other}. Merge only one"
+                    f"{run.method}, seed {run.seed}, has different results in {folder} than in "
+                    f"{other}. Merge only one of the two"
                 )
 
 

@@ -61,11 +61,11 @@ def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
         return {KIND_KEY: "dict", "items": items}
     else:
         raise ConfigError(
-            f"{place} is a {type(value).__name__}, which cannot be sent to a worker. Put the data into a file"
+            f"{place} is a {type(value).__name__}, which cannot be sent to a worker. Save the data to a file"
         )
     module, name = type(value).__module__, type(value).__qualname__
     if module.partition(".")[0] != "fedloom":
-        raise ConfigError(f"{place} is a {module}.{name}, which cannot be sent to a worker. Put the data into a file")
+        raise ConfigError(f"{place} is a {module}.{name}, which cannot be sent to a worker. Save the data to a file")
     return {KIND_KEY: f"{module}:{name}", "fields": {key: _form(v, tensors, f"{place}.{key}") for key, v in pairs}}
 
 

@@ -190,7 +190,7 @@ def receive_data(experiment: str, data: bytes | None) -> bool:
     digest = tomllib.loads(experiment)["travel"]["data"]
     if data is not None:
         if sha256(data).hexdigest() != digest:
-            raise DataError("the data that came with a unit of work differ from the data of its experiment")
+            raise DataError("the data that came with a unit of work differ from the data of the unit's experiment")
         _held[digest] = data
     return not digest or digest in _held
 
@@ -220,8 +220,8 @@ def read_federation(experiment: str, seed: int) -> Federation:
         if source.checksum() != travel["checksum"]:
             raise DataError(
                 f"the data {plan.source_options['source']} of this worker differ from the data of the "
-                "experiment. Give the worker the same files, at the same place or in the folder that "
-                "FEDLOOM_DATA names"
+                "experiment. Put the same files on the worker, at the same place or in the folder "
+                "that FEDLOOM_DATA names"
             )
         return plan.partition(source, seed)
     held = decode(_held[travel["data"]])

@@ -54,7 +54,9 @@ def check_card(out: Path) -> None:
         ConfigError: the file exists. People may have edited it.
     """
     if out.exists():
-        raise ConfigError(f"{out} already exists and may contain text by people. Move it, then write it again")
+        raise ConfigError(
+            f"{out} already exists and may contain text that people wrote. Move this file, then write the card again"
+        )
 
     def owns(place: Path) -> bool:
         return len(place.parts) == 2 and place.parts[0] not in RESULT_FOLDERS

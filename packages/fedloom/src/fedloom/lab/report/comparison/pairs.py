@@ -147,7 +147,8 @@ def checked_margin(margin: object) -> float | None:
     if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin < math.inf:
         return float(margin)
     raise ConfigError(
-        f"margin must be a number greater than 0, in the units of the metric (0.01 is one point), got {margin!r}"
+        "margin must be a number greater than 0, in the units of the metric (0.01 is one percentage "
+        f"point), got {margin!r}"
     )
 
 
