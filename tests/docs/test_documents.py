@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 import fedloom as fl
+from fedloom import storage
 from fedloom.algorithms import REGISTRY, upload_fields
 from fedloom.lab.experiment.cards import COUNTED_METHODS, cards, text
 from fedloom.lab.report import PairVerdict
@@ -66,9 +67,9 @@ def test_the_comparison_of_the_first_page_prints_what_is_shown(
 
 def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> None:
     text = " ".join((ROOT / "README.md").read_text().replace("\n> ", " ").split())
-    assert f"let {len(fl.testing.METHOD_LAWS)} laws check it" in text
+    assert f"check it against {len(fl.testing.METHOD_LAWS)} laws" in text
     replayed = [name for name, card in cards().items() if "Replayed:" in card]
-    assert f"{len(replayed)} of {len(COUNTED_METHODS)} are replayed step by step against public code" in text
+    assert f"{len(replayed)} of {len(COUNTED_METHODS)} are compared step by step with public code" in text
     assert f"It runs {len(COUNTED_METHODS)} published methods" in text
     with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:
         measured = {(row["method"], row["setup"]) for row in csv.DictReader(file) if row["mean"]}
@@ -76,7 +77,7 @@ def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> 
     methods, setups = ({pair[k] for pair in measured} for k in (0, 1))
     page = (ROOT / "docs" / "map.md").read_text()
     (none,) = re.findall(rf"\*\*In (\d+) of {len(setups)} federations, no method is better than the baseline", page)
-    assert f"In {none} of {len(setups)} kinds of federation, none of {len(methods)} methods is better" in text
+    assert f"In {none} of {len(setups)} kinds of federation, none of {len(methods)} methods beats both" in text
 
 
 def test_figures_of_the_first_page_are_those_of_their_records() -> None:
@@ -84,7 +85,7 @@ def test_figures_of_the_first_page_are_those_of_their_records() -> None:
     (row,) = re.findall(r"^\| FedAvg \| 1,000,000 \|(.+)\|$", scale, flags=re.MULTILINE)
     cells = [cell.strip() for cell in row.split("|")]
     milliseconds = f"{1000 * float(cells[2].removesuffix(' s')):.0f} ms"
-    assert f"train a round of FedAvg in {milliseconds} on one core, in {cells[-1]} (softmax" in text
+    assert f"clients takes {milliseconds} on one core, in {cells[-1]} (softmax" in text
     assert "1,000 clients train" in " ".join(scale.split()), "the cohort of that row"
     assert f"1,000 of 1,000,000 clients takes {milliseconds}" in " ".join(
         (ROOT / "docs" / "scale.md").read_text().split()
@@ -410,6 +411,26 @@ def test_notebooks_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pairs = list(zip(re.findall(number, recorded), re.findall(number, fresh), strict=True))
     near = [abs(float(a) - float(b)) <= 0.03 * max(1.0, float(a)) for a, b in pairs]
     assert sum(near) >= 0.9 * len(pairs), "the outputs are stale: execute the notebook and commit it"
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
+def test_every_cell_of_a_notebook_runs_for_a_round(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a key, a name or a form that has changed is found without the minutes of `test_notebooks_run`."""
+    monkeypatch.delenv("FEDLOOM_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    read, read_toml, simulate = fl.experiment.read, storage.read_toml, fl.simulate
+
+    def read_short_table(path: Path, what: str) -> dict[str, Any]:
+        document = read_toml(path, what)
+        return document | {"rounds": 1, "tune": {"trials": 1, "rounds": 1}}
+
+    monkeypatch.setattr(fl.experiment, "read", lambda path: read(path, ["rounds=1"]))
+    monkeypatch.setattr(storage, "read_toml", read_short_table)
+    monkeypatch.setattr(fl, "simulate", lambda *words, **kwargs: simulate(*words, **kwargs | {"rounds": 1}))
+    names = dict[str, Any]()
+    for cell in json.loads(file.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), file.name, "exec"), names)
 
 
 def printed(file: Path) -> str:

@@ -42,10 +42,10 @@ JUMP_SECONDS = 400 * 86400.0
 KINDS = (*DISK_FAULTS, "clock", "no locks", "late reply", "lost reply")
 WORDS = {
     "ENOSPC": "the disk is full",
-    "EIO": "an operation of the disk fails",
+    "EIO": "a disk operation fails",
     "kill": "the process is killed",
-    "power": "the power fails; only what was fsynced is there",
-    "clock": "the clock jumps by 400 days, forth or back",
+    "power": "the power fails; only synced data survive",
+    "clock": "the clock jumps by 400 days, forward or back",
     "no locks": "the disk has no file locks",
     "late reply": "a reply of a site comes after the deadline",
     "lost reply": "a reply of a site never comes",

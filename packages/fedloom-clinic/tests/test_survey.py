@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,60 @@ def test_what_names_or_reaches_a_person_is_no_feature(case: str, tmp_path: Path)
     assert f"column {name!r}: " in said.output
 
 
+VISITS = {
+    "a security number": ("col17", [f"{100 + k}-{10 + k}-{1000 + 7 * k}" for k in range(40)]),
+    "an account": ("konto", [f"DE{10 + k} 1234 5678 9012 {1000 + k} 12" for k in range(40)]),
+    "a number of health insurance": ("versnr", [f"A{100000000 + 17 * k}" for k in range(40)]),
+    "a record of patients": ("MRN", [f"MRN{1000000 + 31 * k}" for k in range(40)]),
+    "a phone": ("reach", [f"+49 30 {100000 + 7 * k}" for k in range(40)]),
+    "an email with a name": ("kontakt", [f"User {k} <u{k}@clinic.example>" for k in range(40)]),
+    "a street": ("home", [f"{LAST[k % 10]}straße {k}" for k in range(40)]),
+    "a doctor": ("Hausarzt", [f"Dr. med. {LAST[k % 10]}{'abcd'[k // 10]}" for k in range(40)]),
+    "the surname first": ("who", [f"{LAST[k % 10]}, {FIRST[k // 10]}" for k in range(40)]),
+    "a DICOM name": ("PN", [f"{LAST[k % 10].upper()}^{FIRST[k // 10].upper()}" for k in range(40)]),
+    "initials": ("Initialen", [f"{chr(65 + k % 20)}.{chr(70 + k // 20)}." for k in range(40)]),
+    "remarks": ("Bemerkung", [f"siehe Brief {k}" for k in range(40)]),
+    "names of a mother": ("mother's name", [f"{FIRST[k % 10]} {LAST[k // 10]}" for k in range(40)]),
+    "a last name with a number": ("LastName_1", [f"{LAST[k % 10]}{'abcd'[k // 10]}" for k in range(40)]),
+    "Chinese": ("患者姓名", [f"{'王李张刘陈'[k % 5]}{'伟芳娜敏静华明军'[k // 5]}" for k in range(40)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VISITS)
+def test_a_person_with_several_visits_is_no_feature(case: str, tmp_path: Path) -> None:
+    name, people = VISITS[case]
+    frame = pd.concat([clean()] * 2, ignore_index=True)
+    frame.insert(0, name, [people[k % 40] for k in range(len(frame))])
+    frame["crp"] += RNG.random(len(frame))
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    said = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "ill", "--subject", ""]).output
+    draft = tomllib.loads((tmp_path / "t.toml").read_text())["data"]
+    assert name in draft["drop"], said
+    assert name not in draft.get("categorical", [])
+
+
+def test_a_number_of_a_person_that_repeats_is_proposed_as_subject(tmp_path: Path) -> None:
+    name, people = VISITS["a number of health insurance"]
+    frame = pd.concat([clean()] * 2, ignore_index=True)
+    frame.insert(0, name, [people[k % 40] for k in range(len(frame))])
+    (note,) = [note for note in fl.Dataset.create(frame).notes if name in note]
+    assert "name it in subject" in note
+    assert not any(name in note for note in fl.Dataset.create(frame, subject=name).notes)
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    said = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "ill"]).output
+    assert re.search(rf"subject: .*{name!r}", said), said
+
+
 def test_ordinary_columns_are_of_nobody() -> None:
     for name, cells in (
         ("Telephone", ["yes", "none"] * 40), ("name", ["a", "b"] * 40), ("cell", ["T", "B"] * 40),
         ("visit_date", [f"2020-{1 + k % 12:02d}-{1 + k % 28:02d}" for k in range(80)]),
         ("code", [f"{'ABC'[k % 3]}{k}" for k in range(80)]), ("dose", [f"{k / 7:.3f}" for k in range(80)]),
+        ("drug", [f"Metformin {k % 30} 500 mg" for k in range(80)]), ("icd", [f"I{k % 40}.{k % 9}" for k in range(80)]),
+        ("diagnosis", [f"{'ABCDEFG'[k % 7]}trial {'xyz'[k % 3]}ibrillation" for k in range(80)]),
+        ("county", ["Kings", "Orange", "Erie", "Monroe", "Albany", "Essex", "Ulster", "Lewis", "Wayne", "Yates"] * 8),
+        ("atc", [f"N{k % 30:02d}BE01" for k in range(80)]), ("first_visit", ["yes", "no"] * 40),
+        ("last_stage", [f"Stage {'IVX'[k % 3]}" for k in range(80)]), ("street", ["Grvl", "Pave"] * 40),
         ("nombre_visites", [str(k % 5) for k in range(80)]), ("city", ["New York", "Los Angeles"] * 40),
     ):  # fmt: skip
         assert ColumnProfile(name, np.array(cells, object)).personal == "", name

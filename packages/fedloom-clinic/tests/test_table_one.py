@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +14,8 @@ from scipy import stats
 from typer.testing import CliRunner
 
 import fedloom as fl
+from fedloom.analyses import AnalysisTerms, Question, Rules, schema_of
+from fedloom.analyses.rows import dataset_rows
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.cli import app
 from fedloom_clinic.table_one import TableOne
@@ -114,6 +118,53 @@ def test_small_cells_are_merged_and_totals_are_of_all_rows() -> None:
     assert glucose["mean"] == pytest.approx(frame.glucose.mean(), abs=1e-9)
 
 
+@pytest.mark.parametrize("gaps", [0, 1, 4, 5, 30])
+@pytest.mark.parametrize("group", [None, "arm"])
+def test_no_figure_shows_gaps_of_fewer_subjects_than_the_minimum(gaps: int, group: str | None) -> None:
+    """Counts of missing cells and of cells beyond the range, and everything that they could be derived from."""
+    frame = patients()[1]
+    frame["glucose"] = np.random.default_rng(1).normal(6, 1, len(frame))
+    at = frame[(frame.site == "b") & (frame.arm == "new")].index
+    frame.loc[at[:gaps], ["glucose", "ward"]] = [np.nan, None]
+    data = fl.Dataset.create(
+        frame, "died", client_column="site", categorical=("ward", "arm"), impute=True, group_columns=("arm",)
+    )
+    rules = {"min_subjects": 5, "min_clients": 2}
+    table = fl.analyze("table-1", data, rules=rules, group=group, bins=20).table.to_pandas()
+    arm, rows = ("new", frame[frame.arm == "new"]) if group else ("all", frame)
+    found, wards = row(table, "glucose", arm), table[(table.column == "ward") & (table.group == arm)]
+    hidden = 0 if gaps < 5 else gaps
+    assert (found.missing, found["rows"], sum(found.counts)) == (hidden, *2 * [len(rows) - hidden])
+    assert wards["rows"].sum() == len(rows)
+    assert "missing" not in set(wards.level)
+    assert wards.missing.isna().all() if hidden else (wards.missing == 0).all(), "beside few clients: part of other"
+    assert found["mean"] == pytest.approx(rows.glucose.mean(), abs=1e-9 if gaps in (0, 5, 30) else 0.05)
+    assert "of fewer than 5 subjects" in table.note[0]
+
+
+def test_a_column_without_gaps_keeps_its_levels_under_a_minimum() -> None:
+    frame = patients()[1][["site", "arm", "age", "died"]]
+    data = fl.Dataset.create(frame, "died", client_column="site", categorical=("arm",))
+    table = fl.analyze("table-1", data, rules={"min_subjects": 5, "min_clients": 3}).table.to_pandas()
+    assert table[table.column == "arm"].level.tolist() == ["new", "old"]
+
+
+def test_numbers_beyond_the_agreed_range_are_counted_from_the_minimum_on() -> None:
+    frame = patients()[1][["site", "age", "died"]]
+    frame.loc[frame[frame.site == "a"].index[:3], "age"] = 400.0
+    frame.loc[frame[frame.site == "b"].index[:7], "age"] = 400.0
+    data = fl.Dataset.create(frame, "died", client_column="site")
+    schema = schema_of(data)
+    schema = replace(schema, columns=(schema.columns[0].with_(range=(20.0, 110.0)),))
+    clients = [*dataset_rows(data).values()]
+    terms = AnalysisTerms(schema, torch.tensor(SIZES), Rules(min_subjects=5, min_clients=2))
+    one = TableOne(bins=9)
+    terms = replace(terms, published=tuple(one.publish(client, terms) for client in clients))
+    answers = torch.stack([one.answer(Question("counts"), client, terms) for client in clients])
+    beyond = answers[:, -2]
+    assert beyond.tolist() == [0, 7, 0, 0]
+
+
 def test_the_command_prints_it_without_histograms(tmp_path: Path) -> None:
     _, frame = patients()
     frame.to_csv(tmp_path / "t.csv", index=False)
@@ -125,7 +176,7 @@ def test_the_command_prints_it_without_histograms(tmp_path: Path) -> None:
     assert said.exit_code == 0, said.output
     line = next(line for line in said.output.splitlines() if {"age", "new"} <= {*line.split()})
     assert f"{frame[frame.arm == 'new'].age.mean():.4g}" in line
-    assert "2 questions to 4 clients" in said.output
+    assert "3 questions to 4 clients" in said.output
 
 
 def test_it_obeys_the_laws() -> None:
@@ -140,3 +191,47 @@ def test_what_it_cannot_be_of_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="group"):
         fl.analyze("table-1", patients()[0], group="age")
     assert torch.is_tensor(patients()[0].x)
+
+
+@pytest.mark.parametrize("clients", [3, 5])
+def test_a_statistic_over_clients_leaves_their_counts_open(clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An observer of total and statistic tries all counts of a level at clients of known sizes.
+
+    At three clients, a fine step leaves the true counts only, so no statistic is computed. At five clients, many counts
+    fit the statistic in its coarse step.
+    """
+    steps, bounds = [], TableOne.bounds
+
+    def recorded(self: TableOne, question: Any, terms: Any) -> Any:
+        found = bounds(self, question, terms)
+        if question.name == "differences":
+            steps.append((question.values["shares"], found.step))
+        return found
+
+    monkeypatch.setattr(TableOne, "bounds", recorded)
+    rng, sizes = np.random.default_rng(3), (30, 25, 20, 22, 27)[:clients]
+    frame = pd.DataFrame({
+        "site": np.repeat(list("abcde")[:clients], sizes), "sex": rng.choice(["f", "m"], sum(sizes), p=[0.3, 0.7]),
+        "died": rng.integers(0, 2, sum(sizes)),
+    })  # fmt: skip
+    data = fl.Dataset.create(frame, "died", client_column="site", categorical=("sex",))
+    table = fl.analyze(TableOne(rules={"min_subjects": 2, "min_clients": 2}), data).table.to_pandas()
+    assert table.p_clients.isna().all() == (clients == 3) == (not steps)
+    female = (frame[frame.sex == "f"].groupby("site").size().to_numpy()).astype(int)
+    n, share = np.array(sizes), female.sum() / sum(sizes)
+    grids = np.meshgrid(*(np.arange(size + 1) for size in sizes[:-1]), indexing="ij")
+    last = female.sum() - sum(grids)
+    possible = np.stack([*grids, last], -1)[(last >= 0) & (last <= sizes[-1])]
+
+    def left(step: float) -> int:
+        """Return how many counts agree with the rounded statistic."""
+        chi = [(counts - n * share) ** 2 * (1 / (n * share) + 1 / (n * (1 - share))) for counts in (possible, female)]
+        sums = [np.rint(values / step).sum(-1) for values in chi]
+        return int((sums[0] == sums[1]).sum())
+
+    if clients == 3:
+        assert left(2.0**-36) == 1
+    else:
+        (shares, step) = steps[-1]
+        assert float(shares.sum()) == pytest.approx(1)
+        assert left(2.0 ** np.floor(np.log2(float(step[-2])))) > 20

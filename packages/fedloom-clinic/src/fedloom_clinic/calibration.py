@@ -4,7 +4,8 @@ References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (the error by
 G. W. Brier, Monthly Weather Review 1950.
 
 A score is the probability of the second class of a binary task, otherwise the probability of the most probable class.
-Rows, scores and outcomes are summed in agreed bins. Bins that too few clients reach are merged, as in `conformal`.
+Rows, scores and outcomes are summed in agreed bins. Bins in which too few clients have enough subjects with the outcome
+and enough without it are merged, as in `conformal`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fedloom.analyses.tables import NUMBER_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import merges
-from fedloom_clinic.conformal import ends_of_bins, flag_ranges, probabilities_of, ranges_of_bins
+from fedloom_clinic.conformal import check_reached, ends_of_bins, flag_ranges, probabilities_of, ranges_of_bins
 
 
 class ScoredBins(NamedTuple):
@@ -54,6 +55,8 @@ class Calibration(Analysis):
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         if question.name == "bins" and len(question.values["reached"]) != len(self._ranges):
             raise Refused(f"reached of a question has {len(self._ranges)} numbers")
+        if question.name == "bins":
+            check_reached(question.values["reached"], self._ranges, len(terms.sizes))
 
     def question(self, state: ScoredBins) -> Question | None:
         if state.reached is None:
@@ -73,7 +76,11 @@ class Calibration(Analysis):
         score, came = (p[:, 1], label == 1) if terms.schema.task == "binary" else (p.amax(1), p.argmax(1) == label)
         fine = (score * self.bins).long().clamp(max=self.bins - 1)
         if question.name == "reached":
-            return flag_ranges(fine, test.subjects, self._ranges, terms.rules.min_subjects)
+            flags = (
+                flag_ranges(fine[some], test.subjects[some], self._ranges, terms.rules.min_subjects)
+                for some in (came, ~came)  # so that neither outcomes nor their absence are a small cell
+            )
+            return torch.stack([*flags]).amin(0)
         ends = self._ends(question.values["reached"], terms)
         of = torch.bucketize(fine, torch.tensor(ends[1:-1]), right=True)
         rows, outcomes, scores = (
@@ -112,4 +119,4 @@ class Calibration(Analysis):
     def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[int]:
         if not merges(terms.rules):
             return [*range(self.bins + 1)]
-        return ends_of_bins(reached, self._ranges, terms.rules, what="in the test part")
+        return ends_of_bins(reached, self._ranges, terms.rules, what="with the outcome and without it in the test part")

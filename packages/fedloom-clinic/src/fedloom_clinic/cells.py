@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.analyses import ClientRows, Rules, Schema
+from fedloom.analyses import AnalysisTerms, ClientRows, Rules, Schema
 from fedloom.errors import Refused
 from fedloom.hints import unknown
 
 OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
+BLANK_LEVELS = ("", MISSING_LEVEL)
+"""Names of the cell of rows without a code: of a kept column, and of a feature."""
 CLIENT_GROUP = "client"
 """Word that makes every client a group."""
 
@@ -32,6 +34,15 @@ class MergedCells(NamedTuple):
     def members(self) -> Tensor:
         """Matrix ``[cells, L]``, 1 if a cell before the merge is part of a new cell."""
         return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
+
+    def reached(self, flags: Tensor) -> Tensor:
+        """Return flags of the cells that contain rows. Missing cells that no client counts contain no row.
+
+        Args:
+            flags: ``[n, L]`` of the cells before the merge, see `merged_cells`.
+        """
+        empty = self.names[-1] in BLANK_LEVELS and not bool(flags[:, self.of == len(self.names) - 1].any())
+        return torch.arange(len(self.names)) < len(self.names) - empty
 
 
 def every_cell(names: Sequence[str]) -> MergedCells:
@@ -60,15 +71,26 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
     return (*map(str, schema.columns[place].names), MISSING_LEVEL)
 
 
-def group_codes(client: ClientRows, schema: Schema, group: str | None) -> Tensor:
-    """Return the place of every row's group ``[N]``."""
+def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> Tensor:
+    """Return the place of every row's group ``[N]``.
+
+    Rows without a group are no group of their own if fewer subjects have such rows than the rules allow to be counted.
+    They belong to the client's most frequent group then.
+    """
+    schema = terms.schema
     if group is None or group == CLIENT_GROUP:
         return torch.full((len(client),), 0 if group is None else client.place)
     if group in schema.levels:
-        return client.columns[group].long()
-    place = schema.place(group)
-    assert place is not None
-    return level_codes(client.x[:, place], schema.columns[place].levels)
+        code, blank = client.columns[group].long(), len(schema.levels[group]) - 1
+        blank = blank if schema.levels[group][-1] in BLANK_LEVELS else -1
+    else:
+        place = schema.place(group)
+        assert place is not None
+        code, blank = level_codes(client.x[:, place], schema.columns[place].levels), schema.columns[place].levels
+    some = code == blank
+    if 0 < len(client.subjects[some].unique()) < terms.rules.min_subjects and not bool(some.all()):
+        code = torch.where(some, code[~some].mode().values, code)
+    return code
 
 
 def level_codes(values: Tensor, levels: int) -> Tensor:
@@ -93,19 +115,24 @@ def merges(rules: Rules) -> bool:
     return rules.min_clients > 1 or rules.min_subjects > 1
 
 
-def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> MergedCells:
+def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
     """Return the cells, with cells that too few clients reach merged into "other".
 
-    A cell that enough clients reach is part of "other", so that no sum reveals the merged cells.
+    A cell that enough clients reach is part of "other", so that no sum reveals the merged cells. Missing cells, which
+    come last, stay apart if no client has enough of them: a client does not count them then, see `group_codes`.
 
     Args:
         names: names of the cells.
         flags: ``[n, L]`` 1 if a client has at least the smallest allowed number of rows in a cell.
         rules: agreed rules.
+        gaps: True if a client counts missing cells. None: the flags of the last cell say so.
     """
     if not merges(rules) or len(names) == 1:
         return every_cell(names)
     support = flags.sum(0)
+    if names[-1] in BLANK_LEVELS and not (bool(support[-1]) if gaps is None else gaps):
+        cells = merged_cells(names[:-1], flags[:, :-1], rules)
+        return MergedCells((*cells.names, names[-1]), torch.cat([cells.of, torch.tensor([len(cells.names)])]))
     enough = support - rules.missing >= rules.min_clients
     if bool(enough.all()):
         return every_cell(names)

@@ -337,7 +337,7 @@ class Glm(Penalized):
                     f"{count} rows for {size} coefficients leave no degrees of freedom for the residuals. "
                     "Leave columns out"
                 )
-            scale = (of_targets - 2 * exact.value) / (count - spent)
+            scale = max(of_targets - 2 * exact.value, 0.0) / (count - spent)  # rounding may leave a perfect fit below 0
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
         back = np.eye(size)  # coefficients as they are measured are linear in these
         back[first:, first:] = np.diag(1 / unit_of)

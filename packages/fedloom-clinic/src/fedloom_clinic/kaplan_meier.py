@@ -108,7 +108,7 @@ class KaplanMeier(Analysis):
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
         filled = flags[:, len(names) :].view(len(flags), len(names), -1)
-        filled = (groups.members @ filled > 0).double()
+        filled = (groups.members @ filled > 0).double()[:, groups.reached(flags[:, : len(names)])]
         of = merged_bins(filled, terms.rules)
         last = [int((of == k).nonzero().max()) for k in range(int(of.max()) + 1)]
         return Counted(groups, ends[last])
@@ -176,7 +176,7 @@ class KaplanMeier(Analysis):
         ends = self._ends(terms)
         place = torch.searchsorted(ends, client.y[:, 0].contiguous())
         event = (client.y[:, 1] == 1) & (place < len(ends))
-        return group_codes(client, terms.schema, self.group), place.clamp(max=len(ends) - 1), event
+        return group_codes(client, terms, self.group), place.clamp(max=len(ends) - 1), event
 
 
 def curve_of(counts: Floats) -> SurvivalCurve:

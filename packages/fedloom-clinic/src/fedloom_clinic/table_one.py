@@ -22,7 +22,7 @@ from scipy import stats
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
-from fedloom.errors import DataError
+from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
     MISSING_LEVEL,
@@ -34,6 +34,7 @@ from fedloom_clinic.cells import (
     level_codes,
     merged_bins,
     merged_cells,
+    merges,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 SUM_STEP = 2.0**-36
 """Step of sums and squares under masks."""
+HOMOGENEITY_STEP = 2.0**-3
+"""Step of a statistic of homogeneity over clients if small cells are merged, as a chi-square statistic."""
+MIN_COMPARED_CLIENTS = 5
+"""Smallest number of clients that are compared if small cells are merged.
+
+With the totals, a statistic over three or four clients leaves few possible counts for each client.
+"""
+MIN_LEVEL_SHARE = 0.05
+"""Share below which the statistic of a level is rounded more coarsely, because it divides by the share."""
 TABLE_QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 UNIT_FACTORS = {
     18.02: "glucose in mmol/l and mg/dl", 88.4: "creatinine in mg/dl and umol/l", 38.67: "cholesterol in mmol/l and "
@@ -56,6 +66,12 @@ NOTED_DISTANCE = 1.0
 
 Cohen calls an effect of 0.8 large.
 """
+
+
+GAPS_NOTE = (
+    "cells that are missing or beyond the range, of fewer than {} subjects of a client, are not counted: they take the "
+    "client's mean or most frequent level, or the end of the range"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +113,11 @@ class TableOne(ScriptedAnalysis):
 
     kind: ClassVar[str] = "table-1"
     needs_table: ClassVar[bool] = True
-    questions: ClassVar = {"counts": {}, "spreads": {"centres": 2, "shares": 2}}
+    questions: ClassVar = {
+        "counts": {},
+        "spreads": {"centres": 2},
+        "differences": {"means": 1, "variances": 1, "shares": 2},
+    }
 
     group: str | None = Field(None, description="a column with levels, or 'client' (None: one column of figures)")
     bins: int = Field(50, ge=2, le=1000, description="number of equal bins for a numeric column, over its agreed range")
@@ -110,13 +130,31 @@ class TableOne(ScriptedAnalysis):
     def kept_columns(self) -> tuple[str, ...]:
         return () if self.group in (None, CLIENT_GROUP) else (str(self.group),)
 
+    @property
+    def _min_variance(self) -> float:
+        """Smallest variance of a number on [-1, 1] by which a statistic is divided: the variance of an agreed bin."""
+        return (2 / self.bins) ** 2 / 12
+
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         super().check(schema, setting)
         groups_of(schema, self.group, 1)
 
+    def check_question(self, question: Question, terms: AnalysisTerms) -> None:
+        if question.name == "differences" and not compares_clients(terms):
+            raise Refused(
+                f"fewer than {MIN_COMPARED_CLIENTS} clients are not compared, because their counts would show"
+            )
+        groups, columns = self._cells(terms)
+        numbers = sum(column.edges is not None for column in columns)
+        lowest = {"centres": -1.0, "means": -1.0, "variances": self._min_variance, "shares": 0.0}
+        rows = {"centres": len(groups.names), "means": numbers, "variances": numbers, "shares": len(columns) - numbers}
+        for name, values in question.values.items():
+            if len(values) != rows[name] or not bool(((values >= lowest[name]) & (values <= 1)).all()):
+                raise Refused(f"{name} of a question must be {rows[name]} rows of numbers from {lowest[name]:.3g} to 1")
+
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         columns, groups = self._agreed(terms.schema), groups_of(terms.schema, self.group, len(terms.sizes))
-        code = group_codes(client, terms.schema, self.group)
+        code = group_codes(client, terms, self.group)
         counts = [count_subjects(code, client.subjects, len(groups))]
         for g in range(len(groups)):
             some = client.select(code == g)
@@ -129,12 +167,16 @@ class TableOne(ScriptedAnalysis):
         numbers = [column for column in columns if column.edges is not None]
         if question.name == "spreads":
             squares = Bounds.counts(len(groups.names) * len(numbers), 4 * most)
+            return squares._replace(step=torch.full_like(squares.step, SUM_STEP))
+        if question.name == "differences":
+            shares, variances = question.values["shares"], question.values["variances"].double()
+            smallest = torch.tensor([float(row[row > 0].min()) if bool((row > 0).any()) else 1.0 for row in shares])
             between = Bounds.counts(len(numbers), 4 * most)
-            shares = question.values["shares"]
-            smallest = [float(row[row > 0].min()) if bool((row > 0).any()) else 1.0 for row in shares]
-            chi = torch.tensor([most / share for share in smallest], dtype=torch.float64)
-            every = [squares, between, Bounds.between(torch.zeros(len(chi)), chi), Bounds.counts(len(columns), 1)]
-            return Bounds.join([part._replace(step=torch.full_like(part.step, SUM_STEP)) for part in every])
+            chi = Bounds.between(torch.zeros(len(shares)), most / smallest)
+            unit = HOMOGENEITY_STEP if merges(terms.rules) else SUM_STEP
+            coarse = unit * (MIN_LEVEL_SHARE / smallest.double()).clamp(min=1)
+            present = Bounds.counts(len(columns), 1)
+            return Bounds.join([between._replace(step=unit * variances), chi._replace(step=coarse), present])
         low, high, step = [], [], []
         for column in columns:
             size, last = column.size, int(column.edges is not None)
@@ -146,7 +188,8 @@ class TableOne(ScriptedAnalysis):
         return Bounds.join([rows, Bounds(*sides)])
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
-        _, columns = self._cells(terms)
+        groups, columns = self._cells(terms)
+        client = self._fill_rare_gaps(client, terms, groups, columns)
         return [
             client.select(
                 ~client.x[:, column.place].isnan() if column.edges is None else _scaled(client, terms, column)[1]
@@ -156,27 +199,29 @@ class TableOne(ScriptedAnalysis):
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         groups, columns = self._cells(terms)
-        code = groups.of[group_codes(client, terms.schema, self.group)]
+        client = self._fill_rare_gaps(client, terms, groups, columns)
+        code = groups.of[group_codes(client, terms, self.group)]
         if question.name == "counts":
             return _counted(client, terms, columns, groups, self.group)
-        centres, shares = question.values["centres"], question.values["shares"]
-        squares, between, chi, present = [], [], [], []
-        numbers = (column for column in columns if column.edges is not None)
-        for k, column in enumerate(numbers):
+        numbers = [column for column in columns if column.edges is not None]
+        if question.name == "spreads":
+            squares = torch.zeros(len(groups.names), len(numbers), dtype=torch.float64)
+            for k, column in enumerate(numbers):
+                u, whole = _scaled(client, terms, column)
+                gap = torch.where(whole, u - question.values["centres"][code, k], 0.0)
+                squares[:, k].index_add_(0, code, gap**2)
+            return squares.flatten()
+        shares, between, chi, present = question.values["shares"], [], [], []
+        for column, mean in zip(numbers, question.values["means"], strict=True):
             u, whole = _scaled(client, terms, column)
-            gap = torch.where(whole, u - centres[code, k], 0.0)
-            squares.append(torch.zeros(len(groups.names)).double().index_add(0, code, gap**2))
-            pooled = u[whole] - centres[-1, k]
-            between.append(pooled.sum() ** 2 / max(len(pooled), 1))
+            between.append((u[whole] - mean).sum() ** 2 / max(int(whole.sum()), 1))
             present.append(whole.any().double())
         for k, column in enumerate(column for column in columns if column.edges is None):
             counts = _levels(client, column)[: column.shown]
             wanted = counts.sum() * shares[k, : column.shown]
             chi.append(torch.where(wanted > 0, (counts - wanted) ** 2 / wanted.clamp(min=1e-300), 0.0).sum())
             present.append(counts.any().double())
-        parts = [torch.stack(squares, 1).flatten() if squares else torch.zeros(0).double()]
-        parts += [torch.stack(part) for part in (between, chi, present) if part]
-        return torch.cat(parts)
+        return torch.cat([torch.stack(part) for part in (between, chi, present) if part])
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
         groups, columns = self._cells(terms)
@@ -193,14 +238,21 @@ class TableOne(ScriptedAnalysis):
         for g, block in enumerate(blocks):
             for k, column in enumerate(numbers):
                 sums[g, k], whole[g, k] = block[column][-1], block[column][:-3].sum()
-        centres = torch.cat([sums / whole.clamp(min=1), (sums.sum(0) / whole.sum(0).clamp(min=1))[None]])
+        centres = sums / whole.clamp(min=1)
+        means = sums.sum(0) / whole.sum(0).clamp(min=1)
         widest = max((c.size for c in codes), default=1)
         shares = torch.zeros(len(codes), widest, dtype=torch.float64)
         for k, column in enumerate(codes):
             counts = torch.stack([block[column] for block in blocks]).sum(0)
             shares[k, : column.shown] = counts[: column.shown] / counts[: column.shown].sum().clamp(min=1)
-        answer, _ = ask(Question("spreads", {"centres": centres, "shares": shares}))
-        squares, between, chi, present = answer.split([count * len(numbers), len(numbers), len(codes), len(columns)])
+        squares = ask(Question("spreads", {"centres": centres}))[0].view(count, -1)
+        spread = (squares + whole * (centres - means) ** 2).sum(0) / whole.sum(0).clamp(min=1)
+        values = {"means": means, "variances": spread.clamp(self._min_variance, 1.0), "shares": shares}
+        if compares_clients(terms):
+            answer, _ = ask(Question("differences", values))
+        else:
+            answer = torch.zeros(len(numbers) + len(codes) + len(columns), dtype=torch.float64)
+        between, chi, present = answer.split([len(numbers), len(codes), len(columns)])
         clients = dict(zip([*numbers, *codes], present.int().tolist(), strict=True))
         rows = list[dict[str, object]]()
         for column in columns:
@@ -210,8 +262,8 @@ class TableOne(ScriptedAnalysis):
                 low, high = float(column.edges[0]), float(column.edges[-1])
                 figures = _Moments(
                     whole[:, k].numpy(),
-                    centres[:, k].numpy(),
-                    squares.view(count, -1)[:, k].numpy(),
+                    np.append(centres[:, k].numpy(), float(means[k])),
+                    squares[:, k].numpy(),
                     (high - low) / 2,
                     (high + low) / 2,
                     len(terms.sizes) * SUM_STEP / 2,
@@ -222,6 +274,8 @@ class TableOne(ScriptedAnalysis):
                 rows += _describe_code(column, groups, np.stack(counted), float(chi[k]), clients[column])
         if self.group == CLIENT_GROUP:
             _note_clients(rows)
+        if rows and terms.rules.min_subjects > 1:
+            rows[0].setdefault("note", GAPS_NOTE.format(terms.rules.min_subjects))
         table = pa.Table.from_pylist(rows, schema=TABLE_SCHEMA)
         return table, None
 
@@ -246,17 +300,52 @@ class TableOne(ScriptedAnalysis):
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
         blocks = flags[:, len(names) :].view(len(flags), len(names), -1)
-        filled = (groups.members @ blocks > 0).double().split([c.size for c in columns], 2)
+        filled = (groups.members @ blocks > 0)[:, groups.reached(flags[:, : len(names)])]
         kept = list[SummaryColumn]()
-        for column, cells in zip(columns, filled, strict=True):
+        for column, cells in zip(columns, filled.double().split([c.size for c in columns], 2), strict=True):
             if column.edges is None:
                 every = cells.amin(1)  # in every group
-                kept.append(replace(column, cells=merged_cells(column.cells.names, every, terms.rules)))
+                gaps = bool(cells[:, :, -1].any())
+                kept.append(replace(column, cells=merged_cells(column.cells.names, every, terms.rules, gaps)))
                 continue
             of = merged_bins(cells[:, :, : self.bins], terms.rules)
             ends = [int((of == k).nonzero().max()) + 1 for k in range(int(of.max()) + 1)]
             kept.append(replace(column, edges=column.edges[[0, *ends]], of=of))
         return groups, kept
+
+    def _fill_rare_gaps(
+        self, client: ClientRows, terms: AnalysisTerms, groups: MergedCells, columns: Sequence[SummaryColumn]
+    ) -> ClientRows:
+        """Return a client's rows without gaps that fewer subjects of a group have than the rules allow to be counted.
+
+        A missing cell takes the client's mean or most frequent level, and a number beyond the agreed range takes the
+        end of the range. Every number of such gaps that a sum shows is therefore of enough subjects of a client.
+        """
+        if terms.rules.min_subjects == 1:
+            return client
+        x, code = client.x.clone(), groups.of[group_codes(client, terms, self.group)]
+        for column in columns:
+            values, whole = client.x[:, column.place], ~client.x[:, column.place].isnan()
+            gaps = [~whole]
+            if column.edges is not None:
+                low, high = float(column.edges[0]), float(column.edges[-1])
+                inside = (values >= low) & (values <= high)
+                usual = values[inside].mean() if bool(inside.any()) else (low + high) / 2
+                cells = torch.where(whole, values.clamp(low, high), usual)
+                gaps.append(whole & ~inside)
+            else:
+                cells = torch.where(whole, values, values[whole].mode().values if bool(whole.any()) else 0.0)
+            for gap in gaps:
+                for g in range(len(groups.names)):
+                    some = gap & (code == g)
+                    if 0 < len(client.subjects[some].unique()) < terms.rules.min_subjects:
+                        x[some, column.place] = cells[some]
+        return replace(client, x=x)
+
+
+def compares_clients(terms: AnalysisTerms) -> bool:
+    """Return whether statistics over clients are computed: small cells are not merged, or there are enough clients."""
+    return not merges(terms.rules) or len(terms.sizes) >= MIN_COMPARED_CLIENTS
 
 
 class _Moments(NamedTuple):
@@ -316,7 +405,7 @@ def _counted(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
     """Return the rows of every group, and by group the numbers of every column."""
-    code = groups.of[group_codes(client, terms.schema, group)]
+    code = groups.of[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):
         some = client.select(code == g)
@@ -394,7 +483,8 @@ def _describe_code(
             yield {
                 "column": column.name, "level": level, "group": groups.names[g], "rows": counted[g, k],
                 "share": counted[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
-                "missing": counted[g, column.shown :].sum(), "standardized_difference": max(gaps, default=None),
+                "missing": counted[g, column.shown :].sum() if column.shown < counted.shape[1] else None,
+                "standardized_difference": max(gaps, default=None),
                 "p_groups": _number(p), "p_clients": _number(between),
             }  # fmt: skip
 

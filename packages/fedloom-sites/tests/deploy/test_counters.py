@@ -18,6 +18,7 @@ from fedloom_sites.deploy.secure.counters import (
     ANSWERED_COUNTS,
     COUNTERS_BYTES,
     NEUTRAL_COUNTS,
+    SILENT_COUNTS,
     AnswerCounts,
     check_enough,
     open_counters,
@@ -30,7 +31,7 @@ SITES = range(5)
 BOUND = bytes(range(32))
 KEYS = [Ed25519PrivateKey.generate() for _ in SITES]
 PUBLIC = {c: key.public_key() for c, key in enumerate(KEYS)}
-MINE = (ANSWERED_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, ABSENT_COUNTS, ANSWERED_COUNTS)
+MINE = (ANSWERED_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, ABSENT_COUNTS, SILENT_COUNTS)
 
 
 class Sent(NamedTuple):
@@ -71,7 +72,7 @@ def test_a_threshold_of_them_gives_the_sums(arrived: tuple[int, ...], answering:
 def test_a_wrong_share_changes_nothing_and_its_site_is_named() -> None:
     one = sent()
     told = one.told | {2: {c: bytes([part[0] ^ 1]) + part[1:] for c, part in one.told[2].items()}}
-    assert one.opened(told=told) == (AnswerCounts(3, 1), {2})
+    assert one.opened(told=told) == (AnswerCounts(2, 1, 1), {2})
 
 
 def test_counters_open_for_all_sites_of_a_sum_alone() -> None:
@@ -123,12 +124,14 @@ def test_what_a_site_sends_is_uniform_whatever_its_counters_are() -> None:
 @pytest.mark.parametrize(("answered", "threshold"), [(0, 3), (2, 3), (3, 4)])
 def test_fewer_answers_than_the_threshold_are_not_enough(answered: int, threshold: int) -> None:
     with pytest.raises(Broken, match=f"only {answered} sites answered .* needs {threshold}"):
-        check_enough(AnswerCounts(answered, 9), threshold)
-    check_enough(AnswerCounts(threshold, 0), threshold)
+        check_enough(AnswerCounts(answered, 9, 0), threshold)
+    check_enough(AnswerCounts(threshold, 2, 0), threshold)
+    with pytest.raises(Broken, match="1 of the sites could not answer"):
+        check_enough(AnswerCounts(threshold + 1, 0, 1), threshold)
 
 
 def test_a_wrong_counter_of_one_site_is_no_sum() -> None:
     for huge in (6, 2**64 - 1, int.from_bytes(os.urandom(8), "little") | 8):
-        one = sent(mine=[(huge, 0) if c == 1 else ABSENT_COUNTS for c in SITES])
+        one = sent(mine=[(huge, 0, 0) if c == 1 else ABSENT_COUNTS for c in SITES])
         with pytest.raises(Broken, match="out of range"):
             one.opened()

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from fedloom.errors import ConfigError, Refused, RunDirError, Stop
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
+from fedloom.storage.checkpoint import Checkpoints
 from fedloom.version import __version__
 from fedloom_sites.deploy import settings
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
@@ -37,6 +38,7 @@ from fedloom_sites.deploy.server.run import serve
 from fedloom_sites.deploy.settings import Server, Site, read_server, read_site
 from fedloom_sites.deploy.site import client
 from fedloom_sites.deploy.site.client import Client
+from tests.commands import call
 from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
@@ -233,6 +235,67 @@ def test_a_site_joins_later_and_training_goes_on_from_the_last_model(ready: Path
     assert document["method"][0]["rounds"] == 2
 
 
+@pytest.mark.parametrize(("every", "secure"), [(2, False), (9, True)])
+def test_a_site_that_joins_after_a_kill_begins_with_the_model_of_the_counted_rounds(
+    every: int, secure: bool, tmp_path: Path
+) -> None:
+    """The files of results are of the last evaluation; the counted rounds and the model agree anyway."""
+    cut = {"kind": "iid", "clients": 3, "max_train_per_client": 30}
+    experiment = make_experiment(rounds=9, partition=cut, evaluate={"every": every})
+    folder = tmp_path / "d"
+    write_directory(plan(experiment, 3, own_data=True, secure_aggregation=secure, norm_bound=50.0), folder, Location())
+    server = read(folder)
+
+    def killed(line: str) -> None:
+        if "round 3/9" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid(folder, range(3)), server, killed)
+    evaluated = load_file(server.results / "global.safetensors")["rows"].reshape(-1)
+    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    add(folder, "new", Location())
+    assert before == {path: path.read_bytes() for path in before}
+    assert {*folder.rglob("*")} == {*before, *(p for p in folder.rglob("*") if p.is_dir() or "changes" in p.parts)}
+    change = folder / "changes" / "new" / "server"
+    assert tomllib.loads((change / "experiment.toml").read_text())["method"][0]["rounds"] == 9 - 3
+    start = torch.cat([t.flatten() for t in load_file(change / "weights.safetensors").values()]).sort().values
+    assert not torch.equal(start, evaluated.sort().values)
+    newest = Checkpoints(server.checkpoints).load(server.fingerprint[:16])
+    assert newest is not None
+    assert newest.meta["round"] == 3
+    assert torch.equal(start, newest.tensors["server.x"].reshape(-1).sort().values)
+
+
+def test_a_method_without_a_global_model_admits_no_further_site_after_its_first_round(tmp_path: Path) -> None:
+    cut = {"kind": "iid", "clients": 3, "max_train_per_client": 30}
+    experiment = make_experiment("fedper", rounds=3, partition=cut)
+    folder = tmp_path / "d"
+    write_directory(plan(experiment, 3, own_data=True), folder, Location())
+    assert serve(grid(folder, range(3), rounds=1), read(folder), lambda _: None) is Stop.TOO_FEW
+    with pytest.raises(Refused, match=r"no global model \(fedper\).*after round 1. Start a new deployment of all"):
+        add(folder, "new", Location())
+    assert not (folder / "changes").exists()
+
+
+def test_the_printed_steps_name_every_folder_and_the_start_of_a_stopped_run(ready: Path) -> None:
+    """Following the lines leads to a run that starts."""
+    call("deploy", "stop", ready)
+    for name, words in (("new", ("add", "new")), ("keys-site-1", ("rotate", "site-1"))):
+        said = " ".join(call("deploy", words[0], ready, words[1]).split())
+        change = ready / "changes" / name
+        assert all(str(change / part) in said for part in ("approval", "site", "server"))
+        assert (
+            f"cp -r {change / 'server'}/. /srv/fedloom/server (for a trial on this machine: {ready / 'server'})" in said
+        )
+        assert f"supernode register /srv/fedloom/server/nodes/{words[1]}.pub" in said
+        assert (f"fedloom deploy stop {ready} --undo" in said) is (words[0] == "rotate")
+    shutil.copytree(change / "server", ready / "server", dirs_exist_ok=True)
+    assert serve(grid(ready, ()), read(ready), lambda _: None) is Stop.INTERRUPTED
+    call("deploy", "stop", ready, "--undo")
+    assert serve(grid(ready, ()), read(ready), lambda _: None) is Stop.TOO_FEW
+
+
 def test_the_unit_of_a_new_site_can_start_and_reach_the_server(ready: Path) -> None:
     file = ready / "server" / "server.toml"
     file.write_text(file.read_text().replace('public = "localhost:8443"', 'public = "192.0.2.7:8443"'))
@@ -400,7 +463,7 @@ def test_the_same_name_or_a_shared_partition_is_refused(written: Path, ready: Pa
         add(ready, "site-1", Location())
     with pytest.raises(ConfigError, match="has a site site-1, got SITE-1. Choose a name that differs in more than"):
         add(ready, "SITE-1", Location())
-    with pytest.raises(ConfigError, match="would change the partition"):
+    with pytest.raises(ConfigError, match="fedloom deploy init FILE --out NEW --own-data"):
         add(written, "new", Location())
 
 

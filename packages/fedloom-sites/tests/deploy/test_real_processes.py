@@ -54,7 +54,7 @@ def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: An
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)  # three minutes on an idle machine
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_stop_new_keys_and_a_new_certificate_between_two_runs(masked: bool, experiment: Any, tmp_path: Path) -> None:
     """The command stops real processes, keys and certificate change, and the run goes on to the same model."""
@@ -67,7 +67,7 @@ def test_a_stop_new_keys_and_a_new_certificate_between_two_runs(masked: bool, ex
 
     def show(line: str) -> None:
         said.append(line)
-        if status_of(read_server(folder / "server" / "server.toml"))["rounds"] == 1:
+        if status_of(read_server(folder / "server" / "server.toml"))["rounds"] >= 1:
             call("deploy", "stop", folder)
 
     with pytest.raises(ProcessError):

@@ -572,7 +572,7 @@ def test_sites_open_no_sum_of_neutral_uploads_whatever_the_server_says(
         session.vector(c, terms, download)
     for c in everyone:
         session.count(c)
-    assert session.counts(terms) == (2, 2)
+    assert session.counts(terms) == (2, 2, 0)
     for c in everyone:
         session.open(c)
     assert not session.told

@@ -16,7 +16,7 @@ from fedloom_sites.deploy.rehearsal.rogue import sum_honestly
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, reweighted
-from fedloom_sites.deploy.secure.counters import ANSWERED_COUNTS, NEUTRAL_COUNTS
+from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.protocol import Broken
@@ -84,7 +84,6 @@ class Federation:
             question=AnalysisStep.of("sums", t, b"") if kind == "sums" else None,
         )  # fmt: skip
         weights = {c: self.weights[c] for c in present}
-        counted = kind != "scores"
         try:
             adverts = secure.write_adverts([secure.read_adverts(members[c].keys(t, nonce))[0] for c in present])
             sealed = {
@@ -95,8 +94,9 @@ class Federation:
             for c in present:
                 members[c].receive(t, nonce, inbox[c], terms, weights)
                 is_neutral = c in neutral or (kind == "uploads" and members[c].stays_neutral)
-                answer = NEUTRAL_COUNTS if is_neutral else ANSWERED_COUNTS
-                counts = answer if counted and any(weights[c]) else (0, 0) if counted else ()
+                unable = NEUTRAL_COUNTS if kind == "uploads" else SILENT_COUNTS
+                answer = unable if is_neutral else ANSWERED_COUNTS
+                counts = answer if any(weights[c]) else ABSENT_COUNTS
                 vectors[c] = members[c].masked(t, nonce, np.zeros(3, dtype=np.uint64), counts)
         except Broken as error:
             self.refused.append(str(error))
@@ -107,26 +107,22 @@ class Federation:
             listed = secure.join_parts(dict.fromkeys(sorted(arrived), b""))
             signed = {c: self._ask(lambda c=c: members[c].agree(t, nonce, listed)) or bytes(64) for c in arrived}
         message = secure.join_parts(signed)
-        shown = {c: self._ask(lambda c=c: members[c].count(t, nonce, message)) for c in arrived} if counted else {}
+        shown = {c: self._ask(lambda c=c: members[c].count(t, nonce, message)) for c in arrived}
         answers = {c: one for c, one in shown.items() if one}
         sent = [
             secure.join_parts({c: vectors[c][-counters.COUNTERS_BYTES :] for c in arrived}),
             secure.join_parts(answers),
         ]
-        if counted and len(answers) >= THRESHOLD:
+        if len(answers) >= THRESHOLD:
             self._keep("counters", arrived)
         for c in arrived:
-            more = sent if counted else []
-            if self._ask(lambda c=c, more=more: members[c].reveal(t, nonce, message, *more)):
+            if self._ask(lambda c=c: members[c].reveal(t, nonce, message, *sent)):
                 told.add(c)
         if len(told) < THRESHOLD:
             return False
-        known = {c for c in arrived if counted and vectors[c] and self._is_neutral(members[c], c, neutral)}
-        self._keep(kind, {*arrived} - known if kind == "uploads" else arrived)
+        known = {c for c in arrived if c in neutral or (kind == "uploads" and self.stayed(c))}
+        self._keep(kind, {*arrived} - known)
         return True
-
-    def _is_neutral(self, member: SessionMember, c: int, neutral: Collection[int]) -> bool:
-        return c in neutral or self.stayed(c)
 
     def stayed(self, c: int) -> bool:
         record = read_checked(self.settings[c].memory_folder / "opened.json")
@@ -180,8 +176,10 @@ def test_no_combination_of_sums_isolates_a_site(changes: int, seed: int, tmp_pat
         here = last if last and draw.random() > 0.5 else here  # as a server asks that wants a sum
         arrived = [c for c in here if draw.random() > 0.05]
         if len(here) >= THRESHOLD <= len(arrived):
-            neutral = [c for c in here if changes and seed == 3 and draw.random() < 0.02]
-            if fed.sum(str(draw.choice(KINDS)), here, arrived, neutral):
+            kind = str(draw.choice(KINDS))
+            often = 0.1 if kind != "uploads" else 0.02 if changes and seed == 3 else 0.0
+            neutral = [c for c in here if draw.random() < often]
+            if fed.sum(kind, here, arrived, neutral):
                 opened, last = opened + 1, arrived
     found = {c for few in find_isolated(fed.rows, THRESHOLD) for _, c in few}
     assert opened >= 8
@@ -224,12 +222,28 @@ def test_a_site_that_turns_neutral_too_often_stays_neutral(tmp_path: Path) -> No
     fed = Federation(secured(tmp_path, "fedavg", THRESHOLD), (1,) * 5)
     for t in range(12):
         assert fed.sum("uploads", range(5), range(5), [4] if t % 2 else [])
+        assert fed.sum("sums", range(5), range(5))  # what it answers to questions is no turn
     record = read_checked(fed.settings[4].memory_folder / "opened.json")
     assert record is not None
     assert (record["neutral"], record["turns"]) == (True, MAX_CHANGES - 1)
     assert all(not (read_checked(s.memory_folder / "opened.json") or {})["turns"] for s in fed.settings[:4])
     with_it = [("uploads", 4) in row for row in fed.rows if ("uploads", 0) in row]
     assert with_it == [True, False, True, *[False] * 9]
+
+
+@pytest.mark.parametrize("kind", ["sums", "scores"])
+def test_a_site_without_an_answer_keeps_a_sum_closed_and_trains_on(kind: str, tmp_path: Path) -> None:
+    """Four of five sites answer, and three are enough; but the fifth would be the difference to the next sum.
+
+    However often it has no answer to a question, its uploads stay what they are.
+    """
+    fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": 1}), (1,) * 5)
+    for t in range(1, 5):
+        assert fed.sum("uploads", range(5), range(5))
+        assert fed.sum(kind, range(5), range(5), [4] if t % 2 else []) is (t % 2 == 0)
+    assert sum("1 of the sites could not answer" in reason for reason in fed.refused) == 10
+    assert {len(row) for row in fed.rows} == {5}
+    assert not find_isolated(fed.rows, THRESHOLD)
 
 
 def test_weights_that_change_are_changes_of_a_site() -> None:

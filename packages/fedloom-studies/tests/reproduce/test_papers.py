@@ -254,6 +254,25 @@ def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(mo
     assert "needs a GPU and the data of x: `fedloom reproduce tiny" in absent
 
 
+def test_a_stand_in_decides_no_headline_and_is_never_called_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = with_claim()
+    other = replace(one, paper=one.paper.with_(stand_in="two convolutions replace ResNet-18", mode="published"))
+    text = only(monkeypatch, other, as_run(other))
+    assert "[not tested (stand-in)](papers/tiny.md)" in headline(text)
+    assert "| stand-in: " in text
+    page = recipe_page(other, as_run(other))
+    assert "This recipe is a stand-in: two convolutions replace ResNet-18. Its verdicts concern the stand-in" in page
+    assert "holds" in page
+    for name, recipe in papers.of_papers(recipes()).items():
+        another = re.search(
+            r"LeNet|instead of ResNet|network of one hidden|two convolutions", recipe.paper.reduced or ""
+        )
+        assert bool(another) == bool(recipe.paper.stand_in), name
+        if recipe.paper.stand_in:
+            assert "as published" not in recipe.paper.title
+            assert recipe.paper.kind.startswith("stand-in")
+
+
 def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
     short, whole = replace(one, name="short"), replace(one, name="whole")

@@ -62,7 +62,7 @@ _RENAMED = {
     "partition": "partitions",
     "prox": "proxes",
 }
-"""Old singular names of modules, and their present plural names."""
+"""Old singular names of modules, mapped to their current plural names."""
 
 __all__ = ["__version__", *lazy_names(__name__)]
 

@@ -1,4 +1,4 @@
-"""``python -m fedloom`` is the command ``fedloom``."""
+"""``python -m fedloom`` runs the command ``fedloom``."""
 
 from fedloom.lab.cli import main
 

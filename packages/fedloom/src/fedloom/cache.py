@@ -1,4 +1,4 @@
-"""Cache of expensive texts in the user's cache folder, which is kept between calls."""
+"""Cache of text that is expensive to compute, kept in the user's cache folder between calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _head(key: str, text: bytes) -> bytes:
 
 
 def find(name: str, key: str) -> str | None:
-    """Return a cached text by name and key, or None if it is missing or damaged."""
+    """Return the cached text for a name and key, or None if it is missing or damaged."""
     try:
         head, _, text = (_folder() / name).read_bytes().partition(b"\n")
         return text.decode() if head + b"\n" == _head(key, text) else None
@@ -31,7 +31,10 @@ def find(name: str, key: str) -> str | None:
 
 
 def keep(name: str, key: str, text: str) -> None:
-    """Store a text and replace the previous text of the same name. If the folder is not writable, nothing is stored."""
+    """Store text in the cache, replacing any earlier text with the same name.
+
+    If the folder is not writable, nothing is stored.
+    """
     try:
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,10 +50,10 @@ def keep(name: str, key: str, text: str) -> None:
 
 
 def fingerprint(places: Iterable[Path]) -> str:
-    """Return a digest of the name, size and time of every file at some paths, and of the versions of the software.
+    """Return a digest of the name, size and time of every file at some paths, and of the software versions.
 
     Args:
-        places: files, and folders with all files below them. A path that does not exist counts as empty.
+        places: files, or folders, which stand for all files below them. A path that does not exist counts as empty.
     """
     digest = hashlib.blake2b(digest_size=16)
     for place in places:

@@ -1,13 +1,13 @@
 """Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
 
-A callback is any ``f(state)``. It must not change the state. A callback that returns a sentence ends the run after this
-round, which is evaluated first. The sentence becomes `Result.detail`. A callback that raises
-`fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` becomes a warning and a note of the result:
-the run continues, and calls the function after the next round.
+A callback is any ``f(state)``. It must not change the state. If a callback returns a sentence, the run ends after this
+round, which is still evaluated. The sentence becomes `Result.detail`. A callback that raises
+`fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` becomes a warning and a note in the result:
+the run continues and calls the callback again after the next round.
 
-Decisions of a callback that depend only on ``state.records`` survive a restart, because the records of all rounds are
-in every checkpoint. The internal memory of a callback does not survive. A run that a callback has ended is complete:
-running it again gives the same result.
+If a callback's decisions depend only on ``state.records``, they survive a restart, because every checkpoint contains
+the records of all rounds. A callback's internal memory does not survive. If a callback ended a run, the run counts as
+complete: running it again gives the same result.
 
     history = fl.callbacks.History()
     fl.simulate(method, fed, callbacks=[history, fl.callbacks.EarlyStop(patience=5)])
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class VirtualTime(Value):
-    """Callback that ends a run when its clock exceeds a number of seconds."""
+    """Callback that ends a run when its clock exceeds a limit in seconds."""
 
     seconds: float = Field(gt=0, description="limit on simulated time, for runs with devices")
 
@@ -45,10 +45,12 @@ class VirtualTime(Value):
 
 
 class History:
-    """Measurements so far, during the run. After a restart they include the measurements before it.
+    """Measurements of a run, collected while it runs.
+
+    After a restart, they include the measurements made before the restart.
 
     Args:
-        show: function that is called with this history after every evaluation, in a notebook ``handle =
+        show: function called with this history after every evaluation. In a notebook, use ``handle =
             display(display_id=True). History(show=handle.update)`` draws a growing curve.
     """
 
@@ -62,11 +64,11 @@ class History:
             self._show(self)
 
     def table(self) -> pa.Table:
-        """Return a tidy table, as `fedloom.engine.result.Result.table`."""
+        """Return a tidy table, like `fedloom.engine.result.Result.table`."""
         return self._records.table()
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Return an Altair chart of a metric by round, see `fedloom.lazy.display`."""
+        """Return an Altair chart of a metric by round (see `fedloom.lazy.display`)."""
         chart: LayerChart = display().draw_curve(self.table(), metric, part)
         return chart
 

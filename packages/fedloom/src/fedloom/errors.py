@@ -44,30 +44,31 @@ if TYPE_CHECKING:
 # writes the same key in its own terms.
 
 Entrance = Literal["python", "file", "command", "estimator", "flower"]
-"""Entrances: `simulate` and `compare`, a file of a deployment, ``fedloom run`` and ``tune``, scikit-learn, Flower."""
+"""Entry points through which users call fedloom: `simulate` and `compare`, a deployment file, ``fedloom run`` and
+``tune``, scikit-learn, Flower."""
 
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
 _KEY = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
 _FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
-"""First word of a text that is no key, option or code."""
+"""First words of messages that are ordinary words and not keys, options or code."""
 
 PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
 """Keys of an experiment file that are outside tables."""
 ESTIMATOR_KEYS = {"local.lr": "lr", "local.epochs": "epochs", "local.batch_size": "batch_size"}
-"""Keys that are arguments of the scikit-learn estimators, by their place in an experiment file."""
+"""Keys that are arguments of the scikit-learn estimators, by their position in an experiment file."""
 ESTIMATOR_ARGUMENTS = ("rounds", "model", "clients")
-"""Other arguments of the estimators with the name of a key."""
+"""Other estimator arguments that share their name with a key."""
 QUOTES = "'\""
 COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
-"""Keys with a flag on the command line, in addition to ``--set``."""
+"""Keys that can be set by a command-line flag as well as by ``--set``."""
 
 
 @contextmanager
 def entered(entrance: Entrance) -> Iterator[bool]:
-    """Word the errors of the block for an entrance, and yield True in the outermost block.
+    """Phrase the errors raised in the block for an entry point, and yield True in the outermost block.
 
-    The outermost entrance determines the wording, for example if `compare` calls `simulate`.
+    The outermost entry point determines the wording, for example if `compare` calls `simulate`.
 
     Yields:
         The value is True in the outermost block.
@@ -83,7 +84,7 @@ def entered(entrance: Entrance) -> Iterator[bool]:
 
 
 def worded(text: str) -> str:
-    """Return a text whose keys in braces are written in the form of the current entrance.
+    """Return text in which keys in braces are written in the notation of the current entry point.
 
     >>> worded("set {local.momentum = 0}")
     'set local={"momentum": 0}'
@@ -96,7 +97,7 @@ def worded(text: str) -> str:
 
 
 def capitalize(text: str) -> str:
-    """Return a text that begins a sentence: its first word with a capital letter, unless it is a name or a key.
+    """Return text as the beginning of a sentence: the first word is capitalized, unless it is a name or a key.
 
     >>> capitalize("set [local] lr"), capitalize("local.lr is too large"), capitalize("--out names a folder")
     ('Set [local] lr', 'local.lr is too large', '--out names a folder')
@@ -161,7 +162,7 @@ def _toml(value: str) -> str:
 
 
 def _options(value: str) -> str:
-    """Return the lines of a table that a value, a name of a kind or a dictionary represents."""
+    """Return the lines of the table that a value, the name of a kind, or a dictionary represents."""
     options = ast.literal_eval(value) if value.startswith("{") else {"kind": ast.literal_eval(value)}
     return ", ".join(f"{key} = {_toml(repr(option))}" for key, option in options.items())
 
@@ -183,10 +184,11 @@ class ConfigError(FedloomError, ValueError):
     """A value, key or name that is not allowed.
 
     Args:
-        message: description of the fault, its place, and the given value.
-        rule: id of the failed check, such as ``"cohort-too-small"``. It is the same at every entrance and in every
-            release. Empty for an error outside the checks before the first round.
-        fix: advice, with keys in braces (see `worded`). The message ends with the advice in the terms of the entrance.
+        message: description of the fault, where it is, and the given value.
+        rule: id of the failed check, such as ``"cohort-too-small"``. The id is the same at every entry point and in
+            every release. It is empty for errors outside the checks before the first round.
+        fix: advice that may contain keys in braces (see `worded`). The message ends with this advice, in the notation
+            of the entry point.
     """
 
     def __init__(self, message: str, *, rule: str = "", fix: str = "") -> None:
@@ -194,7 +196,7 @@ class ConfigError(FedloomError, ValueError):
         super().__init__(f"{message}. {capitalize(worded(fix))}" if fix else message)
 
     def refixed(self, fix: str) -> Self:
-        """Return the same error with another fix."""
+        """Return the same error with different advice."""
         error, message = copy(self), str(self)
         old = worded(self.fix)
         error.args = (f"{message.removesuffix(old).removesuffix(capitalize(old))}{capitalize(worded(fix))}",)
@@ -202,18 +204,18 @@ class ConfigError(FedloomError, ValueError):
         return error
 
     def placed(self, where: str) -> Self:
-        """Return the same error with its place in front of the message."""
+        """Return the same error with its location in front of the message."""
         error = copy(self)
         error.args = (f"{where}: {self}",)
         return error
 
 
 class InvalidValue(ConfigError):
-    """Invalid options of a value: unknown, of a wrong type or out of range.
+    """Invalid options of a value: unknown options, options of the wrong type, or options out of range.
 
     Args:
-        message: one sentence for each option.
-        details: pydantic's entry for each option.
+        message: one sentence per option.
+        details: pydantic's error entry for each option.
     """
 
     def __init__(self, message: str, details: Sequence[ErrorDetails] = ()) -> None:
@@ -221,12 +223,12 @@ class InvalidValue(ConfigError):
         self.details = list(details)
 
     def errors(self) -> list[ErrorDetails]:
-        """Return pydantic's entries, one for each invalid option."""
+        """Return pydantic's error entries, one for each invalid option."""
         return self.details
 
 
 class Refused(ConfigError):
-    """Combination of valid parts that does not make sense. The message contains the reason."""
+    """Combination of valid parts that does not make sense. The message states the reason."""
 
 
 class PartitionError(ConfigError):
@@ -234,7 +236,7 @@ class PartitionError(ConfigError):
 
 
 class DataError(FedloomError, ValueError):
-    """Data file or data set that is missing, damaged or out of range."""
+    """Data file or data set that is missing or damaged, or that contains values out of range."""
 
 
 class NoSamples(DataError):
@@ -242,7 +244,7 @@ class NoSamples(DataError):
 
 
 class LayoutError(FedloomError, ValueError):
-    """Vector, state or message of another model."""
+    """Vector, state or message that belongs to a different model."""
 
 
 class WireError(FedloomError, ValueError):
@@ -258,14 +260,14 @@ class CheckpointError(FedloomError):
 
 
 class DiskError(CheckpointError):
-    """Failed write. The same work may succeed later, when the disk has space or responds again."""
+    """Failed write. The same operation may succeed later, once the disk has space or responds again."""
 
 
 class DamagedCheckpoint(CheckpointError):
     """Saved state that is incomplete or damaged.
 
     Args:
-        damage: the file, and the fault in it.
+        damage: the file, and its fault.
     """
 
     def __init__(self, damage: str) -> None:
@@ -277,17 +279,17 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class CodeError(FedloomError):
-    """Code of a part of the run, possibly the user's, that failed or returned an invalid result."""
+    """Failure in the code of one part of the run, possibly the user's code, or an invalid result of this code."""
 
 
 class ClientError(CodeError):
-    """Failed code of one client.
+    """Failure in the code of one client.
 
     Args:
         stage: stage of the client's work, e.g. ``"client step"``.
         round: round number, from 1.
         clients: ids of the affected clients.
-        cause: the sentence of the original error.
+        cause: sentence of the original error.
     """
 
     def __init__(self, stage: str, round: int, clients: list[int], cause: str) -> None:
@@ -312,14 +314,14 @@ def cause_of(error: BaseException) -> str:
 def sentence_of(error: Exception) -> str:
     """Return a description of an error in one sentence.
 
-    For an error of another package, the description begins with its class.
+    If the error comes from another package, the description begins with the error's class.
     """
     return str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
-    """Attribute errors of the block to the code of ``part``.
+    """Attribute errors raised in the block to the code of ``part``.
 
     Args:
         what: role of the part, e.g. ``"sampler"``.
@@ -327,7 +329,7 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
         where: e.g. ``"round 3"``.
 
     Raises:
-        CodeError: the error is neither an error of fedloom nor of a file.
+        CodeError: the block raised an error that is neither fedloom's own nor a file error.
     """
     try:
         yield
@@ -340,7 +342,7 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise if a path is not a folder and cannot become one.
+    """Raise if a path is not a folder and no folder can be created there.
 
     Raises:
         RunDirError: the path, or its parent, is a file or a broken link.
@@ -364,12 +366,12 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
-    """Raise a `DiskError` of one sentence if a file cannot be written in the block.
+    """Raise a `DiskError` with a one-sentence message if a file cannot be written in the block.
 
     Args:
         path: the file.
-        kept: sentence on the results that are still intact.
-        again: end of the advice, for the time after disk space is freed.
+        kept: sentence that says which results are still intact.
+        again: end of the advice, which says what to do after freeing disk space.
 
     Raises:
         DiskError: the disk is full or rejects the write.
@@ -384,10 +386,10 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 
 
 class Stop(Enum):
-    """Reason why a run ended. The value is the sentence for people.
+    """Reason why a run ended. Its value is the sentence shown to people.
 
-    The same reason has the same status in a simulation and in a deployment. Only a run with the status "interrupted" is
-    resumed by the same command.
+    The same reason leads to the same status in a simulation and in a deployment. The same command resumes a run only if
+    its status is "interrupted".
     """
 
     DONE = "all rounds done"
@@ -402,12 +404,12 @@ class Stop(Enum):
 
     @property
     def status(self) -> Literal["done", "interrupted", "diverged", "failed"]:
-        """Status of the run in one word."""
+        """Status of the run as one word."""
         return _STOP_STATUSES[self]
 
     @property
     def resumable(self) -> bool:
-        """True if the same command resumes the run: sites may answer later, or a budget may be larger."""
+        """True if the same command resumes the run, because sites may answer later or a budget may be raised."""
         return self.status == "interrupted"
 
 
@@ -430,7 +432,7 @@ class RunStopped(FedloomError):
     Args:
         reason: member of `Stop`.
         detail: round, clients and numbers.
-        events: sentences on the events of the last round.
+        events: sentences that describe the events of the last round.
     """
 
     def __init__(self, reason: Stop, detail: str, events: Iterable[str] = ()) -> None:
@@ -442,13 +444,13 @@ class RunStopped(FedloomError):
 
 
 class GivenUp(FedloomError):
-    """Round whose sum was requested and never revealed.
+    """Round whose sum was requested but never revealed.
 
-    A request for a sum over other sites would reveal the difference.
+    Asking for a sum over different sites would reveal the difference between the two sums.
 
     Args:
         reason: a sentence.
-        clients: sites of the requested sum.
+        clients: sites in the requested sum.
     """
 
     def __init__(self, reason: str, clients: Iterable[int]) -> None:
@@ -457,17 +459,17 @@ class GivenUp(FedloomError):
 
 
 _DIRECTION_MARKS = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-"""Unicode's bidirectional control characters, which make a text look like another text."""
+"""Unicode's bidirectional control characters, which can make one text look like another."""
 _HIDDEN_MARKS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff"
-"""Control characters and invisible characters, with which two texts that look alike differ."""
+"""Control characters and invisible characters, by which two texts that look alike can differ."""
 
 
 def direction_in(*names: object, hidden: bool = False) -> str:
-    r"""Return a description of the first name that contains a control character for text direction, or "".
+    r"""Return a description of the first name with a bidirectional control character, or "" if no name contains one.
 
     Args:
         names: the names.
-        hidden: True to describe names with invisible characters too.
+        hidden: True to report names with invisible characters too.
 
     >>> direction_in("age", "a\u202eb")[:23]
     "'a\\u202eb' holds U+202E"
@@ -483,7 +485,7 @@ def direction_in(*names: object, hidden: bool = False) -> str:
 
 
 def printable(text: object) -> str:
-    r"""Return text for a terminal, with escapes for control characters, which could move the cursor or hide words.
+    r"""Return text with escaped control characters, which could move the cursor or hide words in a terminal.
 
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'

@@ -1,4 +1,4 @@
-"""Format numbers for people: the only module in which a number of a table, a page, a chart or a line becomes text.
+"""Number formatting for people: only this module turns the numbers of tables, pages, charts and lines into text.
 
 The module also converts tables to DataFrames.
 """
@@ -17,18 +17,18 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 UNKNOWN_DASH = "\N{EN DASH}"
-"""Text for an unknown number."""
+"""Text shown for an unknown number."""
 MIN_EXPONENT_VALUE = 1e6
-"""Smallest mean that is written with an exponent. The threshold for totals is a thousand times larger."""
+"""Smallest mean that is written in exponent notation. The threshold for totals is a thousand times larger."""
 ZERO_TOLERANCE = 1e-12
-"""Largest absolute mean that is a rounding error of a sum of 0."""
+"""Largest absolute mean that is treated as a rounding error of a sum equal to 0."""
 PERCENT_DECIMALS, PLAIN_DECIMALS = (1, 2), (0, 6)
-"""Smallest and largest number of decimals of percentages, and of other numbers."""
+"""Smallest and largest number of decimals for percentages, and for other numbers."""
 _THIN_SPACE = "\u202f"
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Return a number with significant digits, with an exponent if needed.
+    """Return a number with the given number of significant digits, in exponent notation if needed.
 
     >>> significant(123456789.0, 3), significant(0.5), significant(0.123456)
     ('1.23e8', '0.5', '0.1235')
@@ -42,12 +42,14 @@ def rounded(value: float, digits: int = 5) -> float | None:
 
 
 def finite(value: float) -> float | None:
-    """Return a number for a file, or None if it is not finite."""
+    """Return a number to be written to a file, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
 def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
-    r"""Return a number with fixed decimals, thin spaces between thousands, and with ``signed`` a plus above 0.
+    r"""Return a number with a fixed number of decimals and thin spaces between thousands.
+
+    ``signed`` adds a plus sign above 0.
 
     >>> fixed(12345.678, 1), fixed(0.5, 2, signed=True), fixed(-0.5, 2, signed=True)
     ('12\u202f345.7', '+0.50', '-0.50')
@@ -79,16 +81,16 @@ def write_total(value: float) -> str:
 def interval(
     mean: float, half: float, decimals: tuple[int, int] = PLAIN_DECIMALS, *, signed: bool = False
 ) -> tuple[str, str]:
-    """Return a mean and its half interval, with two significant digits of the half interval.
+    """Return a mean and the half width of its interval, both rounded to two significant digits of the half width.
 
-    Without an interval the mean gets four significant digits and the second text is empty. Without a mean both texts
+    Without an interval, the mean has four significant digits and the second text is empty. Without a mean, both texts
     are empty.
 
     Args:
         mean: the estimate.
-        half: half the width of the interval. Nan if there is no interval.
+        half: half width of the interval. nan if there is no interval.
         decimals: smallest and largest number of decimals.
-        signed: True if a mean above 0 gets a plus.
+        signed: True to put a plus sign before a mean above 0.
 
     >>> interval(3.1695, 13.9), interval(0.123456, float("nan")), interval(7.856937935508588e15, 9e16)
     (('3', '14'), ('0.1235', ''), ('7.86e15', '9e16'))
@@ -116,7 +118,7 @@ def pair(mean: str, half: str) -> str:
 
 
 def factor(log: float, half: float) -> str:
-    """Return a ratio with its interval, from the logarithm of the ratio and the half width of this logarithm.
+    """Return a ratio with its interval, given the logarithm of the ratio and the half width of its interval.
 
     >>> import math
     >>> factor(math.log(0.5), math.log(1.25)), factor(math.log(2), math.nan), factor(-math.inf, 0.0)
@@ -133,7 +135,7 @@ def _factor(log: float) -> str:
 
 
 def p_value(p: float) -> str:
-    """Return a p value in the format of journals.
+    """Return a p value in the format that journals use.
 
     >>> p_value(0.0213), p_value(0.00004), p_value(float("nan"))
     ('0.021', '< 0.001', '–')
@@ -144,7 +146,7 @@ def p_value(p: float) -> str:
 
 
 def shorten_list(names: Sequence[str], most: int) -> str:
-    """Return the first names, and the number of the others.
+    """Return the first few names and the number of remaining names.
 
     >>> shorten_list(["a", "b", "c"], 2)
     'a, b and 1 more'
@@ -153,7 +155,7 @@ def shorten_list(names: Sequence[str], most: int) -> str:
 
 
 def folded(notes: Iterable[str]) -> list[str]:
-    """Return notes in the order of their first occurrence. Notes that differ only in the number of a round are merged.
+    """Return notes in the order in which they first occur. Notes that differ only in a round number are merged.
 
     >>> folded(["round 1: 2 late", "slow", "round 2: 2 late", "round 4: 2 late", "slow"])
     ['round 1: 2 late (and in 2 more rounds, the last of them 4)', 'slow (2 times)']
@@ -189,7 +191,7 @@ def duration(minutes: float) -> str:
 
 
 def option(value: object, digits: int = 4) -> str:
-    """Return the value of an option as text, with some significant digits for a number.
+    """Return the value of an option as text, with a limited number of significant digits.
 
     >>> option(0.1), option("auto"), option(1 / 3)
     ('0.1', 'auto', '0.3333')
@@ -198,7 +200,7 @@ def option(value: object, digits: int = 4) -> str:
 
 
 def options(values: Mapping[str, object], digits: int = 4) -> str:
-    """Return options in one line.
+    """Return options on one line.
 
     >>> options({"lr": 0.1, "steps": 3})
     'lr = 0.1, steps = 3'
@@ -207,7 +209,7 @@ def options(values: Mapping[str, object], digits: int = 4) -> str:
 
 
 def _decimals(value: float, digits: int) -> int:
-    """Return the number of decimals that shows this number of significant digits of the value."""
+    """Return the number of decimals needed to show a value with this number of significant digits."""
     return digits if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
 
 

@@ -1,4 +1,4 @@
-"""Hints: the ends of error messages, which name the intended name, or the place of a key."""
+"""Hints: the ends of error messages, which say what name the user probably meant, or where a key belongs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIAS_NAMES = {
     "dir": "dirichlet", "pathological": "shards", "label_skew": "dirichlet", "seed": "seeds",
     "callback": "callbacks", "checkpoint": "folder", "checkpoint_dir": "folder",
 }  # fmt: skip
-"""Names in papers and other libraries, and the names in fedloom."""
+"""Names used in papers and other libraries, mapped to the names in fedloom."""
 _RENAMED_CHOICES = {
     "weights": "client_weights", "weigher": "aggregation_weights", "mixer": "personalized_aggregation",
     "channel": "upload_transform", "settings": "defaults",
@@ -60,9 +60,9 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
         "--least": "--min-events", "--gate-port": "--proxy-port",
     },
 }  # fmt: skip
-"""Old names of keys, by their place: a table, with the new name of its kind if only that kind contains the key, a call
-in Python or the command line. Recorded documents may contain the old name; a new file is rejected with a message that
-contains the new name.
+"""Old names of keys, by location: a table (with the kind's new name if only this kind contains the key), a call in
+Python, or the command line. Recorded documents may contain the old name. A new file with the old name is rejected with
+a message that states the new name.
 """
 RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("partition", "kind"): {
@@ -76,10 +76,11 @@ RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("tune", "model"): {"used": "best-on-validation"},
     ("compare", "compare_model"): {"used": "best-on-validation"},
 }  # fmt: skip
-"""Old names of values, by the place and the present name of their key."""
+"""Old names of values, by location and by the current name of the key."""
 
 EARLIER_DEFAULTS: Mapping[str, Mapping[str, object]] = {"fedacs": {"copies": "off"}}
-"""Former defaults of methods' options whose default has changed. A recorded document without the option used them."""
+"""Former defaults of method options whose default has changed. Recorded documents that omit the option used the former
+default."""
 
 
 def _new_names() -> dict[str, tuple[str, ...]]:
@@ -91,7 +92,7 @@ _NEW_NAMES = _new_names()
 
 
 def find_new_name(got: object, allowed: Iterable[object]) -> str:
-    """Return the present name of a key or value with an old name, if it is allowed here, or "".
+    """Return the current name of a key or value that has an old name, or "" if the current name is not allowed here.
 
     >>> find_new_name("weights", ["client_weights", "rounds"]), find_new_name("weights", ["lr"])
     ('client_weights', '')
@@ -101,18 +102,18 @@ def find_new_name(got: object, allowed: Iterable[object]) -> str:
 
 
 METHOD_FORM = "a method such as fl.algorithms.FedAvg(), or its name"
-"""Form of a method in Python."""
+"""Notation of a method in Python."""
 MAX_NAMES_BESIDE_A_HINT = 20
-"""Largest number of names that a message lists although it suggests one of them."""
+"""Largest number of valid names that a message lists in addition to a suggestion."""
 SHOWN_METHODS = 6
-"""Largest number of methods in a hint."""
+"""Largest number of methods named in a hint."""
 
 Hint = Callable[[str, object], str]
-"""(key, value) -> the end of a sentence that names the place of the key. Empty if the key is unknown."""
+"""(key, value) -> the end of a sentence that says where the key belongs. The text is empty if the key is unknown."""
 
 
 def nearest(got: object, allowed: Iterable[str]) -> str:
-    """Return the end of a sentence that names the nearest valid name, or all of them.
+    """Return the end of a sentence that suggests the nearest valid name, or lists all valid names.
 
     >>> nearest("fedporx", ["fedavg", "fedprox"])
     "did you mean 'fedprox'? allowed: fedavg, fedprox"
@@ -141,7 +142,7 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
 def unknown(
     what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "", rule: str = ""
 ) -> ConfigError:
-    """Return the error for an unknown name: with the name in fedloom, or else ``cure``, or else the nearest name."""
+    """Return the error for an unknown name, with a suggestion: fedloom's name, else ``cure``, else the nearest name."""
     place, names = f"{where}: " if where else "", list(allowed)
     if new := find_new_name(got, names):
         return ConfigError(f"{place}unknown {what} {got!r}; its name is now {new!r}")
@@ -159,17 +160,17 @@ def no_hint(key: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class Places:
-    """Entry point for choices: the places of all its keys, and the form of a key at its place.
+    """Entry point for user choices: where each of its keys belongs, and how a key is written there.
 
     Attributes:
-        tables: keys of every table by kind. The keys of a table without a kind come first, with an empty name.
-        plain: keys outside tables, in Python all keywords.
-        methods: options of every method by its name.
-        keys: valid keys at this place, in addition to the options of a method.
-        method: True if the place belongs to a method and contains its options.
-        file: True if keys have the form of an experiment file. Otherwise they have the form of a call in Python.
-        call: form of a method in Python, as a format of ``name``, ``key`` and ``value``.
-        special: function that returns hints for keys with a particular sentence.
+        tables: keys of every table, by kind. The keys of a table without a kind come first, under an empty name.
+        plain: keys outside tables, which are the keywords in Python.
+        methods: options of every method, by method name.
+        keys: valid keys at this location, in addition to the options of a method.
+        method: True if the location belongs to a method and contains the method's options.
+        file: True if keys are written as in an experiment file. False if keys are written as in a Python call.
+        call: notation of a method in Python, as a format string with ``name``, ``key`` and ``value``.
+        special: function that returns hints for keys that need a sentence of their own.
     """
 
     tables: Mapping[str, Mapping[str, Iterable[str]]]
@@ -183,15 +184,15 @@ class Places:
 
     @property
     def form(self) -> str:
-        """Form of a method, as the end of a sentence."""
+        """Notation of a method, as the end of a sentence."""
         return 'for example [[method]] and below it algorithm = "fedavg"' if self.file else f"give {METHOD_FORM}"
 
     def name_table(self, table: str) -> str:
-        """Return the name of a table in the form of messages."""
+        """Return the name of a table as messages write it."""
         return f"[{table}]" if self.file and not self.method else table
 
     def of_method(self, *keys: str) -> Places:
-        """Return the entry point for a method's table with these keys."""
+        """Return the entry point for the table of a method with these keys."""
         return replace(self, keys=keys, method=True, special=no_hint)
 
     def within(self, table: str) -> Hint:
@@ -199,10 +200,10 @@ class Places:
         return lambda key, value: self.hint(key, value, table)
 
     def hint(self, key: str, value: object, table: str = "") -> str:
-        """Return the place of a key, as the end of a sentence. Empty if no place contains it.
+        """Return where a key belongs, as the end of a sentence. The text is empty if no table contains the key.
 
         Args:
-            key: the key, which may be a name in papers and other libraries.
+            key: the key, possibly under its name in papers and other libraries.
             value: value of the key.
             table: table that contains it. Empty outside tables.
         """
@@ -244,7 +245,7 @@ class Places:
         return f"it belongs in {' or '.join(f'[{home}]' for home in homes)}: {line}{alone_too}"
 
     def _keyword(self, table: str, key: str, value: object) -> str:
-        """Return a key inside the keyword of its table."""
+        """Return a key written inside the keyword argument for its table."""
         kinds = self.tables[table]
         kind = next(kind for kind in kinds if key in kinds[kind])
         if table == "data":
@@ -268,7 +269,10 @@ class Places:
 
 
 def _toml(value: object) -> str:
-    """Return a value in the form of a file. A table instead of a name is written as the name that it contains."""
+    """Return a value as an experiment file writes it.
+
+    If a table is given where a name is expected, the name inside the table is written.
+    """
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("name", "kind", "type") if isinstance(value.get(key), str)), None)
     return "..." if value is None else json.dumps(value, default=str)

@@ -1,7 +1,7 @@
 """Classes and functions of user code, named by an import path such as ``my_package.my_module:MyMethod``.
 
-Only code of the named module is executed: a path is written by a person in an experiment file or on the command line,
-and is never read from a file of data or of a model. `fedloom.trust` decides which paths are rejected.
+Only code of the named module is executed: a person writes the path in an experiment file or on the command line, and no
+path is ever read from a data file or model file. `fedloom.trust` decides which paths are rejected.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = [
 
 
 VALUE_TYPES = (bool, int, float, complex, str, bytes, tuple, list, dict, type(None))
-"""Types of values whose text is their content."""
+"""Types of values that are fully described by their text."""
 MAIN_MODULE = "__main__"
-"""Module of a script or notebook."""
+"""Name of the module of a script or notebook."""
 
 
 def find(path: str, what: str, where: str = "") -> Any:
-    """Return the object of an import path. Its module may be in the current directory.
+    """Return the object of an import path. The module may be in the current directory.
 
     Args:
         path: ``package.module:Name``.
-        what: expected type of object, for the message.
-        where: file and table, for the message.
+        what: expected type of object, used in the message.
+        where: file and table, used in the message.
 
     Raises:
         ConfigError: the module cannot be imported, does not contain the name, or is rejected by `fedloom.trust`.
@@ -70,10 +70,10 @@ def find(path: str, what: str, where: str = "") -> Any:
 
 
 def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str = "") -> Any:
-    """Return a callable for options of a file: a subclass of ``base`` or the user's function.
+    """Return a callable that options in a file refer to: a subclass of ``base`` or the user's function.
 
     Raises:
-        ConfigError: as in `find`, or the callable is a function of an installed package.
+        ConfigError: `find` rejects the path, or the callable is a function of an installed package.
     """
     target = find(path, what, where)
     if not (isinstance(target, type) and issubclass(target, base)):
@@ -85,7 +85,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
     """Return the class of an import path.
 
     Raises:
-        ConfigError: the class does not exist, is not a subclass of ``base``, or lacks some of its functions.
+        ConfigError: the class does not exist, is not a subclass of ``base``, or lacks some required functions.
     """
     target, place = find(path, what, where), f"{where}: " if where else ""
     if not isinstance(target, type) or not issubclass(target, base):
@@ -113,10 +113,12 @@ def importable(target: object) -> str | None:
 
 
 def text_of(target: Any) -> str:
-    """Return the source of a class with its bases, or of a function. Without source, return the bytecode.
+    """Return the source of a class and its bases, or of a function.
 
-    For another object, return its type and its content. Code of the same script or notebook that is used follows:
-    functions and classes as text, and values unchanged.
+    If the source is not available, return the bytecode.
+
+    For any other object, return its type and content. The result also covers the code of the same script or notebook
+    that this code uses: functions and classes as text, and values unchanged.
     """
     texts, reached, waiting = list[str](), set[int](), [target]
     while waiting:
@@ -147,12 +149,12 @@ def _source_text(target: Any) -> str:
 
 
 def _show_values(*values: object) -> str:
-    """Return values in Python's notation, without their memory addresses."""
+    """Return values in Python notation, without memory addresses."""
     return re.sub(" at 0x[0-9a-f]+", "", " ".join(map(repr, values)))
 
 
 def _functions(target: Any) -> list[Any]:
-    """Return the functions of a class and its non-torch bases, or the function itself."""
+    """Return the functions of a class and of its bases outside torch, or the function itself."""
     if isinstance(target, type):
         classes = [c for c in target.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
         return [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]
@@ -161,7 +163,7 @@ def _functions(target: Any) -> list[Any]:
 
 
 def _used(target: Any) -> dict[str, Any]:
-    """Return the script or notebook globals and closures that some code uses, by name."""
+    """Return the globals and closure variables of the script or notebook that some code uses, by name."""
     kind = target if isinstance(target, type) else type(target)
     classes = [c for c in kind.__mro__ if c.__module__ == MAIN_MODULE]
     used: dict[str, Any] = {} if kind is target else {c.__name__: c for c in classes}
@@ -182,11 +184,12 @@ def _used(target: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Function:
-    """Function of a user.
+    """Function that a user wrote.
 
     Attributes:
-        name: import path, or, for code of this process only (for example in a notebook's cell), its name and a digest.
-        call: the function, or, for a class, an object that it makes without arguments.
+        name: import path. For code that exists only in this process, such as a notebook cell, the function's name and a
+            digest.
+        call: the function, or, for a class, an instance created without arguments.
     """
 
     name: str
@@ -194,20 +197,20 @@ class Function:
 
     @property
     def short(self) -> str:
-        """Name without module and digest."""
+        """Name without the module and the digest."""
         return re.split(r"[:.]", self.display_name)[-1]
 
     @property
     def display_name(self) -> str:
-        """Return the name for messages: the import path, or the name."""
+        """Return the name for messages: the import path, or else the plain name."""
         return self.name.partition(" ")[0]
 
 
 def function(choice: Any, what: str) -> Function:
-    """Return a function that is given directly or by its import path.
+    """Return a function that is passed directly or by its import path.
 
     Raises:
-        ConfigError: the value is neither, or cannot be imported.
+        ConfigError: the value is neither a function nor an import path, or cannot be imported.
     """
     if isinstance(choice, Function):
         return choice
@@ -234,16 +237,16 @@ def function(choice: Any, what: str) -> Function:
 
 
 def path_of(definition: Any) -> str | None:
-    """Return the import path of a class of user code, or None for a class of this distribution."""
+    """Return the import path of a user-written class, or None for a class of this distribution."""
     if definition.__module__.partition(".")[0] in OWN_PACKAGES:
         return None
     return f"{definition.__module__}:{definition.__qualname__}"
 
 
 def source_of(definition: object) -> str:
-    """Return 16 hexadecimal digits of the source of the module of user code, or of the code if no source exists.
+    """Return 16 hexadecimal digits that identify the source of the user's module, or its code without a source.
 
-    Empty if the code is not user code.
+    The text is empty for code that no user wrote.
     """
     if path_of(definition) is None:
         return ""

@@ -1,4 +1,4 @@
-"""Import the public names of a package on first use."""
+"""Lazy imports: the public names of a package are imported on first use."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from types import ModuleType
 from typing import Any
 
 DISPLAY_MODULE = "fedloom.lab.report.notebook"
-"""Module that draws results for people. The library imports no module of the lab, so only the name is stored here."""
+"""Module that displays results for people. The library imports no module of the lab, so only the name is stored
+here."""
 
 
 def display() -> Any:
-    """Import and return the module that draws results, which is slow and is only needed for people."""
+    """Import and return the display module, which is slow to import and only needed to show results to people."""
     return import_module(DISPLAY_MODULE)
 
 
 LAZY_IMPORT_PATTERN = re.compile(r"^    from ([\w.]+) import (?:\(\s*)?(\w+) as \2\b", re.MULTILINE)
-"""Form of the public imports that a package lists below ``if TYPE_CHECKING:``, as ``import compare as compare``."""
+"""Pattern of the public imports that a package lists below ``if TYPE_CHECKING:``, as ``import compare as compare``."""
 
 
 def lazy_names(package: str) -> dict[str, str]:
-    """Return the module of every name that a package lists below ``if TYPE_CHECKING:``, by name.
+    """Return the module of each name that a package lists below ``if TYPE_CHECKING:``, by name.
 
-    The list serves type checkers and imports alike, so that each name stands in one list.
+    Type checkers and lazy imports share this list, so each name is written only once.
     """
     spec: Any = sys.modules[package].__spec__
     text = spec.loader.get_source(package)
@@ -38,8 +39,8 @@ def getter(package: str, classes: str = "", renamed: Mapping[str, str] | None = 
 
     Args:
         package: name of the package.
-        classes: place of classes that the package does not contain, for the error.
-        renamed: new names by old names, for the error.
+        classes: where to find classes that the package does not contain, for the error message.
+        renamed: new names by old names, for the error message.
     """
     places = lazy_names(package)
 
@@ -65,7 +66,7 @@ def getter(package: str, classes: str = "", renamed: Mapping[str, str] | None = 
 def lister(name: str) -> Callable[[], list[str]]:
     """Return the ``__dir__`` of a module, so that tab completion offers only its public names.
 
-    These are the names of ``__all__``, or, without it, the classes, functions and annotated constants of the module.
+    These are the names in ``__all__``, or, if it is missing, the module's classes, functions and annotated constants.
     """
 
     def names() -> list[str]:

@@ -1,8 +1,8 @@
-"""Metrics: names, titles, scales, directions and bounds, deciding metrics, and summary values over clients.
+"""Metrics: names, titles, scales, directions, bounds, deciding metrics, and summary values over clients.
 
-Every module that shows, compares or chooses by a metric reads this table, so that a metric means the same in a run, a
-search, a deployment and a report. The arguments ``values`` are float64 ``[n]`` with nan for clients without samples in
-the part. These clients are left out.
+All modules that show a metric, compare metrics or choose by a metric read this table, so a metric means the same in a
+run, a search, a deployment and a report. The ``values`` arguments are float64 ``[n]``, with nan for clients that have
+no samples in the part. These clients are ignored.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Metric(NamedTuple):
     """Title, format and direction of a metric.
 
     Attributes:
-        title: title for people.
-        unit: unit of the shown value.
-        scale: factor of the shown value.
+        title: title shown to people.
+        unit: unit of the displayed value.
+        scale: factor by which the displayed value is multiplied.
         higher: True if larger values are better.
-        bounds: smallest and largest value.
+        bounds: smallest and largest possible value.
         rated: True if one direction is better than the other.
     """
 
@@ -79,8 +79,8 @@ METRICS = {
     "mae": Metric("MAE", higher=False, bounds=POSITIVE_BOUNDS),
     "loss": Metric("Loss", higher=False),
 }
-"""Metrics of one client's samples (`fedloom.tasks`). Recall and precision are recorded by class,
-AUROC, AUPRC and F1 by label (`class_metric_name`)."""
+"""Metrics computed on one client's samples (`fedloom.tasks`). Recall and precision are recorded per class. AUROC, AUPRC
+and F1 are recorded per label (`class_metric_name`)."""
 
 FEDERATION_FIGURES = {
     "cd": Metric("Client disagreement", higher=False),
@@ -102,7 +102,7 @@ FEDERATION_FIGURES = {
     "idle_share": Metric("Idle fraction of the devices' time", higher=False),
     "unheard": Metric("Uploads that were late or lost", higher=False),
 }
-"""Metrics of the whole federation that have a name."""
+"""Named metrics of the whole federation."""
 
 COST_FIGURES = {
     "steps": Metric("Local steps", higher=False),
@@ -112,23 +112,22 @@ COST_FIGURES = {
     "seconds": Metric("Seconds", higher=False),
     "simulated_seconds": Metric("Simulated hours", "", 1 / 3600, higher=False),
 }
-"""Metrics of cost, the columns of equal work."""
+"""Cost metrics, which are the columns of equal work."""
 
 
 USER_METRICS: dict[str, Metric] = {}
-"""A user's own metrics that this process has encountered: runs and their files say which direction is better
-(`declare`)."""
+"""User-defined metrics seen in this process: runs and their files say which direction is better (`declare`)."""
 
 
 class Roles(NamedTuple):
     """Deciding metrics of a task.
 
     Attributes:
-        page: metric that comes first in tables and reports.
-        settings: metric by whose mean over the clients with a defined value `fedloom tune` compares settings. AUROC
-            needs both classes.
-        client: metric by which the hybrid model chooses the better model of each client: accuracy for classes, as in
-            FLAME's model selection, and the loss if a class may be rare, because accuracy then ties.
+        page: metric shown first in tables and reports.
+        settings: metric whose mean over the clients with a defined value is used by `fedloom tune` to compare settings.
+            AUROC needs both classes.
+        client: metric by which the hybrid model chooses the better model for each client: accuracy for classes, as in
+            FLAME's model selection, or the loss if a class may be rare, because accuracies are then often equal.
     """
 
     page: str
@@ -151,16 +150,16 @@ decides."""
 SELECTION_METRICS = frozenset(name for roles in TASK_ROLES.values() for name in (roles.settings, roles.client)) - {
     "loss"
 }
-"""Metrics besides the loss that decide a choice. Their spread over clients is recorded."""
+"""Metrics other than the loss on which a choice may be based. Their spread over clients is recorded."""
 
 SUMMARY_METRICS = tuple(
     name for name in METRICS if name == "loss" or any(name in roles for roles in TASK_ROLES.values())
 )
-"""Metrics that are shown in limited space."""
+"""Metrics shown where space is limited."""
 
 
 def leading(names: Collection[str], role: Literal["page", "settings", "client"] = "page") -> str:
-    """Return the deciding metric among the measured ones.
+    """Return the deciding metric among the measured metrics.
 
     >>> leading({"loss", "accuracy", "auroc"}), leading({"loss", "accuracy", "auroc"}, "client"), leading({"mae"})
     ('auroc', 'loss', 'loss')
@@ -170,7 +169,7 @@ def leading(names: Collection[str], role: Literal["page", "settings", "client"] 
 
 
 def class_metric_name(name: str, label: str) -> str:
-    """Return the name under which a metric of one class is recorded.
+    """Return the name under which a metric is recorded for one class.
 
     >>> class_metric_name("recall", "ill"), metric("recall[ill]").title
     ('recall[ill]', 'Recall of ill')
@@ -179,7 +178,10 @@ def class_metric_name(name: str, label: str) -> str:
 
 
 def metric(name: str) -> Metric:
-    """Return the facts of a metric or federation metric. An undeclared metric keeps its name and is not rated."""
+    """Return the properties of a client metric or federation metric.
+
+    An undeclared metric keeps its name and is not rated.
+    """
     whole, _, label = name.partition("[")
     if label and whole in METRICS:
         return METRICS[whole]._replace(title=f"{METRICS[whole].title} of {label.removesuffix(']')}")
@@ -192,12 +194,12 @@ def metric(name: str) -> Metric:
 
 
 def declare(directions: Mapping[str, bool]) -> None:
-    """Register a user's metrics, by name: True if larger values are better."""
+    """Register a user's metrics by name, with True if larger values are better."""
     USER_METRICS.update({name: Metric(name.replace("_", " "), higher=higher) for name, higher in directions.items()})
 
 
 def titled(shown: Metric) -> str:
-    """Return the title with its unit."""
+    """Return the title including the unit."""
     return f"{shown.title} ({shown.unit})" if shown.unit else shown.title
 
 
@@ -206,8 +208,8 @@ def over_clients(name: str, values: Values, sizes: Values, centre: float | None 
 
     Args:
         name: the metric.
-        values: ``[n]`` by client. Clients with nan are left out.
-        sizes: numbers of samples ``[n]`` of the clients.
+        values: ``[n]``, one value per client. Clients with nan are ignored.
+        sizes: number of samples of each client ``[n]``.
         centre: value of the global model on the common test set.
     """
     low = metric(name).higher
@@ -230,7 +232,7 @@ def client_mean(values: Values) -> float:
 
 
 def weighted_mean(values: Values, sizes: Values) -> float:
-    """Return the mean over clients, weighted by their samples."""
+    """Return the mean over clients, weighted by their number of samples."""
     import numpy as np
 
     counted = np.isfinite(values) & (sizes > 0)
@@ -246,7 +248,7 @@ def worst(values: Values, *, low: bool) -> float:
 
 
 def deciles(values: Values) -> Values:
-    """Return the nine deciles over clients."""
+    """Return the nine deciles of the clients' values."""
     import numpy as np
 
     finite = _finite(values)
@@ -263,7 +265,7 @@ def spread(values: Values, centre: float) -> float:
 
 
 def variance(values: Values) -> float:
-    """Return the sample variance over clients, divisor n - 1 (FLAME's fairness of test losses)."""
+    """Return the sample variance over clients, with divisor n - 1 (FLAME's fairness of test losses)."""
     finite = _finite(values)
     return float(finite.var(ddof=1)) if len(finite) > 1 else math.nan
 
@@ -278,8 +280,9 @@ def jain(values: Values) -> float:
 def disagreement(values: Values) -> float:
     """Return the client disagreement CD (Equitable-FL, Eq. 9): sum over ordered pairs of |l_i - l_j| over binom(r, 2).
 
-    It is twice the mean absolute difference of a pair. The paper sums over the participants of a round. Records contain
-    the sum over all clients, including clients that did not participate, so that rounds and methods can be compared.
+    It equals twice the mean absolute difference between two clients. The paper sums over the participants of a round.
+    Records contain the sum over all clients, including clients that did not participate, so rounds and methods are
+    comparable.
     """
     import numpy as np
 
@@ -295,7 +298,7 @@ def disagreement(values: Values) -> float:
 def mutual_information(planted: NDArray[np.int64], recovered: NDArray[np.int64]) -> float:
     """Return the normalized mutual information of two labelings, in [0, 1] (Equitable-FL, Fig.
 
-    2). It is 1 if they are equal up to names.
+    2). It is 1 if the labelings are equal up to renaming.
     """
     from sklearn.metrics import normalized_mutual_info_score
 
@@ -303,7 +306,7 @@ def mutual_information(planted: NDArray[np.int64], recovered: NDArray[np.int64])
 
 
 def _finite(values: Values) -> Values:
-    """Return a copy of the finite values."""
+    """Return a copy that contains only the finite values."""
     import numpy as np
 
     return values[np.isfinite(values)]

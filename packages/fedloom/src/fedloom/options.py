@@ -1,4 +1,4 @@
-"""Show the options of a value in Python: its signature, and the lines of `help` on its type, range and default."""
+"""Display of a value's options in Python: its signature, and lines in `help` on type, range and default."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ else:
     ModelMetaclass = type(BaseModel)  # pydantic's own, which has no public name
 
 ARGS_HEADING = "Args:"
-"""Heading of the lines on options in a docstring."""
+"""Heading above the lines on options in a docstring."""
 FIELD_LIMITS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-"""Limits of a number in a field of pydantic, and their notation."""
+"""Bounds of a number in a pydantic field, and how they are written."""
 
 
 class Face(ModelMetaclass):
-    """Support of `help`, signatures and notebooks for the options of a value's class.
+    """Support for `help`, signatures and notebooks: displays the options of a value's class.
 
-    Pydantic builds a class on its first use, and its signature then contains validators instead of types. Both
-    attributes are computed when they are read, so that importing a class is fast.
+    Pydantic builds a class on first use, and the signature of the class then shows validators instead of types. Both
+    attributes are computed only when they are read, so importing a class stays fast.
     """
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The options as keyword parameters, with plain types and defaults."""
+        """Options as keyword parameters, with plain types and defaults."""
         parameters = []
         for name, field in options_of(cls).items():
             kind, default = plain_type(field.annotation), inspect.Parameter.empty
@@ -44,11 +44,11 @@ class Face(ModelMetaclass):
 
     @__signature__.setter
     def __signature__(cls, value: object) -> None:
-        """Ignore the value: pydantic sets a signature after it has built the class."""
+        """Ignore the assigned value: pydantic sets a signature after building the class."""
 
     @property
     def __doc__(cls) -> str | None:
-        """The docstring of the class, with a line for every option."""
+        """Docstring of the class, with one line per option."""
         text = cls.__dict__.get("__doc__")
         options = options_of(cls) if cls.__dict__.get("__pydantic_fields__") else {}
         if not options or (isinstance(text, str) and f"\n{ARGS_HEADING}" in text):
@@ -69,7 +69,7 @@ class Plain(str):
 
 
 def plain_type(annotation: object) -> str:
-    """Return a type in the notation of a user, without validators.
+    """Return a type in the notation that users know, without validators.
 
     >>> plain_type(Annotated[float, "more than 0"]), plain_type(tuple[int, ...] | None), plain_type(Literal["a", "b"])
     ('float', 'tuple[int, ...] | None', "'a' | 'b'")
@@ -94,7 +94,7 @@ def plain_type(annotation: object) -> str:
 
 
 def limits_of(field: FieldInfo) -> list[str]:
-    """Return the range of an option, as ``["> 0", "<= 1"]``."""
+    """Return the range of an option, such as ``["> 0", "<= 1"]``."""
     return [
         f"{sign} {getattr(limit, name)}"
         for limit in field.metadata
@@ -104,7 +104,7 @@ def limits_of(field: FieldInfo) -> list[str]:
 
 
 def options_of(kind: Any) -> dict[str, FieldInfo]:
-    """Return the fields of a class that a caller can choose: all except the name of its kind, which is fixed."""
+    """Return the fields of a class that a caller can set: all except the name of its kind, which is fixed."""
     return {
         name: field
         for name, field in kind.model_fields.items()

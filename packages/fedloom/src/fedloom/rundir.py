@@ -1,9 +1,9 @@
-"""Format of a run directory: names of its files and folders, labels of runs, and contents of its summary.
+"""Format of a run directory: names of its files and folders, labels of runs, and content of the summary.
 
-This module also checks the paths of folders and files that a caller gives.
+This module also checks file and folder paths that a caller passes.
 
-A simulation and a deployment write a run directory. Reports, opened runs and `watch` read it. All use these names and
-values, and do not need torch.
+Simulations and deployments write run directories. Reports, opened runs and `watch` read them. All of them use the names
+and values in this module, which does not need torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER 
     "live",
 )
 MAX_NAME_BYTES = 255
-"""Largest length of a file name on the usual file systems."""
+"""Largest length of a file name on common file systems."""
 WORK_FOLDER = ".work"
 """Folder for the claims of processes that share a run directory."""
 RESULT_FILES = (
@@ -47,7 +47,7 @@ RESULT_FILES = (
     SUMMARY_FILE,
     REPORT_FILE,
 )
-"""Files that a run writes anew, besides its settings and the files of analyses that packages add."""
+"""Files that a run rewrites, apart from its settings and the analysis files that packages add."""
 RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER, WORK_FOLDER)
 
 EXPERIMENT_TABLES = (
@@ -55,41 +55,41 @@ EXPERIMENT_TABLES = (
     "aggregator", "attack", "upload_transform", "augment", "devices", "schedule", "evaluate", "engine",
     "early_stop", "tune",
 )  # fmt: skip
-"""Tables of an experiment file besides its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
+"""Tables of an experiment file other than its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
 
 _DIGEST_PREFIX, _ZERO_DIGEST = b"sha256 of this file with zeros here: ", b"0" * 64
 NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()
-"""Placeholder for a file's digest while the digest is computed."""
+"""Placeholder used for a file's digest while the digest is computed."""
 
 REPAIR_HINT = "Run the experiment again, or put the file back"
-"""Advice on a damaged file."""
+"""Advice shown for a damaged file."""
 FEDERATION_CLIENT = -1
 """Client number for values of the whole federation."""
 UPLOADS_FIGURE = "heard"
-"""Name under which the number of used uploads of a client is recorded."""
+"""Name under which a client's number of used uploads is recorded."""
 SAMPLES_FIGURE = "samples"
-"""Name under which the number of samples of a group is recorded."""
+"""Name under which a group's number of samples is recorded."""
 MOST_CLIENTS = 2**31
-"""Upper limit of client numbers (exclusive)."""
+"""Upper limit on client numbers (exclusive)."""
 MAX_LABEL_CHARACTERS = 150
-"""Largest number of characters of a label in a file name: a file system allows 255 bytes, some of which are needed for
-seed, ending and draft."""
+"""Largest number of characters that a label may use in a file name: a file system allows 255 bytes, and seed, extension
+and draft suffix need some of them."""
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Integer that a column of a table can store."""
+"""Integer that fits into a table column."""
 
 
 def place_of(path: object, what: str, otherwise: str = "") -> Path:
-    """Return a caller's path as a `Path`.
+    """Return the path that a caller passed as a `Path`.
 
     Args:
         path: the given value.
-        what: name of the argument in the message.
+        what: name of the argument, used in the message.
         otherwise: other allowed values, e.g. ``", or None for memory"``.
 
     Raises:
-        ConfigError: the value is not a path, or has a name that is too long, or is empty, which would mean the current
-            folder.
+        ConfigError: the value is not a path, contains a name that is too long, or is empty, which would mean the
+            current folder.
     """
     if not isinstance(path, str | PathLike) or not fspath(path):
         raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
@@ -102,7 +102,7 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
 
 
 def label_of(method: Mapping[str, object]) -> str:
-    """Return the label of a method's table: its label, or the algorithm's name, or for user code the class name.
+    """Return the label of a method's table: its own label, the algorithm's name, or the class name of user code.
 
     >>> label_of({"algorithm": "my_parts:Pulled"}), label_of({"algorithm": "flame", "label": "mine"})
     ('Pulled', 'mine')
@@ -111,9 +111,9 @@ def label_of(method: Mapping[str, object]) -> str:
 
 
 def file_name(label: str) -> str:
-    """Return a label as a part of a file name. Different labels give different names.
+    """Return a label as one component of a file name. Different labels give different names.
 
-    If a label is too long, the name consists of its beginning and a digest.
+    If a label is too long, the file name consists of the label's beginning and a digest.
 
     >>> file_name("flame"), file_name("rho=0.1"), file_name("rho 0.1"), file_name("a/b"), file_name("..")
     ('flame', 'rho=0.1', 'rho+0.1', 'a%2Fb', '%2E%2E')
@@ -126,14 +126,14 @@ def file_name(label: str) -> str:
 
 
 def check_case(folder: Path, labels: Iterable[str]) -> None:
-    """Raise if labels differ only in case on a disk that ignores case, where their runs would share checkpoints.
+    """Raise if labels differ only in case on a disk that ignores case, where the runs would share checkpoints.
 
     Args:
-        folder: the locked run directory.
-        labels: labels of its methods.
+        folder: run directory, which is locked.
+        labels: labels of the methods.
 
     Raises:
-        RunDirError: two labels have the same name there.
+        RunDirError: two labels lead to the same file name on this disk.
     """
     first = dict[str, str]()
     for label in labels:
@@ -146,7 +146,7 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
 
 
 def analysis_file(kind: str) -> str:
-    """Return the name of the file with an analysis' table.
+    """Return the name of the file that contains the table of an analysis.
 
     >>> analysis_file("left-out"), analysis_file("my_parts:Pulled")
     ('left_out.parquet', 'Pulled.parquet')
@@ -155,7 +155,7 @@ def analysis_file(kind: str) -> str:
 
 
 def run_folder(out: Path, kind: str, label: str, seed: int) -> Path:
-    """Return the folder of a run's checkpoints, models or tracking in a run directory."""
+    """Return the folder in a run directory for a run's checkpoints, models or tracking."""
     return out / kind / f"{file_name(label)}-{seed}"
 
 
@@ -164,14 +164,16 @@ class _Recorded(BaseModel):
 
 
 ROLES_BY_NAME = {"local": "alone", "fedavg": "average", "centralized": "pooled"}
-"""Roles of methods in run directories that do not state them."""
+"""Roles assumed for methods if a run directory does not state them."""
 
 
 class RunRecord(_Recorded):
-    """One method with one seed. ``diverged`` is the round in which divergence was detected, if the run reached its end.
+    """Run of one method with one seed.
 
-    ``role`` is the role of the method in a comparison (`fedloom.algorithms.role_of`). None in earlier run directories.
-    ``device_classes`` are the names of the clients' classes of devices, by their number in the metrics.
+    ``diverged`` is the round in which divergence was detected, for a run that still reached its end.
+
+    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). It is None in older run directories.
+    ``device_classes`` are the names of the clients' device classes, by their number in the metrics.
     """
 
     method: str
@@ -195,16 +197,16 @@ class RunRecord(_Recorded):
 
 
 class Rejection(_Recorded):
-    """Number of replies of a site that failed one step of the server's check, and the latest sentence on it."""
+    """Number of a site's replies that failed one step of the server's check, and the latest message about it."""
 
     count: Whole = 0
     reason: str = ""
 
 
 class SiteSummary(_Recorded):
-    """Record of a site in a deployment: rounds with and without it, and its last accepted reply.
+    """Record of a site in a deployment: rounds with and without the site, and its last accepted reply.
 
-    ``staleness`` is the mean over its uploads in a buffered run.
+    ``staleness`` is the mean over the site's uploads in a buffered run.
     """
 
     here: bool = True
@@ -217,9 +219,9 @@ class SiteSummary(_Recorded):
 
 
 class Summary(_Recorded):
-    """``summary.json``: the end of every run. ``metrics`` are the user's metrics, True if larger values are better.
+    """``summary.json``: how every run ended. ``metrics`` are the user's metrics, with True if larger values are better.
 
-    A deployment adds the reason for its end and the record of its sites.
+    A deployment also stores why it ended and the record of its sites.
     """
 
     name: str = ""
@@ -235,26 +237,26 @@ class Summary(_Recorded):
     sites: dict[str, SiteSummary] = {}
 
     def content(self) -> bytes:
-        """Return the content of the file: every given field, and its digest."""
+        """Return the content of the file: every field that is set, and the digest."""
         document = self.model_dump(mode="json", exclude_unset=True)
         return insert_digest(json.dumps({**document, "digest": NO_DIGEST}, indent=1).encode())
 
 
 def insert_digest(content: bytes) -> bytes:
-    """Return a file's content with its only `NO_DIGEST` replaced by the digest of the content."""
+    """Return the content of a file with its single `NO_DIGEST` replaced by the digest of the content."""
     before, mark, after = content.rpartition(_DIGEST_PREFIX)
     return before + mark + hashlib.sha256(content).hexdigest().encode() + after[len(_ZERO_DIGEST) :]
 
 
 def has_digest(content: bytes) -> bool:
-    """Return True if a file of a run directory contains its digest."""
+    """Return True if a file of a run directory contains the correct digest of its content."""
     return _DIGEST_PREFIX in content
 
 
 def check_digest(path: Path, content: bytes) -> None:
-    """Raise if the content of a file of a run directory does not match the digest in it.
+    """Raise if the content of a file in a run directory does not match the digest that the file contains.
 
-    A file without a digest passes.
+    A file without a digest passes the check.
 
     Raises:
         RunDirError: the file has changed since it was written.
@@ -266,7 +268,7 @@ def check_digest(path: Path, content: bytes) -> None:
 
 
 def read_summary(path: Path) -> Summary:
-    """Return the summary in a file.
+    """Return the summary stored in a file.
 
     Raises:
         RunDirError: the file is damaged, or is not a summary.

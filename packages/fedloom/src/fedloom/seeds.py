@@ -1,12 +1,13 @@
 """The one randomness rule: every draw comes from a generator of (seed, round, client, purpose).
 
-Nothing in fedloom uses a global generator: the size of the cohort, chunks, workers and restarts do not change any draw.
+Nothing in fedloom uses a global generator, so cohort size, chunks, workers and restarts do not change any draw.
 
-A hash of the four determines the complete state of the generator: all 19,968 bits of PyTorch's Mersenne Twister come
-from SHAKE-128, and numpy's generators get 128 bits of BLAKE2b. PyTorch's seeding would keep only 32 bits of a seed.
-Among q streams, the probability that two are equal is at most q^2 / 2^129 (birthday bound of 128 bits). A run of 10^10
-< 2^34 streams, 10^5 rounds of 10^3 clients with 100 draws each, stays below 2^-61. A module that draws directly on a
-GPU gets the 124 bits of state that CUDA's generator can store: below 2^-60 up to 2^32 such streams.
+A hash of these four values determines the complete state of the generator: all 19,968 bits of PyTorch's Mersenne
+Twister come from SHAKE-128, and numpy's generators receive 128 bits of BLAKE2b. PyTorch's seeding would keep only 32
+bits of a seed. Among q streams, the probability that any two are equal is at most q^2 / 2^129 (birthday bound for 128
+bits). For a run with 10^10 < 2^34 streams (10^5 rounds of 10^3 clients with 100 draws each), the probability is below
+2^-61. A module that draws directly on a GPU receives the 124 bits of state that CUDA's generator can store: the
+probability is below 2^-60 for up to 2^32 such streams.
 
 These generators are for simulation. They are not cryptographic: `fedloom_sites.deploy.noise` protects real data.
 """
@@ -28,7 +29,7 @@ from torch import Tensor
 from fedloom.lazy import lister
 
 SERVER_CLIENT = -1
-"""Client id of draws that belong to no client."""
+"""Client id used for draws that belong to no client."""
 
 Purpose = str | tuple[str | int, ...]
 
@@ -36,14 +37,14 @@ _STATE_WORDS = 624
 """Number of 32-bit words in the state of a Mersenne Twister."""
 
 _TWISTER_DISTANCE = 397
-"""Distance of the other word that a draw from a Mersenne Twister reads."""
+"""Distance to the second word that each draw of a Mersenne Twister reads."""
 
 _STATE_HEADER_BYTES = 24
-"""Number of bytes of a state of PyTorch's CPU generator before its words, which take 8 bytes each."""
+"""Number of bytes that precede the words in a state of PyTorch's CPU generator. Each word takes 8 bytes."""
 
 
 class _Blank(threading.local):
-    """State of a new CPU generator, whose words each thread overwrites for its current generator."""
+    """State of a fresh CPU generator, whose words each thread overwrites with the words of its current generator."""
 
     def __init__(self) -> None:
         self.state = torch.Generator().get_state()
@@ -52,7 +53,7 @@ class _Blank(threading.local):
 
 _blank = _Blank()
 _swapping = threading.RLock()
-"""Lock that is held while the global generators are replaced: the threads of a process share them."""
+"""Lock held while the global generators are replaced, because all threads of a process share these generators."""
 os.register_at_fork(before=_swapping.acquire, after_in_parent=_swapping.release, after_in_child=_swapping.release)
 
 
@@ -61,7 +62,7 @@ def derive(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purp
 
     Args:
         seed: seed of the run.
-        round: round number, from 1. 0 before the first round.
+        round: round number, from 1, or 0 before the first round.
         client: client id in 0..n-1, or `SERVER_CLIENT`.
         purpose: purpose of the draw, e.g. ``"cohort"`` or ``("local", 3)``.
 
@@ -73,7 +74,7 @@ def derive(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purp
 
 
 def generator(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purpose = "") -> torch.Generator:
-    """Return a CPU `torch.Generator` of (seed, round, client, purpose)."""
+    """Return a CPU `torch.Generator` for (seed, round, client, purpose)."""
     before, after = _around(seed, round, purpose)
     drawn = hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * _STATE_WORDS)
     _blank.words[:] = np.frombuffer(drawn, "<u4")
@@ -83,7 +84,7 @@ def generator(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: P
 
 
 def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draws: int) -> NDArray[np.uint32]:
-    """Return the states of many clients' generators ``[m, s]``, with as many words as the 32-bit draws read."""
+    """Return the states of many clients' generators ``[m, s]``, with as many words as the 32-bit draws consume."""
     before, after = _around(seed, round, purpose)
     count = min(_STATE_WORDS, _TWISTER_DISTANCE + draws)
     drawn = [hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * count) for client in clients]
@@ -93,36 +94,39 @@ def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draw
 def numpy_generator(
     seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purpose = ""
 ) -> np.random.Generator:
-    """Return a `numpy.random.Generator` of (seed, round, client, purpose)."""
+    """Return a `numpy.random.Generator` for (seed, round, client, purpose)."""
     return np.random.Generator(np.random.PCG64(derive(seed, round, client, purpose)))
 
 
 def random_state(gen: torch.Generator) -> np.random.RandomState:
-    """Return a `numpy.random.RandomState` from 128 bits of ``gen``, for libraries that accept no other generator."""
+    """Return a `numpy.random.RandomState` seeded with 128 bits of ``gen``, for libraries that require this class."""
     return np.random.RandomState(words(gen))
 
 
 def words(gen: torch.Generator) -> list[int]:
-    """Return four 32-bit integers from ``gen``, a seed for libraries that make a `numpy.random.RandomState`."""
+    """Return four 32-bit integers from ``gen``, to seed libraries that create a `numpy.random.RandomState`."""
     return torch.randint(2**32, (4,), generator=gen).tolist()
 
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """Preserve the global generators of the CPU and a device. Other threads wait for them."""
+    """Restore the global generators of the CPU and a device after the block.
+
+    Other threads wait until the block ends.
+    """
     with _swapping, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
 
 def rng_states() -> tuple[object, ...]:
-    """Return the states of the global generators of torch, numpy and Python, for a comparison."""
+    """Return the states of the global generators of torch, numpy and Python, so that they can be compared."""
     name, key, *rest = np.random.get_state()  # noqa: NPY002  # read, to see whether a user's code draws from it
     return torch.get_rng_state().numpy().tobytes(), name, np.asarray(key).tobytes(), tuple(rest), random.getstate()
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the global generators of torch, numpy and Python after the block, whatever user code draws in it."""
+    """Restore the global generators of torch, numpy and Python after the block, whatever user code draws."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the user's, kept as it is
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -135,11 +139,11 @@ def preserve_rng() -> Iterator[None]:
 
 @contextmanager
 def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Let code that uses only the global generators draw from the stream of ``gen``.
+    """Make code that uses only the global generators draw from the stream of ``gen``.
 
-    The generators are restored afterwards.
+    The global generators are restored after the block.
 
-    The generators of numpy and Python start from a hash of its state.
+    The generators of numpy and Python start from a hash of the state of ``gen``.
 
     Args:
         gen: a CPU generator. It does not advance if ``device`` is the CPU.
@@ -162,9 +166,9 @@ def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
 
 
 def cuda_state(gen: torch.Generator) -> Tensor:
-    """Return the state of a CUDA generator, uint8 ``[16]``, drawn from ``gen``: a key of 64 bits and an offset of 62.
+    """Return the state of a CUDA generator, uint8 ``[16]``, drawn from ``gen``: a 64-bit key and a 62-bit offset.
 
-    The offset is a multiple of 4, as PyTorch requires, so 60 of its bits are drawn.
+    The offset is a multiple of 4, as PyTorch requires, so 60 of its bits are random.
     """
     state = torch.randint(256, (16,), generator=gen, dtype=torch.uint8)
     state[8] &= 0b11111100
@@ -173,7 +177,7 @@ def cuda_state(gen: torch.Generator) -> Tensor:
 
 
 def _around(seed: int, round: int, purpose: Purpose) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the client in the name of a stream."""
+    """Return the bytes that come before and after the client in the name of a stream."""
     return f"{seed}|{round}|".encode(), f"|{purpose!r}".encode()
 
 

@@ -1,4 +1,4 @@
-"""Federation with the interface of scikit-learn: ``fit(X, y, groups=...)``, ``predict``, ``predict_proba``, ``score``.
+"""Federation with a scikit-learn interface: ``fit(X, y, groups=...)``, ``predict``, ``predict_proba``, ``score``.
 
 >>> import numpy as np
 >>> X = np.arange(360.0).reshape(90, 4) % 7 - 3
@@ -27,11 +27,10 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
-from fedloom.data.sources.table.levels import level
 from fedloom.data.subjects.design import design_of
 from fedloom.data.survey.findings import findings, reason_left_out
 from fedloom.data.survey.leaks import ReadColumn
-from fedloom.data.tables import Table
+from fedloom.data.tables import Table, level
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, DataError, entered
@@ -68,7 +67,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _fit(
         self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, subjects: ArrayLike | None, **more: Any
     ) -> None:
-        """Train on features [N, p] and targets in the form of `Dataset`."""
+        """Train on features [N, p] and targets in the form that `Dataset` uses."""
         state = self.random_state
         seed = state if isinstance(state, int) else int(check_random_state(state).randint(2**31))
         if subjects is not None:
@@ -112,7 +111,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             self.models_[None] = self.models_[sites[0]]
 
     def _survey(self, x: Some, y: torch.Tensor, more: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the notes on a table. No column is left out, because an estimator uses every given column."""
+        """Return the notes on a table. No column is dropped, because an estimator uses every given column."""
         names = [str(name) for name in getattr(self, "feature_names_in_", range(x.shape[1]))]
         features = {name: ReadColumn(np.asarray(x[:, k], np.float64)) for k, name in enumerate(names)}
         classes = more.get("classes", ())
@@ -127,7 +126,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
     @default_to_cpu()
     def _scores(self, x: object, groups: ArrayLike | None) -> Some:
-        """Return probabilities or values [N, k], each row from the model of its group."""
+        """Return probabilities or values [N, k]. Each row is predicted by the model of its group."""
         check_is_fitted(self)
         rows = torch.tensor(validate_data(self, x, reset=False), dtype=torch.float64)
         owners = [None] * len(rows) if groups is None else list(map(level, _groups(groups, len(rows)).tolist()))
@@ -144,25 +143,24 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
 
 class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
-    """Classifier that is trained by a federation of the groups.
+    """Classifier that is trained by federated learning, with the groups as clients.
 
     Args:
         method: name in ``fedloom list``, or a value of `fedloom.algorithms`.
         rounds: communication rounds.
-        lr: step size of local training.
+        lr: learning rate of local training.
         epochs: number of passes over a client's rows per round.
         batch_size: number of rows per step. None: all rows of a client.
         model: name or value of `fedloom.models`, an `nn.Module`, or a function that makes a module.
-        clients: number of clients to which rows are dealt at random if no groups are given.
-        random_state: an int, or a generator from which an int is drawn. All randomness comes from it.
-        settings: other choices of `fedloom.Setting`, such as ``{"sampler": ..., "local": {"momentum": 0.9}}``. A table
-            or a value of ``local``, ``evaluate`` or ``engine`` changes only the options that it names.
+        clients: number of clients among which rows are randomly distributed if no groups are given.
+        random_state: an int, or a generator from which an int is drawn. It determines all randomness.
+        settings: other options of `fedloom.Setting`, such as ``{"sampler": ..., "local": {"momentum": 0.9}}``. A table
+            or value for ``local``, ``evaluate`` or ``engine`` changes only the options that it contains.
 
     Attributes:
-        models_: model of every client by the name of its group, and under None the global model, if the method has
-            them.
+        models_: the model of each client, keyed by group name, and the global model under None, if the method has them.
         classes_: classes ``[C]``.
-        notes_: sentences on columns that number rows, leak the target and similar.
+        notes_: notes about columns that number the rows, leak the target, or have similar problems.
     """
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
@@ -170,9 +168,10 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
         Args:
             X: numbers ``[N, p]``, without missing values.
-            y: classes ``[N]``, numbers or text.
-            groups: group of each row ``[N]``: the clients of the federation. None: `clients` groups, dealt at random.
-            subjects: patient or similar unit of each row ``[N]``. Rows of a subject are dealt to the same client. For
+            y: classes ``[N]``, as numbers or text.
+            groups: group of each row ``[N]``. The groups are the clients of the federation. None: rows are randomly
+                distributed among `clients` groups.
+            subjects: patient, or similar unit, of each row ``[N]``. All rows of a subject go to the same client. For
                 cross-validation, pass them to the splitter: ``cross_val_score(..., groups=subjects, cv=GroupKFold())``.
 
         Raises:
@@ -193,8 +192,8 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
         Args:
             X: numbers ``[N, p]``.
-            groups: group of each row ``[N]``: a row uses the model of its group, if the method has such models. Rows of
-                unknown groups, and all rows without groups, use the global model.
+            groups: group of each row ``[N]``. A row uses the model of its group, if the method trains one model per
+                group. Rows of unknown groups, and all rows without groups, use the global model.
         """
         best = self._scores(X, groups).argmax(1)
         return np.asarray(self.classes_[best])
@@ -209,13 +208,15 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
 
 class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
-    """Regressor that is trained by a federation of the groups. `FederatedClassifier` describes the arguments.
+    """Regressor that is trained by federated learning, with the groups as clients.
 
-    The target is centered and scaled by the mean and standard deviation of all rows.
+    The arguments are described in `FederatedClassifier`.
+
+    The target is centered and scaled with the mean and standard deviation of all rows.
     """
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
-        """Train on numbers ``[N, p]`` and ``[N]``, see `FederatedClassifier.fit`."""
+        """Train on numbers ``[N, p]`` and ``[N]`` (see `FederatedClassifier.fit`)."""
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         y = np.asarray(y, np.float64)
         centre, unit = float(y.mean()), float(y.std()) or 1.0
@@ -224,7 +225,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         return self
 
     def predict(self, X: object, groups: ArrayLike | None = None) -> Some:
-        """Return values ``[N]``, see `FederatedClassifier.predict` for the groups."""
+        """Return values ``[N]`` (see `FederatedClassifier.predict` for the groups)."""
         return self._scores(X, groups)[:, 0]
 
     def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:
@@ -240,7 +241,7 @@ def _groups(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
 
 
 def _labels(what: str, values: ArrayLike, rows: int) -> Some:
-    """Return one label for each row.
+    """Return one label per row.
 
     Raises:
         DataError: a row has no label.

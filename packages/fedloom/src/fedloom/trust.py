@@ -1,6 +1,6 @@
-"""Trust in user code: a file alone never runs a part of Python or code of another user.
+"""Trust in user code: a file alone never causes Python's own code or another user's code to run.
 
-A person vouches for import paths, by ``--trust`` or ``trust=True``. Nothing can vouch for the standard library.
+A person vouches for import paths, with ``--trust`` or ``trust=True``. Nobody can vouch for the standard library.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from types import ModuleType
 from fedloom.errors import ConfigError
 
 IMPORT_PATH_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
-"""Form of an import path."""
+"""Pattern of an import path."""
 OWN_PACKAGES = {"fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"}
 """Top-level packages of this distribution."""
 NO_CODE = ("name", "label")
-"""Keys of an experiment file whose text never names code."""
+"""Keys of an experiment file whose values never name code."""
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 """Folders of installed packages."""
 
@@ -33,7 +33,7 @@ _vouched: set[str] = set()
 
 
 def is_path(name: object) -> bool:
-    """Return True if a name is an import path instead of a name that fedloom knows.
+    """Return True if a name is an import path and not a name that fedloom knows.
 
     >>> is_path("my_module:MyMethod"), is_path("fedavg"), is_path("hub:owner/name")
     (True, False, False)
@@ -43,7 +43,7 @@ def is_path(name: object) -> bool:
 
 @contextmanager
 def here() -> Iterator[None]:
-    """Search for modules in the current directory last, within the block."""
+    """Within the block, search the current directory last for modules."""
     before = list(sys.path)
     sys.path.append(str(Path.cwd()))
     try:
@@ -53,7 +53,7 @@ def here() -> Iterator[None]:
 
 
 def vouch(paths: Iterable[str]) -> None:
-    """Allow import paths to be resolved in this process, whoever owns the code."""
+    """Allow this process to resolve import paths, whoever owns the code."""
     _vouched.update(paths)
 
 
@@ -77,15 +77,15 @@ def paths_in(document: object, key: str = "", *, in_import: bool = False) -> Ite
 
 
 def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -> None:
-    """Raise if a document of another user names user code.
+    """Raise if a document that belongs to another user names user code.
 
     Args:
-        document: document of an experiment file, or of a run directory.
-        file: file of the document.
-        trust: True to vouch for the import paths of the document instead.
+        document: content of an experiment file or of a run directory.
+        file: file that contains the document.
+        trust: True to vouch for the document's import paths instead of raising.
 
     Raises:
-        ConfigError: the file, or its folder, belongs to another user. The message lists all imports.
+        ConfigError: the file, or its folder, belongs to another user. The message lists all import paths.
     """
     named = list(paths_in(document))
     if trust:
@@ -107,10 +107,10 @@ def check_module(path: str, what: str) -> None:
 
     Args:
         path: ``package.module:Name``.
-        what: the part and the file that names it, for the message.
+        what: the part, and the file that names the part, for the message.
 
     Raises:
-        ConfigError: the module belongs to the standard library, or is a file of another user that nobody vouched for.
+        ConfigError: the module belongs to the standard library, or is another user's file that nobody vouched for.
     """
     module = path.partition(":")[0]
     if is_standard(module) or module.rpartition(".")[2] == "__main__":
@@ -137,7 +137,7 @@ def check_module(path: str, what: str) -> None:
 
 
 def check_part(part: object, path: str, what: str) -> None:
-    """Raise if a part is a module, class, function or method of Python itself, however it was reached.
+    """Raise if a part is a module, class, function or method of Python itself, by whichever path it was found.
 
     Raises:
         ConfigError: the part is such an object.
@@ -155,7 +155,7 @@ def check_part(part: object, path: str, what: str) -> None:
 
 
 def check_maker(path: str, what: str) -> None:
-    """Raise if a function of an installed package would be called with values from a file.
+    """Raise if a call would pass values from a file to a function of an installed package.
 
     Raises:
         ConfigError: the function belongs to an installed package or to fedloom, and nobody vouched for it.
@@ -181,13 +181,13 @@ def is_standard(module: str) -> bool:
 
 
 def is_installed(file: Path) -> bool:
-    """Return True if a file belongs to an installed package or to the standard library, after following links."""
+    """Return True if a file, after following links, belongs to an installed package or to the standard library."""
     kinds = ("purelib", "platlib", "stdlib")
     return any(file.resolve().is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in kinds)
 
 
 def find_other_owner(path: Path) -> str:
-    """Return the owner of a file, folder or link target, if the owner is neither this user nor root.
+    """Return the owner of a file, folder or link target, or "" if the owner is this user or root.
 
     The result is "" for files of this user and of root.
     """
@@ -206,7 +206,7 @@ def find_other_owner(path: Path) -> str:
 
 
 def _module_of(part: object) -> str:
-    """Return the name of the module that defines a class, function, method or object, or of a module itself."""
+    """Return the name of the module that defines a class, function, method or object, or a module's own name."""
     if isinstance(part, ModuleType):
         return part.__name__
     module = getattr(part, "__module__", None)
@@ -225,7 +225,7 @@ def _is_in_library(file: Path) -> bool:
 
 
 def _place(path: str) -> str:
-    """Return the file that an import path would run, if it can be determined without running code."""
+    """Return the file that an import path would run, or None if this cannot be determined without running code."""
     module = path.partition(":")[0]
     first = module.partition(".")[0]
     if is_standard(module):

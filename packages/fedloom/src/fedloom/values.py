@@ -1,4 +1,4 @@
-"""Value: the frozen, validated base class of all choices, and the conversion from a table of a TOML file."""
+"""Value: the frozen, validated base class of all user choices, and the conversion from tables of a TOML file."""
 
 from __future__ import annotations
 
@@ -28,37 +28,36 @@ from fedloom.options import ARGS_HEADING, Face
 
 T = TypeVar("T")
 NUMBER_ERRORS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "float": "float_type"}
-"""Numbers in a schema of pydantic, and the error for a non-number."""
+"""Kinds of numbers in a pydantic schema, and the error raised for a non-number."""
 MAX_INTEGER = 2**63 - 1
-"""Largest integer of a tensor, or of a TOML file."""
+"""Largest integer that a tensor or a TOML file can store."""
 FACTOR_PATTERN = r"(\d+\.?\d*|\.\d+)x"
 """Pattern of a multiple of a derived value, such as 2x or 0.5x."""
 VALIDATOR_PATTERN = r"function-|constrained-|(literal|tuple|list|dict)\[|(float|int|str|bool)$"
-"""Pattern of parts of an error's place that name no key."""
+"""Pattern of parts of an error location that do not name a key."""
 IGNORED_SCHEMA_KEYS = ("metadata", "default", "expected", "serialization", "keys_schema")
 """Keys of a pydantic schema that are not schemas of values. Keys are text in every file."""
 
 
 class Value(BaseModel, metaclass=Face):
-    """Frozen value: unknown fields, wrong types and values out of range are rejected when it is made.
+    """Frozen value: unknown fields, wrong types and values out of range are rejected when the value is created.
 
     Raises:
-        InvalidValue: an option is invalid. The message lists the name, the expected value and the given value of every
-            such option.
+        InvalidValue: an option is invalid. The message lists every invalid option with its name, expected value and
+            given value.
 
-    A class of user code is identified by its import path, which is its ``kind`` in every file.
+    A user-written class is identified by its import path, which is its ``kind`` in every file.
     """
 
     free: ClassVar[tuple[str, ...]] = ()
-    """Fields that never change the numbers of a run."""
+    """Fields that never change the numeric results of a run."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """Fields that act only with another field: the name of the other field and its required values.
+    """Fields that only have an effect together with another field: the name of the other field and its required values.
 
-    Without values, any value except the default is required. The other field may be a key of ``[local]``, as
-    "local.weight_decay". A run gets a note if such a field is given and does
-    not act."""
+    If no values are listed, any value except the default is sufficient. The other field may be a key of ``[local]``,
+    such as "local.weight_decay". A run receives a note if such a field is set but has no effect."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names for fields in papers, and the fields. They are also accepted."""
+    """Other names that papers use for fields, mapped to the fields. These names are accepted too."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -103,7 +102,7 @@ class Value(BaseModel, metaclass=Face):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """Return a copy of the value, validated if fields change. `copy.replace` calls this."""
+        """Return a copy of the value, validated if any fields change. `copy.replace` calls this."""
         return self.with_(**update) if update else super().model_copy(deep=deep)
 
     def with_(self, **changes: object) -> Self:
@@ -136,18 +135,18 @@ class Value(BaseModel, metaclass=Face):
 
 
 def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", base: type | None = None) -> T:
-    """Return an entry of a registry by name, or a class of user code by its import path.
+    """Return a registry entry by name, or a user-written class by its import path.
 
     Args:
-        what: kind of choice, for the message.
+        what: kind of choice, used in the message.
         registry: entries by name.
-        name: key of the registry, or ``package.module:Class`` if a base is given.
-        where: file and table, for the message.
-        base: base class of classes of user code. None: only the registry is allowed.
+        name: key in the registry, or ``package.module:Class`` if a base is given.
+        where: file and table, used in the message.
+        base: base class of user-written classes. None: only the registry is allowed.
 
     Raises:
-        ConfigError: the name is not registered (the message contains the nearest valid name), or the path names no such
-            class.
+        ConfigError: the name is not registered (the message suggests the nearest valid name), or the path does not name
+            a suitable class.
     """
     if isinstance(name, str) and name in registry:
         return registry[name]
@@ -158,15 +157,15 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
 
 
 def has_type(value: object, *kinds: type) -> bool:
-    """Return whether a caller's value is of one of these types, whatever its annotation promises."""
+    """Return True if a caller's value is an instance of one of these types, whatever its annotation promises."""
     return isinstance(value, kinds)
 
 
 def list_functions(value: object, rule: str) -> list[Any]:
-    """Return a caller's functions as a list.
+    """Return the functions that a caller passed as a list.
 
     Raises:
-        ConfigError: the value is no list of functions. The message begins with ``rule``.
+        ConfigError: the value is not a list of functions. The message begins with ``rule``.
     """
     functions = [*value] if isinstance(value, Iterable) and not callable(value) else [None]
     if not all(map(callable, functions)):
@@ -184,10 +183,12 @@ def make_kind(
     base: type,
     hint: Hint = no_hint,
 ) -> T:
-    """Return the value of a table whose ``kind`` chooses the class: a name in the registry, or an import path.
+    """Return the value that a table describes.
+
+    Its ``kind`` selects the class: a name in the registry, or an import path.
 
     Raises:
-        ConfigError: see `choose` and `make`.
+        ConfigError: `choose` or `make` rejects the table.
     """
     entry = choose(f"{what} kind", registry, options.get("kind", default), where, base)
     return make(entry, {key: v for key, v in options.items() if key != "kind"}, where, fields_of(entry), hint)
@@ -200,14 +201,14 @@ def make(
     fields: Mapping[str, object],
     hint: Hint = no_hint,
 ) -> T:
-    """Return ``make_value(**options)``. Errors of pydantic become sentences.
+    """Return ``make_value(**options)``. pydantic's errors are turned into sentences.
 
     Args:
-        make_value: class of a value, or a preset.
+        make_value: class of the value, or a preset.
         options: keys of the table.
-        where: file and table, for the message.
+        where: file and table, used in the message.
         fields: allowed keys.
-        hint: function that returns the place of other keys.
+        hint: function that says where other keys belong.
 
     Raises:
         ConfigError: a key is unknown, a type is wrong or a value is out of range.
@@ -226,7 +227,10 @@ def make(
 
 
 def _unaliased(options: Mapping[str, object], kind: object) -> dict[str, object]:
-    """Return options by the names of their fields. An alias next to its field remains, and is rejected later."""
+    """Return options keyed by the names of their fields.
+
+    If an alias is given together with its field, it is kept and rejected later.
+    """
     aliases: Mapping[str, str] = getattr(kind, "aliases", {})
     return {key if aliases.get(key, key) in options else aliases.get(key, key): value for key, value in options.items()}
 
@@ -243,10 +247,10 @@ def fields_of(value: Any) -> Mapping[str, Any]:
 
 
 def table(options: object, where: str, cure: str = "") -> dict[str, Any]:
-    """Return a value if it is a TOML table.
+    """Return a value unchanged if it is a TOML table.
 
     Raises:
-        ConfigError: the value is not a table. ``cure`` ends the message.
+        ConfigError: the value is not a table. ``cure`` is the end of the message.
     """
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must be a table, got {options!r}{cure and '; '}{cure}")
@@ -259,7 +263,7 @@ def dump(value: BaseModel, **first: object) -> dict[str, Any]:
 
 
 def flatten_document(document: Mapping[str, object]) -> dict[str, Any]:
-    """Return a document with dotted keys. A method's table is named by its label."""
+    """Return a document as a flat dictionary with dotted keys. A method's table is named by the method's label."""
     entries: dict[str, Any] = {}
     for key, value in document.items():
         inner = {}
@@ -272,7 +276,7 @@ def flatten_document(document: Mapping[str, object]) -> dict[str, Any]:
 
 
 def find_difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Return the first key in which two documents of dotted keys differ, or "" without a difference."""
+    """Return the first key in which two documents with dotted keys differ, or "" if they are equal."""
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             old, new = (json.dumps(d[key], default=str) if key in d else "not set" for d in (before, now))
@@ -281,7 +285,7 @@ def find_difference(before: Mapping[str, object], now: Mapping[str, object]) -> 
 
 
 def _exact(schema: object, owner: type) -> Any:
-    """Return the schema of ``owner`` without conversions between text, booleans and numbers."""
+    """Return the schema of ``owner`` with conversions between text, booleans and numbers disabled."""
     if isinstance(schema, (list, tuple)):
         return type(schema)(_exact(item, owner) for item in schema)
     if not isinstance(schema, dict) or schema.get("cls", owner) is not owner:
@@ -300,7 +304,7 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> A
     """Return a number unchanged.
 
     Raises:
-        PydanticKnownError: the value is text or a boolean, of Python or of an array, or too large for a tensor.
+        PydanticKnownError: the value is text or a boolean (from Python or an array), or is too large for a tensor.
     """
     if isinstance(value, (bool, str, bytes)) or str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool":
         raise PydanticKnownError(refusal)
@@ -310,7 +314,7 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> A
 
 
 def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
-    """Return a validator for options that are derived by default: "2x" is twice the derived value, and "1x" is None."""
+    """Return the validated value of an option with a derived default: "2x" is twice the derived value, "1x" is None."""
     factor = 1.0 if value is None else factor_of(value)
     if factor:
         return None if factor == 1 else value
@@ -345,16 +349,16 @@ def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the place of an error, without pydantic's validators and the union types on its path."""
+    """Return the location of an error, without pydantic's validators and union types in its path."""
     return tuple(part for at, part in enumerate(location) if not at or not re.match(VALIDATOR_PATTERN, str(part)))
 
 
 def _sentence(
     choices: Sequence[ErrorDetails], place: tuple[int | str, ...], where: str, fields: Mapping[str, object]
 ) -> str:
-    """Return a description of the expected value at a place and the given value.
+    """Return a description of the value expected at a location and of the given value.
 
-    A union causes one error per choice.
+    A union type causes one error per alternative.
     """
     error, key = choices[0], str(place[0]) if place else ""
     name = ".".join(map(str, place))
@@ -374,12 +378,12 @@ def _sentence(
 
 
 def _words_of(error: ErrorDetails) -> list[str]:
-    """Return the texts that an option allows."""
+    """Return the text values that an option allows."""
     return re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
 
 
 def _shortened(description: str) -> str:
-    """Return a long description of an option up to its first colon or semicolon."""
+    """Return the part of an option's long description before the first colon or semicolon."""
     return description if len(description) <= MAX_DESCRIPTION_CHARS else re.split("[:;]", description)[0]
 
 

@@ -85,6 +85,24 @@ def test_copies_fill_the_quantile_without_a_cap() -> None:
     assert int((on[:9, :9] > 0).sum()) > 9
 
 
+@pytest.mark.parametrize("length", [1e-18, 1e-21, 1e-23, 1e-30, 1e-44])
+@pytest.mark.parametrize("copies", [None, 0.999])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_model_too_short_for_a_norm_attracts_no_client(sign: int, copies: float | None, length: float) -> None:
+    """A model whose squares underflow in float32 is attended to no more than its direction at ordinary length."""
+    honest = (1 + 0.3 * models(6)).float()
+    forged = sign * honest[:1].repeat(3, 1)
+
+    def attracted(w: Tensor) -> list[Tensor]:
+        mixtures = [attention(w, quantile, copies) for quantile in (0.5, 0.9)]
+        mixtures.append(Angles(sigma=5.0).weights(w, w[0], context(9, range(9))))
+        return [weights[:6, 6:].abs() for weights in mixtures]
+
+    ordinary, short = attracted(torch.cat([honest, forged])), attracted(torch.cat([honest, length * forged]))
+    for most, got in zip(ordinary, short, strict=True):
+        assert bool((got <= most.clamp(min=0.01) + 1e-5).all())
+
+
 def test_similarity_of_changes_tells_clients_apart_that_models_do_not() -> None:
     start = 100 * torch.ones(7, dtype=torch.float64)
     two = torch.cat([models(1).repeat(3, 1), -models(1).repeat(3, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -493,3 +494,83 @@ def test_a_simulation_writes_into_no_run_directory(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     fl.simulate("fedavg", fed, rounds=1, folder=tmp_path / "own")
     assert fl.simulate("fedavg", fed, rounds=1, folder=tmp_path / "own").rounds == 1
+
+
+@pytest.mark.parametrize(
+    "subjects",
+    [[1, 1.0, "1", " 1"] * 3, ["a ", "a", " a", "a"] * 3, np.array([1, "1"] * 6, object)],
+    ids=["types", "spaces", "objects"],
+)
+def test_one_subject_in_several_spellings_of_an_array_is_one_as_in_a_table(subjects: Any) -> None:
+    x, y = np.sin(np.arange(24.0)).reshape(12, 2), [0, 1] * 6
+    data = fl.Dataset.create((x, y), subject=subjects)
+    frame = pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "s": pd.Series(subjects, dtype=object), "y": y})
+    table = fl.Dataset.create(frame, target="y", subject="s")
+    assert len(data.design.subject.unique()) == len(table.design.subject.unique()) == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "values"),
+    [
+        ("subject", [1.0, float("nan")] * 6), ("subject", pd.array([1, None] * 6, dtype="Int64")),
+        ("subject", pd.to_datetime(["2020-01-01", None] * 6)), ("subject", ["a", None] * 6),
+        ("order", pd.to_datetime(["2020-01-01", None] * 6)), ("strata", np.array([0.0, np.nan] * 6)),
+    ],
+)  # fmt: skip
+def test_a_sample_without_a_subject_or_a_time_is_refused(role: str, values: Any) -> None:
+    x, y = np.sin(np.arange(24.0)).reshape(12, 2), [0, 1] * 6
+    with pytest.raises(DataError, match=f"{role} is missing for some samples"):
+        fl.Dataset.create((x, y), **{role: values})
+
+
+def days(count: int) -> pd.DataFrame:
+    when = pd.Timestamp("2021-01-01") + pd.to_timedelta(np.arange(count), unit="D")
+    return pd.DataFrame({"a": np.sin(np.arange(count)), "when": when, "y": np.arange(count) // 2 % 2})
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        (lambda t: ["2021-01-01"] * len(t), "'when' is the same in every row"),
+        (lambda t: [int(v.timestamp()) * (1, 1000)[k % 2] for k, v in enumerate(t)], "both seconds and milliseconds"),
+        (lambda t: [v.isoformat() + ("", "+09:00")[k % 2] for k, v in enumerate(t)], "without a time zone are read"),
+        (lambda t: [v.isoformat() + ("Z", "+09:00")[k % 2] for k, v in enumerate(t)], None),
+        (lambda t: [int(v.timestamp()) for v in t], None),
+        (lambda t: [v.date().isoformat() for v in t], None),
+    ],
+)
+def test_times_that_hardly_order_rows_are_noted(times: Callable[[pd.Series], Any], said: str | None) -> None:
+    frame = days(120)
+    notes = fl.Dataset.create(frame.assign(when=times(frame["when"])), target="y", order="when").notes
+    assert [note for note in notes if said is None or said in note] == ([] if said is None else [*notes][:1])
+
+
+def test_levels_of_test_rows_may_be_numbers_and_a_mark_of_training_rows_is_refused() -> None:
+    frame = days(120).drop(columns="when").assign(year=2020 + np.arange(120) % 3)
+    held_out = frame["year"].to_numpy() == 2022
+    for levels in ([2022], 2022, "2022"):
+        data = fl.Dataset.create(frame, target="y", test_column="year", test_levels=levels)
+        assert data.design.held_out.numpy().tolist() == held_out.tolist()
+    for name in ("is_train", "Training", "train"):
+        marked = frame.drop(columns="year").assign(**{name: (~held_out).astype(int)})
+        with pytest.raises(ConfigError, match="name of a mark of training rows"):
+            fl.Dataset.create(marked, target="y", test_column=name)
+        data = fl.Dataset.create(marked, target="y", test_column=name, test_levels=["0"])
+        assert data.design.held_out.numpy().tolist() == held_out.tolist()
+
+
+def test_copies_with_noise_are_noted_for_arrays_and_sequences_as_for_tables() -> None:
+    rng = np.random.default_rng(0)
+    for shape in ((60, 5), (60, 7, 3)):
+        x, y = rng.normal(size=shape).astype(np.float32), rng.integers(0, 2, 60)
+        near = x + rng.normal(size=shape).astype(np.float32) * 1e-6
+        layout = {"layout": "sequence"} if len(shape) == 3 else {}
+        for data in (
+            fl.Dataset.create({"train": (x, y), "test": (near, y)}, **layout),
+            fl.Dataset.create((np.concatenate([x, near]), np.tile(y, 2)), **layout),
+        ):
+            (note,) = data.notes
+            assert note.startswith("120 of 120 rows have a neighbor that is far closer than all others")
+        assert fl.Dataset.create((x, y), **layout).notes == ()
+        several = {"subject": np.tile(np.arange(60), 2)}
+        assert fl.Dataset.create((np.concatenate([x, near]), np.tile(y, 2)), **layout, **several).notes == ()

@@ -382,3 +382,25 @@ def test_numbers_that_may_be_codes_or_dates_are_noted(name: str, tmp_path: Path)
 def test_measurements_are_not_taken_for_codes(cell: Callable[[int], object], tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(_export("dose", cell))
     assert not [note for note in fl.load(tmp_path / "rows.csv", target="died").notes if "'dose'" in note]
+
+
+@pytest.mark.parametrize("name", ["", "0", "None", "False", 0])
+def test_a_column_whose_name_is_false_takes_every_role(name: str | int) -> None:
+    count = np.arange(120)
+    x = pd.DataFrame({"a": np.sin(count), "b": np.cos(count)})
+    roles = {
+        "client_column": np.array(["x", "y", "z"])[count % 3], "subject": count // 4, "order": count,
+        "test_column": (count % 4 == 0).astype(int), "drop": np.sin(3 * count),
+        "categorical": np.array(["u", "v"])[count % 2],
+    }  # fmt: skip
+    for role, cells in roles.items():
+        frame = x.assign(**{str(name): cells, "y": count // 2 % 2})
+        frame.columns = ["a", "b", name, "y"]
+        several = role in ("drop", "categorical")
+        data = fl.Dataset.create(frame, target="y", **{role: [name] if several else name})
+        features = [column.name for column in data.prepare.columns]
+        assert (str(name) in features) == (role == "categorical"), role
+        assert (data.user_names == ("x", "y", "z")) == (role == "client_column"), role
+        design = data.design
+        assert (design is not None and design.subject is not None) == (role == "subject")
+        assert (design is not None and design.order is not None) == (role == "order")

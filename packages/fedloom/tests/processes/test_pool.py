@@ -261,3 +261,24 @@ def test_a_worker_that_takes_far_longer_than_the_others_is_reported(monkeypatch:
     finally:
         log.removeHandler(handler)
     assert "the longest earlier answer took" in lines[-1]
+
+
+def test_expensive_tasks_start_first() -> None:
+    """The longest task ends with the shortest: one process computes it, and the other process all others in order."""
+    context = multiprocessing.get_context("fork")
+    begun, gate = context.SimpleQueue(), context.SimpleQueue()
+
+    def begin(_shared: None, seconds: int) -> int:
+        if seconds == 9:
+            gate.get()
+            return seconds
+        begun.put(seconds)
+        if seconds == 1:
+            gate.put(None)
+        return seconds
+
+    tasks = [3, 9, 1, 7, 5]
+    with WorkerPool([begin], 2) as pool:
+        ended = dict(pool.map_unordered(begin, None, tasks, cost=float))
+    assert [ended[k] for k in range(5)] == tasks
+    assert [begun.get() for _ in tasks[1:]] == [7, 5, 3, 1]

@@ -315,6 +315,15 @@ def test_fltrust_by_hand(seed):
     torch.testing.assert_close(run(A.FLTrust(root=0), against)["w"], rows["w"][0])
 
 
+@pytest.mark.parametrize("length", [1e-20, 1e-21, 1e-23, 1e-30, 1e-44])
+def test_fltrust_gives_a_row_too_short_for_a_norm_no_more_than_its_length(length):
+    rows = {"w": 1 + 0.1 * cohort(M, 3)["w"].float()}
+    rows["w"][1] = 0
+    without = run(A.FLTrust(root=0), rows)["w"]
+    rows["w"][1] = length * torch.tensor([1, 1, 1, 1, 1, -1.0])
+    torch.testing.assert_close(run(A.FLTrust(root=0), rows)["w"], without, rtol=1e-3, atol=0)
+
+
 @given(seed=SEEDS, s=st.integers(1, 5))
 @settings(max_examples=15)
 def test_steps_before_the_rule(seed, s):

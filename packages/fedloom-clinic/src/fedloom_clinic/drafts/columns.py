@@ -15,8 +15,15 @@ from fedloom.data.sources.table.checks import rename
 from fedloom.data.sources.table.levels import TRUTH_WORDS
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
-from fedloom.data.survey.facts import PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile, repeats
-from fedloom.data.survey.people import words
+from fedloom.data.survey.facts import (
+    MAX_FEW_LEVELS,
+    MOST_ALONE,
+    PER_LEVEL,
+    PERSON_NAME_PATTERN,
+    ColumnProfile,
+    repeats,
+)
+from fedloom.data.survey.people import IDENTITY_KINDS, words
 from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
@@ -133,11 +140,12 @@ class Survey:
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
-            and repeats(c.name, c.levels, len(c.present)) and not c.personal
+            and MAX_FEW_LEVELS < len(c.levels) <= MOST_ALONE * len(c.present)
+            and (c.personal in IDENTITY_KINDS if c.personal else repeats(c.name, c.levels, len(c.present)))
         ]  # fmt: skip
         whole = [c for c in fit if all(c is other or _contains(c, other) for other in fit)]
         first = sorted(whole or fit, key=lambda c: (PERSON_NAME_PATTERN.search(c.name) is None, len(c.levels)))
-        sure = [c.name for c in first if _names_person(c.name) and (whole or len(fit) == 1)][:1]
+        sure = [c.name for c in first if names_person(c.name) and (whole or len(fit) == 1)][:1]
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -150,7 +158,7 @@ class Survey:
             first_names.setdefault(key, name)
 
 
-def _names_person(name: str) -> bool:
+def names_person(name: str) -> bool:
     """Return True if a name means a person's number and nothing else, unlike ``stays_in_week_nights``."""
     return all(
         PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in words_of(name)

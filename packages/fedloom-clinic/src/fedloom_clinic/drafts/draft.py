@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedloom.data import Dataset, by_site
 from fedloom.data.dataset import CLASS_TASKS
 from fedloom.data.sources.table.designs import seconds_of
-from fedloom.data.sources.table.levels import alike, level
+from fedloom.data.sources.table.levels import alike
 from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.facts import (
@@ -27,11 +27,11 @@ from fedloom.data.survey.facts import (
     time_unit,
 )
 from fedloom.data.survey.leaks import LEAK_SHARE
-from fedloom.data.tables import Table, is_number
+from fedloom.data.tables import Table, is_number, level
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import shorten_list
 from fedloom_clinic.drafts import outcomes
-from fedloom_clinic.drafts.columns import Survey
+from fedloom_clinic.drafts.columns import Survey, names_person
 from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 
 MIN_FEDERATION_ROWS = 10
@@ -391,12 +391,7 @@ class Draft:
             return f"the same as {twins[c.name]!r}"
         if what := c.personal:
             return f"{what}, which identify patients"
-        if (
-            c.kind == "number"
-            and len(c.levels) > MAX_FEW_LEVELS
-            and c.whole
-            and repeats(c.name, c.levels, len(c.present))
-        ):
+        if repeats(c.name, c.levels, len(c.present)) and (c.whole or (c.kind == "text" and names_person(c.name))):
             return "identifies patients or similar, and its values repeat"
         if what := c.quantity:
             return f"numbers with {what}. Plain numbers would be a feature"

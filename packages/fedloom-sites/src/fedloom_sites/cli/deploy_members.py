@@ -60,24 +60,23 @@ def add(
     Example: fedloom deploy add hospitals fichte
     """
     with errors():
-        from fedloom_sites.deploy.ops.directory import Location, machine_folders
         from fedloom_sites.deploy.ops.members import add as add_member
-        from fedloom_sites.deploy.ops.status import server_file
 
         chosen = {key: path for key, path in (("home", home), ("programs", programs)) if path is not None}
-        place = Location.model_validate(machine_folders(server_file(directory).parent) | chosen)
+        place = _place(directory).with_(**chosen)
         change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")
         say(
-            f"keys of {name}: SHA-256 {change.keys}. Send this digest and the digest above to every site "
-            "through a channel other than this folder"
+            f"keys of {name}: SHA-256 {change.keys}. Send both digests to every site through a channel other than "
+            "this folder"
         )
-        say(
-            f"1. Send {change.folder / 'approval'} to every site. Every site then runs: fedloom "
-            "deploy approve SITE FOLDER --digest DIGEST"
-        )
-        say(f"2. Send {change.folder / 'site'} to {name}. It is the site folder of {name}")
-        say(f"3. Copy {change.folder / 'server'} over the server's folder. Admit nodes/{name}.pub. Run the experiment")
+        _say_steps(
+            directory, change, place,
+            f"Send {change.folder / 'site'} only to {name}, through a secure channel. There it becomes "
+            f"{place.home / 'site'}, "
+            f"or {directory / 'sites' / name} for a trial on this machine",
+            name, resumes=False,
+        )  # fmt: skip
 
 
 @deploy.command()
@@ -91,7 +90,9 @@ def upgrade(directory: Directory) -> None:
     with errors():
         from fedloom_sites.deploy.ops.amend import upgrade as upgrade_release
 
-        _say_amendment(upgrade_release(directory))
+        change = upgrade_release(directory)
+        _say_amendment(change)
+        _say_steps(directory, change, _place(directory), "Install the release on the server and at every site")
 
 
 @deploy.command()
@@ -107,29 +108,64 @@ def rotate(
     with errors():
         from fedloom_sites.deploy.ops.amend import rotate as rotate_keys
 
-        change = rotate_keys(directory, name)
+        change, place = rotate_keys(directory, name), _place(directory)
         _say_amendment(change)
         say(f"new keys of {name}: SHA-256 {change.keys}")
-        say(
-            f"3. Send {change.folder / 'site'} only to {name}, through a secure channel, instead of step "
-            "1; then start the site again"
-        )
-        say(
-            f"4. On the server, before step 2: fedloom deploy revoke DIRECTORY {name}; after step 2, "
-            f"admit nodes/{name}.pub"
-        )
+        _say_steps(
+            directory, change, place,
+            f"Send {change.folder / 'site'} only to {name}, through a secure channel, instead of 'approval'. "
+            "Approve it "
+            "there, and restart the site. On the running server, revoke the former key: fedloom deploy revoke "
+            f"{place.home / 'server'} {name}",
+            name,
+        )  # fmt: skip
+
+
+def _place(directory: Path) -> Any:
+    """Return the location of a deployment's files on its machines, as a ``Location``."""
+    from fedloom_sites.deploy.ops.directory import Location, machine_folders
+    from fedloom_sites.deploy.ops.status import server_file
+
+    return Location.model_validate(machine_folders(server_file(directory).parent))
 
 
 def _say_amendment(change: Any) -> None:
     say(
-        f"{change.folder}: an amended agreement; digest {change.digest}. Send this digest through a "
-        "channel other than this folder"
+        f"{change.folder}: an amended agreement; digest {change.digest}. Send this digest through a channel other "
+        "than this folder"
     )
+
+
+def _say_steps(
+    directory: Path, change: Any, place: Any, further: str, new_key: str = "", *, resumes: bool = True
+) -> None:
+    """Print what to do with the folders of a change, in order.
+
+    Args:
+        directory: folder of the deployment, or of its server.
+        change: the change.
+        place: location of the deployment's files on its machines.
+        further: second step.
+        new_key: name of a site whose key is new to the server, or "".
+        resumes: True if the next start continues the same run, which may have been stopped.
+    """
+    from fedloom_sites.deploy.ops.directory import CLI_FOLDER
+    from fedloom_sites.deploy.ops.status import server_file, server_of
+    from fedloom_sites.deploy.server.run import stop_file
+
+    server, here = place.home / "server", server_file(directory).parent
+    trial = "" if server == here else f" (for a trial on this machine: {here})"
+    flwr = f"FLWR_HOME={server / CLI_FOLDER} {place.programs / 'flwr'}"
+    register = f" Then register the key: {flwr} supernode register {server / 'nodes' / new_key}.pub fedloom"
+    stopped = resumes and stop_file(server_of(directory)).exists()
+    undo = f"fedloom deploy stop {directory} --undo, because the run was stopped. Then start"
     say(
-        f"1. Send {change.folder / 'approval'} to every site. Every site then runs: fedloom deploy "
-        "approve SITE FOLDER --digest DIGEST"
+        f"1. Send {change.folder / 'approval'} to every site. There: fedloom deploy approve {place.home / 'site'} "
+        "approval --digest DIGEST",
+        f"2. {further}",
+        f"3. On the server: cp -r {change.folder / 'server'}/. {server}{trial}.{register if new_key else ''}",
+        f"4. {undo if stopped else 'Start'} the run again, as it was started before",
     )
-    say(f"2. Copy {change.folder / 'server'} over the server's folder; start the run again, and the run resumes")
 
 
 @deploy.command()

@@ -45,6 +45,9 @@ def map_command(
     references: Annotated[
         bool, typer.Option("--references", help="fit only scikit-learn's models, and only in setups with tables")
     ] = False,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="run only methods with aggregation rules under attacks, at equal rounds")
+    ] = False,
     stale: Annotated[
         bool, typer.Option("--stale", help="also process outdated results: confirm them with one seed or rerun them")
     ] = False,
@@ -127,12 +130,18 @@ def map_command(
 
         every, wanted, equal = _chosen(scale, setup, protocol)
         methods, records = method or [], read_records(recorded, equal)
-        beside = recorded.with_name(f"map-{scale}-references.jsonl")
+        beside, ruled = (recorded.with_name(f"map-{scale}-{what}.jsonl") for what in ("references", "rules"))
         if page is not None:
             write_pages(
                 page,
                 MAP_FOLDER,
-                pages(every, read_records(recorded), read_records(beside), read_records(recorded, "gradients")),
+                pages(
+                    every,
+                    read_records(recorded),
+                    read_records(beside),
+                    read_records(recorded, "gradients"),
+                    read_records(ruled),
+                ),
             )
             say(f"page: {page}")
             return
@@ -142,6 +151,13 @@ def map_command(
                     record_cell(record, beside)
                     say(f"{record.method} in {one.name}: {record.status}")
             return
+        time = TimeBudget(None if budget is None else seconds(budget))
+        if rules:
+            from fedloom_studies.map.rules import measure as measure_rules
+
+            if not measure_rules(records, ruled, out / "rules", data_dir, time, say):
+                raise typer.Exit(130)
+            return
         own_space = space_from(space, methods[0]) if space is not None else {}
         for name in methods:
             _ = Cell(wanted[0], name, own_space, equal).digest  # what cannot be is refused before work
@@ -149,7 +165,6 @@ def map_command(
         print_rows(estimates(wanted, todo, records, data_dir, equal))
         if list_:
             return
-        time = TimeBudget(None if budget is None else seconds(budget))
         if executor is not None:
             from fedloom.lab.experiment import open_executor
             from fedloom_studies.map.elsewhere import measure_elsewhere

@@ -25,7 +25,6 @@ from fedloom_studies.map.records import (
     NOT_APPLICABLE,
     REUSED_STATUS,
     CellRecord,
-    Series,
     new_record,
     read_records,
     record_cell,
@@ -291,10 +290,9 @@ class CellWork(NamedTuple):
             return None
         return replace(record, again=fields["seeds"], minutes=round(record.minutes + self._minutes("again"), 3))
 
-    def run_seeds(self, seeds: Sequence[int], chosen: Mapping[str, object]) -> dict[str, Series] | None:
-        """Run seeds with given settings. Return the series of the seeds with a result, or None if interrupted."""
-        fields = self._run(seeds, chosen, (self.budget,))
-        return None if fields is None else fields["seeds"]
+    def run_fields(self, seeds: Sequence[int], chosen: Mapping[str, object]) -> dict[str, Any] | None:
+        """Run seeds with given settings. Return the record's fields, or None if interrupted."""
+        return self._run(seeds, chosen, (self.budget,))
 
     def _minutes(self, what: str) -> float:
         return summaries.spent(self.folder)[what] / 60

@@ -21,8 +21,7 @@ from fedloom_studies.store import not_a_record, put, records
 
 DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
 REUSED_STATUS = "reused"
-"""Status of a cell at equal gradients whose method takes FedAvg's gradients at equal rounds: both have the same runs.
-Status of a cell at equal gradients whose method takes FedAvg's gradients at equal rounds: both have the same runs."""
+"""Status of a cell at equal gradients whose method takes as many gradients at equal rounds. Both have the same runs."""
 SIGNIFICANT_DIGITS = 6
 """Number of significant digits that records keep."""
 Values = list[float | None]

@@ -12,7 +12,8 @@ import inspect
 import json
 import sys
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -99,6 +100,29 @@ def setups(scale: Scale) -> dict[str, Setup]:
     return by_name
 
 
+def rule_cells() -> Iterator[tuple[str, Cell]]:
+    """Yield a name and a cell for every method with every aggregation rule, under every attack.
+
+    The setups are called after the attacks. A method with the mean has its plain name.
+    """
+    declared = _declared()["rules"]
+    base = setups("full")[declared["setup"]]
+    for attack, forged in declared["attacks"].items():
+        for rule, aggregator in declared["aggregators"].items():
+            document = {**base.document, "attack": forged} | ({"aggregator": aggregator} if rule != "mean" else {})
+            setup = replace(base, name=attack, title=attack, trials=1, document=document)
+            for method in declared["methods"]:
+                if rule == "mean":
+                    yield method, Cell(setup, method)
+                elif method not in REFERENCE_METHODS[:1]:
+                    yield f"{method} + {rule}", Cell(setup, method)
+
+
+def rule_settings() -> str:
+    """Return the name of the setup whose chosen settings the methods under aggregation rules have."""
+    return str(_declared()["rules"]["settings"])
+
+
 def _declared() -> dict[str, Any]:
     return tomllib.loads(files("fedloom_studies.map").joinpath("setups.toml").read_text(encoding="utf-8"))
 
@@ -182,19 +206,28 @@ class Cell:
     def source(self) -> str:
         """Digest of the method's code. For a preset, of the code of its parts.
 
-        Docstrings, descriptions of options and sentences of errors do not change a figure, so the digest leaves them out.
+        The digest leaves out docstrings, descriptions of options and sentences of errors, which change no figure.
         """
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]
         trees = [ast.parse(inspect.getsource(sys.modules[part.__module__])) for part in parts]
         for node in (node for tree in trees for node in ast.walk(tree)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                node.body = [statement for statement in node.body if not _is_text(statement)]
             if isinstance(node, ast.Call):
                 node.keywords = [keyword for keyword in node.keywords if keyword.arg != "description"]
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 node.exc.args = []
         return hashlib.sha256("".join(map(ast.unparse, trees)).encode()).hexdigest()[:16]
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Return True for a docstring of a module, class, function, attribute or constant."""
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 def space_from(path: Path, method: str) -> dict[str, Any]:

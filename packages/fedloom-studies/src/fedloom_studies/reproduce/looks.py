@@ -44,6 +44,7 @@ class Untested(StrEnum):
         NOT_RUN: the present version of the recipe has not been run.
         LOST: every run of a required method diverged or failed.
         REGIME: the run is in another regime than the paper's run, by figures that both contain.
+        STAND_IN: the recipe replaces the paper's data, features or network. Its own page has its verdicts.
         GPU: the run is so much smaller than the paper's run that more seeds change nothing.
     """
 
@@ -51,6 +52,7 @@ class Untested(StrEnum):
     NOT_RUN = "not run"
     LOST = "no result"
     REGIME = "not comparable"
+    STAND_IN = "stand-in"
     GPU = "needs a GPU"
 
 

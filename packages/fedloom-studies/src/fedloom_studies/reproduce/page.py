@@ -15,7 +15,7 @@ from fedloom_studies.reproduce.cells import cells, finite
 from fedloom_studies.reproduce.charts import alt, charted, draw_table
 from fedloom_studies.reproduce.choices import candidates, count_beyond_edges, edge_keys
 from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.recipe import RECIPE_SCALES, Recipe, Scale
+from fedloom_studies.reproduce.recipe import RECIPE_SCALES, Paper, Recipe, Scale
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, add_rivals, read_summary
 
 MODE_TEXTS = {
@@ -26,6 +26,16 @@ MODE_TEXTS = {
 
 EMPTY_CELL = "-"
 """Text of an empty cell of a table."""
+
+
+def _describe_mode(paper: Paper) -> str:
+    if not paper.stand_in:
+        return MODE_TEXTS[paper.mode]
+    settings = "The settings are the published ones." if paper.mode == "published" else MODE_TEXTS[paper.mode]
+    return (
+        f"This recipe is a stand-in: {paper.stand_in}. Its verdicts concern the stand-in, and not the paper's own "
+        f"experiment. {settings}"
+    )
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
@@ -97,7 +107,7 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     yield from (
         f"# {recipe.name}",
         "",
-        f"{paper.title}. {MODE_TEXTS[paper.mode]}",
+        f"{paper.title}. {_describe_mode(paper)}",
         "",
         f"Protocol: {paper.protocol}",
         "",

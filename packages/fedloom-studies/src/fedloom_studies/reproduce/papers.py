@@ -205,7 +205,7 @@ def _section(
         status = state(one, summary).removeprefix("run, laptop scale, ") if summary else not_run(one, needed.get(name))
         far = elsewhere(_anchors(recipes, summaries, sheet, name))
         came_out = ", not comparable" if far else _verdicts(one, summary)
-        yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.mode}: {status}{came_out} |"
+        yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.kind}: {status}{came_out} |"
     yield from ("", "</details>", "")
 
 
@@ -275,7 +275,7 @@ def _cell(
 
     This recipe is current, complete, at full length, with the least favorable verdict.
 
-    A recipe in another regime than the paper's decides no claim.
+    A recipe in another regime than the paper's decides no claim, and a stand-in decides it on its own page only.
     """
     if not names:
         return ClaimCell(UNTESTED, Untested.UNASKED)
@@ -283,6 +283,9 @@ def _cell(
     names = tuple(name for name in names if name not in far)
     if not names:
         return ClaimCell(UNTESTED, Untested.REGIME, recipe=far[0])
+    if all(recipes[name].paper.stand_in for name in names):
+        return ClaimCell(UNTESTED, Untested.STAND_IN, recipe=names[0])
+    names = tuple(name for name in names if not recipes[name].paper.stand_in)
     if row.full and all(recipes[name].paper.reduced for name in names):
         return ClaimCell(UNTESTED, Untested.GPU, recipe=names[0])
     measured, missing = [], ClaimCell(UNTESTED, Untested.NOT_RUN, recipe=names[0])

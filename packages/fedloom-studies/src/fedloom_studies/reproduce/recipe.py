@@ -181,6 +181,7 @@ class Paper(Value):
     )
     reduced: str | None = Field(None, description="factor by which the data set is smaller than in the protocol")
     samples: int | None = Field(None, ge=1, description="number of samples of the reduced data set")
+    stand_in: str = Field("", description="data, features or network in place of the paper's (empty: the paper's own)")
     tried: tuple[str, ...] = Field((), description="attempts to explain a claim that does not hold")
 
     @model_validator(mode="after")
@@ -192,6 +193,13 @@ class Paper(Value):
         if foreign:
             raise ValueError(f"stated: there is no unknown with the name {', '.join(sorted(foreign))}")
         return self
+
+    @property
+    def kind(self) -> str:
+        """Word for the recipe: its mode, or *stand-in*, which is never *published* and decides claims only as such."""
+        if not self.stand_in:
+            return self.mode
+        return "stand-in" if self.mode == "published" else f"stand-in, {self.mode}"
 
     @property
     def open(self) -> tuple[Unknown, ...]:

@@ -1,4 +1,4 @@
-"""The methods: one file per paper. ``REGISTRY`` has every name."""
+"""The methods: one file per paper. ``REGISTRY`` contains every name."""
 
 from fedloom.algorithms._base import Algorithm as Algorithm
 from fedloom.algorithms._messages import Delta as Delta
@@ -141,10 +141,10 @@ REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
 
 
 def role_of(method: Algorithm | PresetMethod) -> str:
-    """Return the baseline role of a method in a comparison, whatever its name.
+    """Return the role that a method plays as a baseline in a comparison, whatever its name.
 
     "alone": clients train separately and send nothing. "average": the single model of FedAvg. "pooled": all samples in
-    one place. Empty: any other method.
+    one place. The role is empty for any other method.
     """
     if isinstance(method, PresetMethod):
         return "pooled" if method.pooled else ""

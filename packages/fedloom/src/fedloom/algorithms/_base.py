@@ -1,10 +1,10 @@
-"""Base class of all algorithms: a frozen value with pure functions.
+"""Base class of all algorithms: a frozen value whose functions are pure.
 
 It also provides the names that method files import.
 
-Letters, the same in every file: x the server's model ``[d]``, w local models ``[m, d]``, v personal models, g
-gradients, y duals, c control variates. m is the number of clients in the cohort, n of all clients. Per-client scalars
-are ``[m, 1]``. A difference is new - old.
+Letters have the same meaning in every file: x the server's model ``[d]``, w local models ``[m, d]``, v personal models,
+g gradients, y duals, c control variates. m is the number of clients in the cohort, and n the number of all clients.
+Per-client scalars are ``[m, 1]``. A difference is always new - old.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from fedloom.rows.proxes import Prox
 from fedloom.values import FACTOR_PATTERN, Value, factor_of, or_derived
 
 AS_IT_IS = PlainSerializer(lambda value: value, return_type=float | str | None)
-"""Form of a derived option: a number, or a multiple of the derived value."""
+"""Format of a derived option: a number, or a multiple of the derived value."""
 _MULTIPLE = {"type": "string", "pattern": f"^{FACTOR_PATTERN}$"}
 
 Derived = Annotated[
     float, Gt(0), WrapValidator(or_derived), AS_IT_IS,
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, _MULTIPLE]}),
 ]  # fmt: skip
-"""Type of a positive option. With the default None, `Algorithm.derived` sets it before the first round. "2x" is twice
-that value."""
+"""Type of a positive option. If it is None, the default, `Algorithm.derived` sets it before the first round. "2x" is
+twice the derived value."""
 
 DerivedFrom0 = Annotated[
     float, Ge(0), WrapValidator(or_derived), AS_IT_IS,
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _MULTIPLE]}),
 ]  # fmt: skip
-"""Type of such an option that may also be 0."""
+"""Type of a derived option that may also be 0."""
 
 
 def by_rule(**field: Any) -> Any:
-    """Declare a field that `Algorithm.derived` fills if it is not given."""
+    """Declare a field that `Algorithm.derived` fills in if it is not given."""
     return Field(None, **field)
 
 
 DEFAULT_KINDS = ("default", "paper", "released")
-"""Default values of options: fedloom's, the values that the paper prints, or the values of its public code."""
+"""Source of the options' default values: fedloom, the paper, or the paper's public code."""
 
 
 def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the constants that the option ``defaults`` selects.
 
     Raises:
-        ValueError: it is neither "default", "paper" nor "released", or the method has no released constants.
+        ValueError: ``defaults`` is neither "default", "paper" nor "released", or the method has no released constants.
     """
     if defaults not in DEFAULT_KINDS:
         raise ValueError(f"defaults must be 'default', 'paper' or 'released', got {defaults!r}")
@@ -77,10 +77,10 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
 
 
 def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
-    """Raise if an option weights clients by samples although their shares differ, which would count samples twice.
+    """Raise if an option weights clients by samples although their shares differ, because samples would count twice.
 
     Raises:
-        ConfigError: the shares differ.
+        ConfigError: the clients' shares differ.
     """
     if len(ctx.weight.unique()) > 1:
         name = type(method).__name__
@@ -88,36 +88,40 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
 
 
 class Algorithm(Value, ABC):
-    """A federated method. Its fields are its hyperparameters. Its functions are stateless and change no argument."""
+    """A federated method.
+
+    Its fields are its hyperparameters. Its functions are stateless and do not modify their arguments.
+    """
 
     mixes: ClassVar[bool] = False
-    """`down` mixes the cohort's stored rows. Otherwise it receives no stored rows."""
+    """`down` mixes the stored rows of the cohort. Otherwise, `down` receives no stored rows."""
     plain_sgd: ClassVar[str | None] = None
-    """Reason why the method needs plain SGD, if it does. A run with momentum or another optimizer is rejected with this
-    sentence."""
+    """Reason why the method needs plain SGD, or None if it does not. A run with momentum or another optimizer is
+    rejected with this sentence."""
     needs_sgd: ClassVar[str | None] = None
-    """Reason why the method needs SGD, if it does, with or without momentum. A run with another optimizer is rejected
-    with this sentence."""
+    """Reason why the method needs SGD, with or without momentum, or None if it does not. A run with another optimizer
+    is rejected with this sentence."""
     uses_shares: ClassVar[bool] = False
-    """True if the local problems contain the clients' shares alpha_i (``work.weight``): fields that the server stores
-    by client then arrive as a uniform mean. All other methods use the shares only in means."""
+    """True if the local problems contain the clients' shares alpha_i (``work.weight``): the fields that the server
+    stores per client then arrive as a uniform mean. All other methods use the shares only in means."""
     needs_exact: ClassVar[str | None] = None
-    """Reason why no channel may change uploads, if any. A run with a channel is rejected with this sentence."""
+    """Reason why no channel may change uploads, or None if channels may. A run with a channel is rejected with this
+    sentence."""
     weighs_partial: ClassVar[bool] = False
-    """True if the server's weights or the local problem tolerate clients that take fewer steps than others, so a
-    deadline may cut their work short (`affordable`)."""
+    """True if the server's weights or the local problem tolerate that some clients take fewer steps than others, so
+    that a deadline may shorten their work (`affordable`)."""
     counting_option: ClassVar[str] = ""
-    """Option with which the server's model becomes a mean over all clients (`counts_absent`), for a method that
-    otherwise takes the cohort's whole change, as ``"server_lr = 'fraction'"``."""
+    """Setting that makes the server's model a mean over all clients (`counts_absent`), such as ``"server_lr =
+    'fraction'"``, for a method that otherwise applies the cohort's whole change."""
     projects: ClassVar[bool] = False
-    """True if the method works in a subspace. Takes the matrix that a run replays (``ctx.projection``,
+    """True if the method works in a subspace. It uses the projection matrix that a run replays (``ctx.projection``,
     ``work.projection``)."""
     family: ClassVar[str] = "consensus"
-    """Family for lists: consensus, personalized, composite, fair, clustered or reference."""
+    """Group in which lists show the method: consensus, personalized, composite, fair, clustered or reference."""
     paper: ClassVar[Mapping[str, Any]] = {}
-    """The paper's own values of options with another default: ``defaults = "paper"`` selects them."""
+    """The paper's values of options whose default differs: ``defaults = "paper"`` selects them."""
     released: ClassVar[Mapping[str, Any]] = {}
-    """Values and variants of the paper's public code that differ from the paper: ``defaults = "released"`` selects
+    """Values and variants in the paper's public code that differ from the paper: ``defaults = "released"`` selects
     them."""
 
     @model_validator(mode="before")
@@ -137,11 +141,11 @@ class Algorithm(Value, ABC):
         return {**choose_defaults(options["defaults"], cls.paper, cls.released), **rest}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        """Return values of the options that are None, from facts known before the first round."""
+        """Return values for the options that are None, derived from facts known before the first round."""
         return {}
 
     def derive_options(self, ctx: Ctx) -> Self:
-        """Return the method with derived options, as simulation and deployment run it.
+        """Return the method with its derived options filled in, as simulations and deployments run it.
 
         Raises:
             ConfigError: a derived value is out of range. Give the option.
@@ -169,7 +173,7 @@ class Algorithm(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """True if a method that mixes receives the stored rows of all clients ``[n, .]``, not only the cohort."""
+        """True if a method that mixes receives the stored rows of all clients ``[n, .]`` and not only of the cohort."""
         return False
 
     def mixer(self, round: int) -> Mixer | None:
@@ -178,14 +182,17 @@ class Algorithm(Value, ABC):
 
     @property
     def counts_absent(self) -> bool:
-        """True if the server's model is a mean over all clients, including absent ones by their stored rows."""
+        """True if the server's model is a mean over all clients, where absent clients count by their stored rows."""
         return any(kind.keeps for kind in upload_fields(type(self)).values())
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return keys of ``[local]`` that have no effect. A run notes the ones that are not at their default.
+        """Return the keys of ``[local]`` that have no effect on this method.
 
-        The default returns the keys for local SGD's steps if an option ``solver`` is "svrg", "gd" or "released".
+        A run adds a note for each such key that is not at its default.
+
+        By default, these are the keys for the steps of local SGD if the option ``solver`` is "svrg", "gd" or
+        "released".
         """
         steps = ("lr", "schedule", "epochs", "steps")
         return {"svrg": steps, "gd": (*steps, "batch_size"), "released": ("steps",)}.get(
@@ -194,35 +201,36 @@ class Algorithm(Value, ABC):
 
     @property
     def full_gradients(self) -> str:
-        """Return the method's option that needs exact full gradients, or "" if its steps are the run's local SGD.
+        """Return the method's option that needs exact full gradients, or "" if the method uses local SGD.
 
-        The default returns it for a method whose option ``solver`` is not "sgd".
+        By default, this is the option ``solver``, if a method has it and it is not "sgd".
         """
         solver = getattr(self, "solver", "sgd")
         return "" if solver == "sgd" else f"{type(self).__name__} with solver {solver!r}"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
-        """Return the state before the first round. By default the server has the model, and clients store nothing.
+        """Return the state before the first round. By default, the server stores the model, and clients store nothing.
 
         Args:
-            x0: ``[d]`` the initial model.
+            x0: initial model ``[d]``.
             ctx: round 0.
 
         Returns:
-            Server state, the template of a client's rows, and the server's stored upload of a client before its first
-            one (None without `Kept` fields).
+            Server state, the template of a client's rows, and the upload that the server stores for a client before the
+            client's first upload (None without `Kept` fields).
         """
         return Model(x0), Nothing(), None
 
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Fields:
         """Return the download: fields ``[d]``, or ``[m, .]`` if clients receive different values.
 
-        The first field is the model, if uploads contain one.
+        The first field is the model if uploads contain a model.
 
-        By default it contains the fields of the server's state that the annotation of `client`'s download names.
+        By default, the download contains the fields of the server's state that `client` names in the annotation of its
+        download.
 
         Raises:
-            ConfigError: the server's state lacks one.
+            ConfigError: the server's state lacks one of these fields.
         """
         fields = download_type(type(self))
         for name in fields._fields:
@@ -238,20 +246,22 @@ class Algorithm(Value, ABC):
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
         """Return the local steps ``[m, 1]`` of clients that can train on ``samples [m, 1]`` before a deadline.
 
-        By default these are the steps of their batches, at most the steps of the round.
+        By default, it is the number of their batches, but at most the number of steps in the round.
         """
         size = work.local.batch_size
         batch = work.sizes if size == "full" else work.sizes.clamp(max=size)
         return torch.minimum((samples / batch).floor(), work.steps.to(samples)).long()
 
     def received(self, down: Any, up: Any) -> Tensor:
-        """Return the model ``[d]`` or ``[m, d]`` from which clients started. A channel transforms the change to it.
+        """Return the model ``[d]`` or ``[m, d]`` from which the clients started.
 
-        By default it is the first field of the download. It is zero if uploads contain no model.
+        A channel transforms the change from this model.
+
+        By default, it is the first field of the download. It is zero if uploads do not contain a model.
 
         Args:
             down: the clients' download.
-            up: their uploads. A channel does not change labels in them.
+            up: their uploads. A channel leaves their labels unchanged.
         """
         name = primary_field(type(self))
         if upload_fields(type(self))[name].carries != "model":
@@ -260,96 +270,100 @@ class Algorithm(Value, ABC):
         return received
 
     def decode(self, down: Any, rows: Any, up: Any, work: Work) -> Tensor:
-        """Return the local models ``[m, .]`` that uploads contain. It is the inverse of `encode`.
+        """Return the local models ``[m, .]`` that uploads contain. This function is the inverse of `encode`.
 
-        By default they are the primary field plus its base. A method whose primary field is a multiple of the model's
-        change
-        overrides this function and `encode`.
+        By default, a local model is the primary field plus its base. A method whose primary field is a multiple of the
+        model's change must override this function and `encode`.
 
         Args:
             down: the clients' download.
             rows: the clients' state before the round.
             up: their uploads.
-            work: their local problems. Only simulations call it, and it does not count as work of the method.
+            work: their local problems. Only simulations call this function, and its computations do not count as work
+                of the method.
         """
         name = primary_field(type(self))
         model: Tensor = getattr(up, name) + base_of(upload_fields(type(self))[name], down, rows)
         return model
 
     def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields] | None:
-        """Return upload and new rows of clients whose local training ends at ``model [m, .]``. Attackers forge it.
+        """Return the upload and the new rows of clients whose local training ends at ``model [m, .]``.
 
-        By default (None) the primary field is the model minus its base, a state field with this base becomes the model,
-        and everything else equals the result of a client that takes no step. A method overrides this function if its
-        upload contains the model in another form, or other fields that depend on it.
+        Attackers forge it.
+
+        By default (None), the primary field is the model minus its base, a state field with this base becomes the
+        model, and all other fields are as for a client that takes no step. A method overrides this function if its
+        upload contains the model in a different form, or contains other fields that depend on the model.
 
         Args:
-            model: models of an attack, which need not be near any trained model.
+            model: models that an attack produces, which need not be close to any trained model.
             down: the clients' download.
             rows: the clients' state before the round.
-            work: their local problems. Only simulations call it, and it does not count as work of the method.
+            work: their local problems. Only simulations call this function, and its computations do not count as work
+                of the method.
         """
         return None
 
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
-        """Return the ranges of upload fields by name: a smallest and a largest value, or one pair per number.
+        """Return the ranges of upload fields by name: the smallest and largest value of the field, or of each number.
 
-        A deployed server rejects values outside them. None by default.
+        A deployed server rejects values outside these ranges. None by default.
 
         Args:
             down: the clients' download.
             up: their uploads.
-            work: their local problems. The server knows only sizes, steps and step size.
+            work: their local problems. The server knows only the numbers of samples and steps, and the step size.
         """
         return {}
 
     @abstractmethod
     def server(self, server: Any, up: Any, ctx: Ctx) -> Fields:
-        """Take the server's step with the aggregated upload of the accepted cohort."""
+        """Apply the server's step to the aggregated upload of the accepted cohort."""
 
     def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Fields | None:
-        """Return the server's state after the clients' shares have changed between two rounds, see `Setting.weights`.
+        """Return the server's state after the clients' shares have changed between two rounds (see `Setting.weights`).
 
-        By default it returns None if the server accumulates uploads over rounds (`Mean.accumulates`), because new
-        shares do not apply to earlier rounds. Such a run is rejected.
+        By default, it returns None if the server accumulates uploads over rounds (`Mean.accumulates`), because new
+        shares do not apply to earlier rounds. A run is rejected if this function returns None.
 
         Args:
             server: the server's state. Its sums use the old shares.
-            moved: one field ``[d]`` for each accumulated sum: the sum over all clients of the change of the share times
-                the client's accumulated uploads. Adding it gives the sums with the new shares.
-            ctx: all clients, with the new shares.
+            moved: one field ``[d]`` per accumulated sum: over all clients, the sum of the change in share times the
+                client's accumulated uploads. Adding this field to the old sum gives the sum with the new shares.
+            ctx: all clients with their new shares.
         """
         accumulates = any(kind.accumulates for kind in upload_fields(type(self)).values())
         same: Fields | None = None if accumulates else server
         return same
 
     def global_model(self, server: Any) -> Tensor | None:
-        """Return ``[d]``, or None for a method without a global model.
+        """Return the global model ``[d]``, or None for a method without a global model.
 
-        The default is the field x of the server's state.
+        By default, it is the field x of the server's state.
         """
         return getattr(server, "x", None)
 
     def personal(self, down: Any, rows: Any, work: Work) -> Tensor | None:
-        """Return ``[m, d]``, or None for a method without personal models."""
+        """Return the personal models ``[m, d]``, or None for a method without personal models."""
         return None
 
     def remarks(self, server: Any) -> list[str]:
-        """Return warnings about the server's state after a round. A run notes each of them once."""
+        """Return warnings about the server's state after a round. A run notes each warning once."""
         return []
 
     def observe(self, down: Any, rows: Any, work: Work) -> Fields | None:
-        """Return the rows of every client that `diagnostics` needs after a round, a NamedTuple of ``[m, .]``, or None.
+        """Return every client's rows for `diagnostics` after a round, a NamedTuple of ``[m, .]``, or None.
 
         Args:
-            down: a download from the server's state after the round.
+            down: a download computed from the server's state after the round.
             rows: the clients' states after the round.
-            work: their local problems. Only simulations call it, and it does not count as work of the method.
+            work: their local problems. Only simulations call this function, and its computations do not count as work
+                of the method.
         """
         return None
 
     def diagnostics(self, server: Any, total: Any, ctx: Ctx) -> dict[str, float]:
-        """Return figures to record after an evaluated round, by name.
+        """Return values to record after an evaluated round, by name.
 
         Args:
             server: the server's state.
@@ -359,12 +373,12 @@ class Algorithm(Value, ABC):
         return {}
 
     def proxes(self) -> dict[str, Prox]:
-        """Return the functions whose prox creates models of this method, by the name in `Sent`.
+        """Return the functions whose prox produces models of this method, by their name in `Sent`.
 
-        The default is its fields.
+        By default, these are the method's fields with a prox.
 
-        A method with such functions is composite: its models' nonzeros, and ranks if they are of low rank, are
-        recorded.
+        A method with such functions is composite: for its models, the number of nonzeros is recorded, and the ranks if
+        they are of low rank.
         """
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in values.items() if isinstance(value, Prox)}
@@ -374,7 +388,7 @@ class Algorithm(Value, ABC):
         raise AssertionError(f"{type(self).__name__} does not declare a part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        """Raise if the method cannot work with a model or setting.
+        """Raise if the method cannot be used with a model or setting.
 
         Returns:
             Sentences of warning.

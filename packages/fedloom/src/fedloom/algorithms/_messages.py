@@ -1,4 +1,4 @@
-"""Declarations of messages: how fields are aggregated and encoded, read from the annotations of a method."""
+"""Message declarations: how fields are aggregated and encoded, read from the annotations of a method."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from fedloom.values import Value
 
 @dataclass(frozen=True)
 class Kind:
-    """Form of an upload field.
+    """Properties of an upload field.
 
     Attributes:
-        base: value from which the field is a difference: ``"zero"`` (absolute), ``"down.<field>"`` or
-            ``"rows.<field>"``.
+        base: value that is subtracted in the field: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
         primary: True for the field that contains the model.
-        accumulates: True if the server adds it up over rounds, times ``ctx.part``. It arrives as its mean over the
-            cohort by the clients' shares, whatever the weigher is.
-        part: name of a mask of the algorithm (`Algorithm.part`): only these coordinates are sent.
-        label: True for a number that names something, such as a cluster. A channel does not change it.
-        carries: content of a primary field. Only a model is a change of the download's first field.
+        accumulates: True if the server adds the field up over rounds, times ``ctx.part``. The field then arrives as its
+            mean over the cohort, weighted by the clients' shares, whatever the weigher is.
+        part: name of one of the algorithm's masks (`Algorithm.part`): only these coordinates are sent.
+        label: True for a number that is an identifier, such as the number of a cluster. A channel does not change it.
+        carries: content of a primary field. Only a model is a change from the download's first field.
     """
 
     averaged: ClassVar[bool] = True
-    """True if it arrives as one vector ``[d]``."""
+    """True if the field arrives as one vector ``[d]``."""
     keeps: ClassVar[bool] = False
     """True if the server stores every client's last row."""
 
@@ -54,28 +53,27 @@ class Kind:
 
     @property
     def single(self) -> bool:
-        """True if the server receives the rows of individual clients."""
+        """True if the server receives each client's row separately."""
         return self.keeps or not self.averaged
 
     @property
     def weighable(self) -> bool:
-        """True if the weigher applies to it, and not only the clients' shares."""
+        """True if the weigher applies to the field, and not only the clients' shares."""
         return not self.single and not self.accumulates
 
 
 @dataclass(frozen=True)
 class Mean(Kind):
-    """Arrives at the server as the run's aggregate over the cohort, ``[d]``: by shares, or by the weigher."""
+    """Field that reaches the server as the cohort's aggregate ``[d]``, weighted by shares or by the weigher."""
 
 
 @dataclass(frozen=True)
 class Kept(Kind):
-    """The server stores every client's last row. It arrives aggregated over all n clients, ``[d]``.
+    """Field of which the server stores every client's last row. It arrives aggregated over all n clients, ``[d]``.
 
     Attributes:
-        weight: another stored field ``[m, 1]``, nonnegative: a client's weight in the mean, which a channel does not
-            change.
-            changes. None: the client's share.
+        weight: name of another stored field ``[m, 1]``, nonnegative, which is a client's weight in the mean and which a
+            channel does not change. None: the weight is the client's share.
     """
 
     keeps: ClassVar[bool] = True
@@ -83,25 +81,28 @@ class Kept(Kind):
 
 @dataclass(frozen=True)
 class Rows(Kind):
-    """Arrives as raw rows ``[m, .]``, which only `Algorithm.server` uses."""
+    """Field that arrives as raw rows ``[m, .]``, which only `Algorithm.server` uses."""
 
     averaged: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Encoding of a download or upload field. A field is sent dense if that is not longer (`fedloom.rows.encodings`).
+    """Encoding of a download or upload field.
 
-    It is a second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. Without it a field is
-        dense.
+    A field is sent dense if the dense form is not longer (`fedloom.rows.encodings`).
+
+    The encoding is a second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. Without this
+    annotation, a field is dense.
 
     Attributes:
-        encoding: shortest form that the field can have.
-        prox: name of a function in `Algorithm.proxes`. The field is the result of its prox, whose ``makes`` replaces
-            ``encoding``.
-        ranks: field of the server's state with the ranks of a download's matrices, ``[matrices]`` in the order of
-            `Layout.matrix_shapes`. Measured when None.
-        part: name of a mask of the algorithm (`Algorithm.part`), for a download of which clients already have the rest.
+        encoding: shortest form in which the field can be sent.
+        prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the prox's ``makes``
+            replaces ``encoding``.
+        ranks: field of the server's state that contains the ranks of a download's matrices, ``[matrices]`` in the order
+            of `Layout.matrix_shapes`. Measured when None.
+        part: name of one of the algorithm's masks (`Algorithm.part`), for a download of which clients already know the
+            remaining coordinates.
     """
 
     encoding: Form = "dense"
@@ -111,30 +112,30 @@ class Sent:
 
 
 class Model(NamedTuple):
-    """x ``[d]``: the state of a server that only has the model, and its download."""
+    """x ``[d]``: state and download of a server that stores only the model."""
 
     x: Tensor
 
 
 class Delta(NamedTuple):
-    """dw ``[m, d]``: an upload of the difference from the received model."""
+    """dw ``[m, d]``: upload of the difference from the received model."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class Point(NamedTuple):
-    """u ``[m, .]``: an upload of which the server stores each client's last, and receives the mean over all clients."""
+    """u ``[m, .]``: upload whose last value the server stores per client. It receives the mean over all clients."""
 
     u: Annotated[Tensor, Kept(primary=True)]
 
 
 def _annotated(algorithm: type[Value], function: str, name: str) -> Any:
-    """Return the method's function with an annotation of ``name``, or the function that it overrides."""
+    """Return the method's function if it annotates ``name``, or else the function that it overrides."""
     return next(f for f in _defined(algorithm, function) if name in f.__annotations__)
 
 
 def _defined(algorithm: type[Value], function: str) -> list[Any]:
-    """List a function as the method and its base classes define it. The last is `Algorithm`'s."""
+    """List the versions of a function in the method and its base classes. The last version is `Algorithm`'s."""
     return [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
 
 
@@ -155,10 +156,10 @@ def _fields(hint: Any) -> bool:
 
 
 def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
-    """Return the NamedTuple that a function returns, or the first of several.
+    """Return the NamedTuple that a function returns, or the first one if it returns several.
 
     Raises:
-        ConfigError: its annotation is missing.
+        ConfigError: the annotation of the result is missing.
     """
     hint = _hint(algorithm, function, "return")
     returned = next(iter(get_args(hint)), hint)
@@ -173,7 +174,7 @@ def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
 
 @cache
 def upload_type(algorithm: type[Value]) -> Any:
-    """Return the NamedTuple of `client`'s upload, read from its annotation.
+    """Return the NamedTuple of `client`'s upload, read from the annotation of `client`.
 
     Raises:
         ConfigError: the annotation is missing.
@@ -183,7 +184,9 @@ def upload_type(algorithm: type[Value]) -> Any:
 
 @cache
 def download_type(algorithm: type[Value]) -> Any:
-    """Return the NamedTuple of `down`'s result, read from its annotation. The default is `client`'s download.
+    """Return the NamedTuple of `down`'s result, read from the annotation of `down`.
+
+    If it is missing, the annotation of `client`'s download is used.
 
     Raises:
         ConfigError: the annotation is missing.
@@ -199,7 +202,7 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
     """Return the fields of the algorithm's upload with their kinds, read from the annotation of `client`.
 
     Raises:
-        ConfigError: a field has no kind, or not exactly one field contains the model.
+        ConfigError: a field has no kind, or the number of fields that contain the model is not one.
     """
     up, name = upload_type(algorithm), algorithm.__name__
     hints = get_type_hints(up, include_extras=True)
@@ -226,10 +229,10 @@ def exact_fields(algorithm: type[Value]) -> list[str]:
 
 
 def check_declaration(algorithm: type[Value]) -> None:
-    """Raise if a method lacks annotations of its messages, or if a field names a missing field.
+    """Raise if a method does not annotate its messages, or if a field refers to a field that does not exist.
 
     Raises:
-        ConfigError: something is missing; the message says what, and how to write it.
+        ConfigError: something is missing. The message says which part, and how to write it.
     """
     fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
     for field, kind in fields.items():
@@ -246,10 +249,10 @@ def check_declaration(algorithm: type[Value]) -> None:
 
 
 def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]:
-    """Return the encoding of every field of a message, with ``prox`` resolved.
+    """Return the encoding of every field of a message, with each ``prox`` resolved.
 
     Raises:
-        ConfigError: a field names a prox that the method does not have.
+        ConfigError: a field names a prox that the method does not define.
     """
     kind: type[Value] = type(algorithm)
     fields = download_type(kind) if message == "down" else upload_type(kind)
@@ -278,8 +281,8 @@ def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, dow
 
     Args:
         algorithm: the method.
-        idle: upload and rows of the clients without a step.
-        model: model of every client.
+        idle: upload and rows of the clients that take no step.
+        model: new model of every client.
         down: the clients' download.
         rows: the clients' state before the round.
     """
@@ -292,7 +295,7 @@ def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, dow
 
 
 def base_of(kind: Kind, down: Any, rows: Any) -> Tensor | float:
-    """Return the value from which a field is a difference."""
+    """Return the value that is subtracted in a field."""
     if kind.base == "zero":
         return 0.0
     source, name = kind.base.split(".")

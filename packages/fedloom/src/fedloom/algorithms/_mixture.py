@@ -1,4 +1,4 @@
-"""Methods whose clients receive mixtures of the clients' last models: their messages and states."""
+"""Messages and states of methods whose clients receive mixtures of the clients' last models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.local import Ctx, Work
 
 
 class Server(NamedTuple):
-    """start ``[d]``: model of a client that never took part."""
+    """start ``[d]``: model that represents a client that has never participated."""
 
     start: Tensor
 
@@ -37,14 +37,14 @@ class Up(NamedTuple):
 
 
 class Mixed(Algorithm):
-    """A method made of a local problem and a mixer, with an option ``among``, see `fedloom.choose.mixers.Among`."""
+    """Method that combines a local problem and a mixer, with an option ``among`` (`fedloom.choose.mixers.Among`)."""
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
 
     @abstractmethod
     def mixer(self, round: int) -> Mixer:
-        """Return the rule of the mixtures."""
+        """Return the rule that determines the mixtures."""
 
     @property
     def mixes_all(self) -> bool:

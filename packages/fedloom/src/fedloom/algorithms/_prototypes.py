@@ -1,6 +1,6 @@
-"""Prototypes, which are mean representations of classes, as methods send, store and compare them.
+"""Prototypes, which are mean representations of classes: how methods send, store and compare them.
 
-And the linear head above.
+The module also handles the linear head on top of the representation.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fedloom.rows.layout import Layout
 
 
 class Prototypes(NamedTuple):
-    """Mean representation of every class ``[m, c, k]``, and 1 for the classes that have one ``[m, c]``."""
+    """Mean representation of every class ``[m, c, k]``, and a mask of the classes with a mean ``[m, c]``, 0 or 1."""
 
     centre: Tensor
     has_prototype: Tensor
 
 
 def shape_of(layout: Layout) -> tuple[int, int]:
-    """Numbers of classes and features of a model: the shape of its last matrix, or two classes for one output."""
+    """Return a model's number of classes and of features: the shape of its last matrix (two classes for one output)."""
     outputs, features = list(layout.matrix_shapes.values())[-1]
     return max(2, outputs), features
 
@@ -33,7 +33,7 @@ def require_bias(method: str, layout: Layout) -> None:
     """Raise if a model's last layer has no bias.
 
     Raises:
-        ConfigError: it has no bias.
+        ConfigError: the last layer has no bias.
     """
     if not bool((masks.head(layout) & ~masks.matrices(layout)).any()):
         raise Refused(
@@ -50,7 +50,7 @@ class LastLayer(NamedTuple):
 
 
 def head_of(layout: Layout, models: Tensor) -> LastLayer:
-    """Return the last layer, with bias, of models ``[..., d]``. Writing to it writes to the models."""
+    """Return the last layer, with bias, of models ``[..., d]``. Writing to the returned tensors changes the models."""
     name, tree = list(layout.matrix_shapes)[-1], layout.tree(models)
     return LastLayer(tree[name], tree[f"{name.rpartition('.')[0]}.bias"])
 
@@ -70,23 +70,24 @@ def towards(prototypes: Tensor, has_prototype: Tensor, weight: float, work: Work
 
 
 def shares(work: Work, like: Tensor) -> Tensor:
-    """Return each class's share of the clients' samples, ``[m, c]``."""
+    """Return each class's share of each client's samples, ``[m, c]``."""
     return work.class_counts.to(like) / work.sizes.to(like)
 
 
 def share_range(share: Tensor, work: Work) -> tuple[Tensor, float]:
-    """Return the range of honest shares ``[m, c]``: no sample of a class, or at least one."""
+    """Return the range of honest shares ``[m, c]``: no sample of a class, or at least one sample."""
     return torch.where(share > 0, 1 / work.sizes.to(share), 0.0), 1.0
 
 
 def updated(prototypes: Tensor, has_prototype: Tensor, total: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Update the server's prototypes ``[c k]`` and the mask ``[c]`` of classes that have one.
+    """Update the server's prototypes ``[c k]`` and the mask ``[c]`` of classes that have a prototype.
 
     Args:
         prototypes: those before.
         has_prototype: mask before the update.
-        total: mean over clients of a class's mean representation times its share of the client's samples, ``[c k]``.
-        share: mean of that share, ``[c]``. Where it is 0, a prototype does not change.
+        total: mean over clients of a class's mean representation times the class's share of the client's samples, ``[c
+            k]``.
+        share: mean over clients of the class's share, ``[c]``. Where the share is 0, the prototype does not change.
     """
     has_samples = share > 0
     mean = total.view(len(has_prototype), -1) / torch.where(has_samples, share, 1)[:, None]

@@ -25,16 +25,16 @@ def _has_prox(f: Value | None) -> Value | None:
 
 
 Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
-"""Type of a field that holds the nonsmooth term of a composite problem. None means no term."""
+"""Type of a field that stores the nonsmooth term of a composite problem. None means no term."""
 
 
 def with_prox(f: object) -> Prox | None:
-    """Convert the regularizer to a function with a prox, or None if there is none."""
+    """Convert the regularizer to a function with a prox, or return None without a regularizer."""
     return f if isinstance(f, Prox) else None
 
 
 def unregularised(method: Any, then: str = "makes models without zeros", c: float = 0.01) -> list[str]:
-    """Return a note if a composite method has no regularizer: the equivalent method, and the option to set."""
+    """Return a note if a composite method has no regularizer: it names the equivalent method and the option to set."""
     if method.regulariser is not None:
         return []
     name = type(method).__name__
@@ -42,12 +42,12 @@ def unregularised(method: Any, then: str = "makes models without zeros", c: floa
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:
-    """Return prox_{t f}(v), or v itself without f. v ``[d]`` or ``[m, d]``, t a number or ``[m, 1]``."""
+    """Return prox_{t f}(v), or v itself if f is None. v is ``[d]`` or ``[m, d]``, t is a number or ``[m, 1]``."""
     return f.prox(v, t, layout) if isinstance(f, Prox) else v
 
 
 def penalty(f: object, x: Tensor, layout: Layout) -> Tensor:
-    """Return f(x), or 0 without f: ``[m, 1]`` for ``[m, d]``, a scalar for ``[d]``."""
+    """Return f(x), or 0 if f is None: ``[m, 1]`` for ``[m, d]``, a scalar for ``[d]``."""
     return f.f(x, layout) if isinstance(f, Prox) else algebra.total(torch.zeros_like(x))
 
 
@@ -58,7 +58,7 @@ def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: L
 
 
 def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ctx) -> dict[str, float]:
-    """Return FIAELT's figures at y ``[d]``, from xi in df(y) and the clients' mean gradient ``[d]`` and energy ``[1]``.
+    """Return FIAELT's diagnostics at y ``[d]``, given xi in df(y), the mean gradient ``[d]`` and mean energy ``[1]``.
 
     ``kkt`` is at least the distance of 0 from the sum of gradients + df(y) (Theorem 1), ``lyapunov`` is H_t
     (Proposition 5).
@@ -69,11 +69,11 @@ def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ct
 
 
 Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
-"""A model as global plus personal part, each of low rank or sparse."""
+"""Model that is the sum of a global part and a personal part, each of low rank or sparse."""
 
 
 def penalties(components: Components, lam: float, mu: float) -> dict[str, Prox]:
-    """Return FedSLR's penalties: lam weights the global part and mu the personal part."""
+    """Return FedSLR's penalties: lam is the weight on the global part, and mu the weight on the personal part."""
     kinds: dict[str, type[L1 | Nuclear]] = {"lr": Nuclear, "s": L1}
     shared, personal = components.split("+")
     return {"global": kinds[shared](c=lam), "personal": kinds[personal](c=mu)}

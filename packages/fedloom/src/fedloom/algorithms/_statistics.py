@@ -1,8 +1,9 @@
 """Sums of features and labels that determine the best linear head over all clients in closed form.
 
-With z the k + 1 numbers of a sample's features and a 1, and t its target with one number per output, a client has the
-means S_zz of z z' and S_zt of z t'. Their mean over clients, weighted by samples, is the mean over all rows, however
-the rows are distributed. So is the head (S_zz + diag(r, ..., r, 0))^-1 S_zt, which is ridge regression.
+Let z be a sample's k features and a 1, and t its target with one number per output. A client computes the means S_zz of
+z z' and S_zt of z t'. The mean of these matrices over clients, weighted by samples, is the mean over all rows, however
+the rows are distributed over clients. The head (S_zz + diag(r, ..., r, 0))^-1 S_zt, which is ridge regression, does not
+depend on this distribution either.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """sent ``[m, s]``: the server's statistics of the client. 0 before it takes part."""
+    """sent ``[m, s]``: the client's statistics that the server already has, or 0 before the client participates."""
 
     sent: Tensor
 
@@ -42,14 +43,14 @@ class Client(NamedTuple):
 class Up(NamedTuple):
     """change ``[m, s]`` of the client's statistics since its last upload.
 
-    The first time it contains the statistics themselves.
+    The first upload contains the statistics themselves.
     """
 
     change: Annotated[Tensor, Mean(base="rows.sent", primary=True, accumulates=True, carries="statistics")]
 
 
 class FeatureSums(NamedTuple):
-    """zz ``[..., k + 1, k + 1]`` and zt ``[..., k + 1, c]`` in float64, and the rounding error of their dtype."""
+    """zz ``[..., k + 1, k + 1]`` and zt ``[..., k + 1, c]`` in float64, and the rounding error of the first dtype."""
 
     zz: Tensor
     zt: Tensor
@@ -62,7 +63,7 @@ def outputs_of(layout: Layout) -> int:
 
 
 def width_of(layout: Layout) -> int:
-    """Length s of a client's statistics: a triangle of z z', and z t'."""
+    """Length s of a client's statistics: a triangle of z z', and the matrix z t'."""
     size = shape_of(layout)[1] + 1
     return size * (size + 1) // 2 + size * outputs_of(layout)
 
@@ -74,7 +75,7 @@ def start(x0: Tensor, layout: Layout) -> tuple[Server, Client, None]:
 
 
 def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
-    """Return features with a 1 ``[N, k + 1]`` and targets ``[N, c]``: 1 and 0, or for one output 1 and -1."""
+    """Return features with an added 1 ``[N, k + 1]`` and targets ``[N, c]``: 1 and 0, or for one output 1 and -1."""
     z = part.z.double()
     z = torch.cat([z, torch.ones_like(z[:, :1])], 1)
     y = part.y.long()
@@ -83,10 +84,10 @@ def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics(x: Tensor, work: Work) -> Tensor:
-    """Return the clients' statistics ``[m, s]`` with the body of ``x``, in its dtype.
+    """Return the clients' statistics ``[m, s]`` computed with the body of ``x``, in its dtype.
 
     Raises:
-        ConfigError: the task has no classes, or the model's samples cannot be processed one by one.
+        ConfigError: the task has no classes, or the model cannot process samples one by one.
     """
     assert work.class_counts is not None  # refuses a task without classes
     rows = []
@@ -114,11 +115,11 @@ def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
 
 
 def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool = True) -> Tensor:
-    """Return the head ``[..., k + 1, c]`` of least squares plus ``ridge`` times its squares except the last row's.
+    """Return the head ``[..., k + 1, c]`` of least squares, with a ``ridge`` penalty on all rows except the last.
 
-    The last row is the bias. It is 0 for a model whose last layer has no bias. If the ridge is below the rounding error
-    of the sums, the head has no part in directions below that error, by the rule of `numpy.linalg.matrix_rank`. Among
-    several best heads it is the smallest.
+    The last row is the bias. The bias is 0 for a model whose last layer has no bias. If the ridge is below the rounding
+    error of the sums, the head ignores directions below this error, by the rule of `numpy.linalg.matrix_rank`. If
+    several heads are optimal, the result is the smallest of them.
     """
     features = shape_of(layout)[1]
     used = features + 1 if bias and bias_of(layout) is not None else features
@@ -134,7 +135,7 @@ def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool 
 
 
 def bias_of(layout: Layout) -> str | None:
-    """Return the name of the bias of the model's last layer, if it has one."""
+    """Return the name of the bias in the model's last layer, or None without a bias."""
     name = f"{list(layout.matrix_shapes)[-1].rpartition('.')[0]}.bias"
     return name if name in layout.names else None
 

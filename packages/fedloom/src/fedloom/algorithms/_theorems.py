@@ -1,4 +1,4 @@
-"""Theorems that papers prove about their methods' runs, and the other parts with which they hold."""
+"""Theorems that papers prove about their methods, and the other parts of a run with which the theorems hold."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ class Theorem(NamedTuple):
 
     Attributes:
         proves: the theorem, as text that follows a colon.
-        needs: its conditions, as text that follows "It needs".
-        defaults: sentence on a condition that fedloom's defaults violate. Empty if there is none.
-        covers: kinds of parts with which it also holds: "sampler" if rounds may lack clients.
+        needs: conditions of the theorem, as text that follows "It needs".
+        defaults: sentence about a condition that fedloom's defaults violate. It is empty if the defaults satisfy all
+            conditions.
+        covers: kinds of other parts for which the theorem also holds: "sampler" if clients may be absent from rounds.
     """
 
     proves: str
@@ -155,5 +156,5 @@ THEOREMS = {
         covers=("sampler",),
     ),
 }
-"""Theorems by the name of the method. Other methods have none. The project's tests check their fixed points and
-laws."""
+"""Theorems by method name. Other methods have no entry. The project's tests check the fixed points and laws that the
+theorems state."""

@@ -16,17 +16,17 @@ Personalization, Robustness, and Fairness", Appendix C, Algorithm 2, Eqs. 183-18
     rho        rho           ADMM penalty
     alpha_i    work.weight   the client's share
 
-Kept by a client: d + 2 d_sub (theta, w, pi). Sent per round: d_sub + 2 down (w, and the key from which P is drawn),
+Kept by a client: d + 2 d_sub (theta, w, pi). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), and
 d_sub up. The server stores every client's last u.
 
-Deviations: "z" in line 5 of Algorithm 2 is u. The public code never updates w_i and pi_i. Defaults are FLAME's.
+Deviations: "z" in line 5 of Algorithm 2 means u. The public code never updates w_i and pi_i. Defaults are FLAME's.
 
 Replayed: the clients of zsk66/FLAME (215a04b2) give the same theta, w_i, pi_i and w, to 1e-15, once w_i and pi_i are
 updated and theta is pulled to the client's own w_i. Its weight decay acts on the pull, which overwrites theta there.
 
-Defaults: lam = 1/reach, where reach is the length of a round (lr times its mean number of steps), and rho = lam/n, the
-mean of lam alpha_i. Only ten of many directions are coupled: unless dim is raised, the models are close to local
-training, and a run warns about it.
+Defaults: lam = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), and rho =
+lam/n, the mean of lam alpha_i. Only ten of many directions are coupled: unless dim is raised, the models stay close to
+local training, and a run warns about this.
 
 Use it like Lp-Proj with p = 2, but without the step size of w_i. There is no global model.
 """
@@ -47,7 +47,7 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]`` and key ``[2]``, which are both sent."""
+    """w ``[dim]`` and key ``[2]``, both of which are sent."""
 
     w: Tensor
     key: Tensor

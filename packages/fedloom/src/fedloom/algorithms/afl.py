@@ -1,4 +1,4 @@
-"""AFL: agnostic federated learning, the best model for the worst mixture of clients.
+"""AFL: agnostic federated learning, which finds the best model for the worst mixture of clients.
 
 Problem: min over x, max over l in the simplex, of sum_i l_i f_i(x).
 
@@ -13,24 +13,25 @@ Reference: M. Mohri, G. Sivek, A. T. Suresh, "Agnostic Federated Learning", ICML
 Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives losses
 of individual clients.
 
-Deviations: a client takes several local steps instead of one, and its change is weighted in proportion to lam_i within
-the cohort. share is lam_i/alpha_i, which is 1 at the start, and the mean is weighted by alpha_i. With all clients and
-one full-batch step, this is the paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all
-losses. The model is the last iterate, and not the mean of all iterates. Uploads contain the change times share, so a
-weigher or a sampler works on the model x + dw.
+Deviations: a client takes several local steps instead of one, and the server weights its change in proportion to lam_i
+within the cohort. share is lam_i/alpha_i, which is 1 at the start, and the mean is weighted by alpha_i. With all
+clients and one full-batch step, this is the paper's step. The losses of a cohort, multiplied by n/m, are an unbiased
+estimate of all losses. The result is the last iterate, and not the mean of all iterates. Uploads contain the change
+multiplied by share, so weighers and samplers see the model x + dw.
 
-Defaults: gamma_lambda is a radius divided by the root of the sum of squared norms of the gradients so far (step
-"adaptive"), which is the step of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi, Hazan,
-Singer, JMLR 2011). Scaling the losses does not change the mixtures. A gradient consists of the losses of a cohort,
-times n/m. The radius 1/sqrt(n) covers mixtures that weight clients from 0 to twice the mean. A given lambda_lr is the
-step itself (step "fixed"), as in the paper. With "fixed" alone it is 1/(n sqrt(rounds)), which assumes losses of order
-one. A client whose loss no model can reduce, for instance with noisy targets, ends with most of the weight at the
-expense of the others: this is the solution of the problem.
+Defaults: gamma_lambda is a radius divided by the square root of the sum of squared gradient norms so far (step
+"adaptive"). This is the step of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi, Hazan,
+Singer, JMLR 2011). The mixtures do not change if all losses are scaled. A gradient contains the losses of a cohort,
+multiplied by n/m. The radius 1/sqrt(n) covers mixtures that weight each client between 0 and twice the mean. If
+lambda_lr is given, it is the step itself (step "fixed"), as in the paper. If only "fixed" is given, the step is 1/(n
+sqrt(rounds)), which assumes losses of order one. A client whose loss no model can reduce, for instance because its
+targets are noisy, ends with most of the weight at the expense of the other clients. This is the solution of the
+problem.
 
-Replayed: the projection of litian96/fair_flearn (f097971), in the loop of its AFL, gives the same x and lambda, to
-1e-15, with one full step and a fixed step of lambda. Its model is the mean of all iterates.
+Replayed: the projection in litian96/fair_flearn (f097971), in the loop of its AFL, gives the same x and lambda, to
+1e-15, with one full step and a fixed step size of lambda. Its final model is the mean of all iterates.
 
-Use it to bound the loss of the worst client, with few clients that all return often.
+Use it to bound the loss of the worst client, if there are few clients and all of them participate often.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from fedloom.rows import algebra
 
 
 class Server(NamedTuple):
-    """x ``[d]``, lam ``[n]``. met ``[1]``: the norm of all gradients of lambda so far."""
+    """x ``[d]``, lam ``[n]``. met ``[1]``: the norm of all gradients with respect to lambda so far."""
 
     x: Tensor
     lam: Tensor

@@ -1,10 +1,10 @@
-"""Analytic FL: least squares over all clients in one round: a frozen body, and a head from sums of its features.
+"""Analytic FL: least squares over all clients in one round, with a frozen body and a head from feature sums.
 
 Problem: min over the head W of the sum over all samples of ||W' z - t||^2 + ridge ||W||^2, z the body's features.
 
 Reference: R. He, K. Tong, D. Fang, H. Sun, Z. Zeng, H. Li, T. Chen, H. Zhuang, "AFL: A Single-Round Analytic Approach
-for Federated Learning with Pre-trained Models", CVPR 2025, arXiv:2405.16240, Theorem 1 and Section 3.4. The registry's
-`afl` is agnostic federated learning.
+for Federated Learning with Pre-trained Models", CVPR 2025, arXiv:2405.16240, Theorem 1 and Section 3.4. The name `afl`
+in the registry refers to agnostic federated learning.
 
     paper        here          meaning
     X_k, Y_k     z, t          features of the frozen body with a 1, and one-hot labels
@@ -12,21 +12,23 @@ for Federated Learning with Pre-trained Models", CVPR 2025, arXiv:2405.16240, Th
     C_k W_k      zt            X_k' Y_k
     C_agg        total         their sum over clients
 
-Kept by a client: s, the statistics that it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c
-numbers for k features and c outputs. No model is sent, and after the first time only zeros.
+Kept by a client: s, the statistics that it has sent. Sent per round: d down and s up, where s is (k + 1) (k + 2) / 2 +
+(k + 1) c numbers for k features and c outputs. Clients send no model, and after their first upload they send only
+zeros.
 
-Deviations: clients send the sums X' X and X' Y instead of their heads and X' X. This gives the same head without the
-paper's gamma, its removal and the recursion over clients. Heads have a bias. Sums are divided by the number of samples.
+Deviations: clients send the sums X' X and X' Y instead of their heads and X' X. The resulting head is the same, without
+the paper's gamma, its later removal and the recursion over clients. Heads have a bias. Sums are divided by the number
+of samples.
 
-The body is the body of the initial model: random features of an untrained network, or a trained network of the user. A
-model without a hidden layer is linear ridge regression. Learning rate, epochs and batches have no effect. The head does
-not depend on how rows are distributed over clients, or on the order in which clients take part, once each has taken
-part, if shares are by samples. Outputs are least-squares fits of 0 and 1, so their softmax is not a probability:
-compare accuracies.
+The body is the initial model's body: random features of an untrained network, or a network that the user has trained.
+For a model without a hidden layer, the method is linear ridge regression. Learning rate, epochs and batches have no
+effect. If shares are proportional to samples, the head depends neither on how rows are distributed over clients nor on
+the order in which clients participate, once each client has participated. Outputs are least-squares fits of 0 and 1, so
+their softmax is not a probability: compare accuracies.
 
-Attackers: they forge statistics instead of a model. A forged model moves each sum by the attacker's share.
+Attackers: they forge statistics instead of a model. A forged upload shifts each sum by the attacker's share.
 
-Use it with a good frozen body, when labels are skewed or rounds are dear.
+Use it with a good frozen body, if labels are skewed or rounds are expensive.
 """
 
 from __future__ import annotations

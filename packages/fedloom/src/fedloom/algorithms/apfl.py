@@ -1,4 +1,4 @@
-"""APFL: a personal model that is a mixture of a local model and the global one, with a fixed or learned share.
+"""APFL: a personal model that mixes a local model and the global model, with a fixed or learned share.
 
 Problem: min over v_i of f_i(alpha_i v_i + (1 - alpha_i) w*), with w* a minimizer of the global problem.
 
@@ -14,15 +14,17 @@ Reference: Y. Deng, M. M. Kamani, M. Mahdavi, "Adaptive Personalized Federated L
 
 Kept by a client: d + 1 (v, alpha). Sent per round: d down, d up.
 
-Deviations: mix is computed before w moves, as in the paper, and weight decay is part of f_i, so it acts on mix. In the
-public code (``mix = "after"``) mix contains the new w, and decay acts on v. alpha is updated once per round, in the
-first local step, and stays in [0, 1], as in the public code. The public code's slope is (alpha^2 + (1 - alpha)^2) times
-the paper's, at the new v, with a decay of 0.02. It mixes outputs, which is the same for a linear model.
+Deviations: mix is computed before w changes, as in the paper, and weight decay is part of f_i, so it acts on mix. In
+the public code (``mix = "after"``), mix contains the new w, and decay acts on v. alpha is updated once per round, in
+the first local step, and stays in [0, 1], as in the public code. The public code's gradient is (alpha^2 + (1 -
+alpha)^2) times the paper's gradient, at the new v, with a decay of 0.02. The public code mixes outputs, which is
+equivalent for a linear model.
 
 Replayed: the functions of MLOPTPSU/FedTorch (ab8068d), in its loop's order, give the same w and v, to 1e-15, with ``mix
 = "after"`` and a fixed alpha on a linear model.
 
-Use it if the best share of federation differs between clients: ``adaptive`` learns it, 0 is FedAvg and 1 is Local.
+Use it if the best degree of federation differs between clients: ``adaptive`` learns the share, 0 gives FedAvg and 1
+gives Local.
 """
 
 from __future__ import annotations

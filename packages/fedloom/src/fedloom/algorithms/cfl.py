@@ -1,6 +1,7 @@
-"""CFL: clients that pull their model in different directions are split, recursively, into clusters with own models.
+"""CFL: clients that pull their model in different directions are recursively split into clusters with separate models.
 
-Problem: min over x_1..x_k of sum_i alpha_i f_i(x_c(i)). The clusters c(i) and their number are found during training.
+Problem: min over x_1..x_k of sum_i alpha_i f_i(x_c(i)). The clusters c(i) and the number of clusters are determined
+during training.
 
 Reference: F. Sattler, K.-R. Mueller, W. Samek, "Clustered Federated Learning: Model-Agnostic Distributed Multitask
 Optimization Under Privacy Constraints", IEEE TNNLS 2021, arXiv:1910.01991 (public code: felisat/clustered-federated-
@@ -13,27 +14,27 @@ learning).
     eps_1/eps_2  ratio    a cluster may part where ||mean of its dw|| is below this times the longest dw
     g(alpha)     gap      least separation gap: smallest cosine within the two parts less the largest across
 
-Kept by a client: nothing. The server stores its last dw and its cluster. Sent per round: d down, d up. The server
-receives the changes of individual clients, so it supports neither secure aggregation nor robust rules.
+Kept by a client: nothing. The server stores the client's last dw and its cluster. Sent per round: d down, d up. The
+server receives the changes of individual clients, so it supports neither secure aggregation nor robust rules.
 
-Deviations: the paper has two bounds, eps_1 on the mean and eps_2 on the longest change, whose values depend on the
-model and the step size. Here the option is their ratio (0.4/1.6 in the public code). The best bipartition is the
-paper's. The public code clusters by complete linkage, and in that round its new clusters already average their own
-changes. A cluster may be split once each member has taken part since its last split. Absent members count with their
-last change. The bound on gradient noise is omitted, as in the public code. Later clients join the first client's
-cluster.
+Deviations: the paper has two thresholds, eps_1 on the mean change and eps_2 on the longest change, and their values
+depend on the model and the step size. Here, the option is the ratio of the two thresholds (0.4/1.6 in the public code).
+The bipartition is optimal, as in the paper. The public code clusters by complete linkage, and in the round of a split,
+its new clusters already average their own changes. A cluster may be split once each member has participated since the
+last split. Absent members are represented by their last change. The bound on gradient noise is omitted, as in the
+public code. Clients that join later are added to the first client's cluster.
 
-Defaults: a separation gap of 0.1 decides, with a large ratio from the paper's range: a positive gap, by which the paper
-defines that clients form two groups, appears long before the mean change is short. With random cosines such a gap
-occurs in 40 % of clusters of 4, 7 % of 5 and 0.6 % of 6, so smaller clusters are not split. No cluster is split in the
-first fifth of the rounds.
+Defaults: a separation gap of 0.1 decides, together with a large ratio from the paper's range. By the paper's
+definition, clients form two groups if the gap is positive, and a positive gap appears long before the mean change is
+short. With random cosines, such a gap occurs in 40 % of clusters with 4 clients, 7 % with 5 and 0.6 % with 6, so
+smaller clusters are not split. No cluster is split in the first fifth of the rounds.
 
 Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) give the same models and clusters, to
-1e-15, with bound, splits and means as here. Its notebook confuses positions in a cluster with client ids, so a second
-split is wrong.
+1e-15, with the thresholds, splits and means used here. Its notebook confuses positions in a cluster with client ids, so
+a second split is wrong.
 
-Use it if clients fall into groups whose number is unknown. With ratio = 0, or where they do not, it is FedAvg, and a
-run warns about it.
+Use it if clients fall into groups whose number is unknown. With ratio = 0, or if clients do not form groups, it equals
+FedAvg, and a run warns about this.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, DerivedFrom0, Model, Rows, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
-from fedloom.rows.algebra import norm
+from fedloom.rows.algebra import directions, norm
 from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
     """models, last ``[n, d]``.
 
-    cluster ``[n, 1]``: its smallest id, whose row of ``models`` it uses. seen ``[n, 1]``.
+    cluster ``[n, 1]``: smallest id in the client's cluster, whose row of ``models`` the client uses. seen ``[n, 1]``.
     """
 
     models: Tensor
@@ -75,9 +76,7 @@ class CFL(Algorithm):
     ratio: float = Field(0.75, ge=0, description="eps_1/eps_2 (0.1 to 1 in the paper, 0.25 in the public code)")
     gap: float = Field(0.1, ge=-2, le=2, description="smallest separation gap of two parts; -2 allows every split")
     first: DerivedFrom0 = by_rule(description="number of rounds before the first split (default: a fifth of all)")
-    least: int = Field(
-        6, ge=2, description="smallest number of members of a cluster that may be split (3 in the public code)"
-    )
+    least: int = Field(6, ge=2, description="smallest number of members of a cluster to split (3 in the public code)")
 
     family: ClassVar[str] = "clustered"
     uses_shares: ClassVar[bool] = True
@@ -131,21 +130,21 @@ class CFL(Algorithm):
 
 
 def mean(mass: Tensor, rows: Tensor) -> Tensor:
-    """Return the mean of ``rows [m, d]`` weighted by ``mass [m]``, ``[d]``."""
+    """Return the mean ``[d]`` of ``rows [m, d]``, weighted by ``mass [m]``."""
     return ((mass / mass.sum()).double() @ rows.double()).to(rows)
 
 
 def grown(rows: Tensor, n: int) -> Tensor:
-    """Append rows ``[k, ...]`` for clients that joined later, copies of the first client's."""
+    """Append rows ``[k, ...]`` for clients that joined later, as copies of the first client's row."""
     return torch.cat([rows, rows[:1].expand(max(n - len(rows), 0), *rows.shape[1:])])
 
 
 def bipartition(changes: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
-    """Split clients into two parts, bool ``[m]``, that minimize the largest cosine across.
+    """Split clients into two parts, bool ``[m]``, so that the largest cosine between the parts is as small as possible.
 
-    Also return their separation gap: the smallest cosine within a part minus the largest across.
+    Also return the separation gap: the smallest cosine within a part minus the largest cosine between the parts.
     """
-    unit = (changes / norm(changes).clamp(min=torch.finfo(changes.dtype).tiny)).double()
+    unit = directions(changes).double()
     cosine, m = unit @ unit.T, len(unit)
     label = torch.arange(m)
     pairs = torch.triu_indices(m, m, 1)

@@ -14,21 +14,21 @@ Learning in Representation Space", NeurIPS 2023, arXiv:2311.14975 (public code: 
     kappa       kappa     weight of the mean regularization (MR)
     mu          momentum  weight of the newest batch in the average
 
-Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k numbers up are used only in the first
+Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k numbers sent up are used only in the first
 round.
 
-Deviations: the consensus is computed in the first round, which is a round of FedAvg with its cohort. The paper runs an
-epoch of all clients before it. A client's part of the consensus is the mean over its samples after training. A head on
-z + m equals a head on z with another bias, so the personal model is a single network. Means of batches are computed
-without dropout.
+Deviations: the consensus is computed in the first round, which is a round of FedAvg with its cohort. The paper first
+runs one epoch on all clients. A client's contribution to the consensus is the mean over its samples after training. A
+head on z + m equals a head on z with a different bias, so the personal model is a single network. Means of batches are
+computed without dropout.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and memories, to 1e-15, from the
-consensus on.
+Replayed: from the consensus on, clients and server of TsingZ0/PFLlib (d832e76f) give the same models and memories, to
+1e-15.
 
-Defaults: kappa = 1. The paper's 50 is for 512 features, and a small network has fewer. Momentum 1.
+Defaults: kappa = 1. The paper's value of 50 is for 512 features, and a small network has fewer features. Momentum 1.
 
-Use it if clients observe the same objects under different conditions. With kappa = 0 and no memory it equals FedAvg. It
-needs a head with a bias.
+Use it if clients observe the same kinds of objects under different conditions. With kappa = 0 and no memory it equals
+FedAvg. It needs a head that has a bias.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, mean ``[m, k]``: 0 once the server has the mean."""
+    """dw ``[m, d]``, mean ``[m, k]``: 0 once the server knows the mean."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     mean: Annotated[Tensor, Mean()]
@@ -130,7 +130,7 @@ class DBE(Algorithm):
 
 
 def slope(z: Tensor, _outputs: Tensor, _y: Tensor, _anchors: Tensor, gap: Tensor) -> Tensor:
-    """Return terms ``[b]`` whose gradient with respect to a batch's mean representation is that of mean(gap^2)/2."""
+    """Return terms ``[b]`` with the gradient of mean(gap^2)/2 with respect to a batch's mean representation."""
     return (z * gap).mean(1)
 
 

@@ -15,17 +15,17 @@ Kept by a client: d (v). Sent per round: d down, d up.
 
 Deviations: the global solver is FedAvg with the run's aggregator (the paper allows any). Both branches use the same
 batches unless ``batches = "own"``. v takes as many steps as w unless ``personal_epochs`` is given. ``branch = "own"``
-is Ditto in FLAME's public code (zsk66/FLAME): the global branch continues from the client's own w_k (a further d
-numbers are stored) and takes one batch per epoch, so the global model is a mean of purely local runs.
+is Ditto as in FLAME's public code (zsk66/FLAME): the global branch continues from the client's own w_k (which takes d
+more stored numbers) and takes one batch per epoch, so the global model is a mean of purely local runs.
 
-Defaults: lam = 2/(reach sqrt(rounds)), where reach is the length of a round (lr times its mean number of steps):
-FLAME's pull, for the same reasons. With a fixed pull, v would be the global model in long rounds and Local in short
-ones.
+Defaults: lam = 2/(reach sqrt(rounds)), where reach is the distance covered in a round (lr times the mean number of
+steps): this is FLAME's pull, chosen for the same reasons. With a constant pull, v would equal the global model if
+rounds are long, and Local if they are short.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it for personal models that remain useful under attack or with little data: lam moves them between Local (0) and the
-global model.
+Use it for personal models that remain useful under attack or with little data: lam moves them from Local (0) towards
+the global model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Client(NamedTuple):
 
 
 class Both(NamedTuple):
-    """v, w ``[m, d]``: the global branch is stored too."""
+    """v, w ``[m, d]``: the local model of the global branch is stored too."""
 
     v: Tensor
     w: Tensor

@@ -1,4 +1,4 @@
-"""Fed3R: a ridge classifier over all clients in one round, with normalized classes.
+"""Fed3R: a ridge classifier over all clients in one round, with normalized class weights.
 
 Problem: min over the head W of the sum over all samples of ||W' z - t||^2 + ridge ||W||^2, z the body's features.
 
@@ -11,20 +11,21 @@ Classifiers", ICML 2024, arXiv:2406.01116, Section 4.
     W*       head      (A + lambda I)^-1 b
     lambda   ridge     weight of the squared head
 
-Kept by a client: s, what it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
-features and c outputs. No model is sent, and after the first time only zeros.
+Kept by a client: s, the statistics that it has sent. Sent per round: d down and s up, where s is (k + 1) (k + 2) / 2 +
+(k + 1) c numbers for k features and c outputs. Clients send no model, and after their first upload they send only
+zeros.
 
-Deviations: the model's bias, if it has one, is 0. Sums are divided by the number of samples. Random Fourier features
-(Fed3R-RF) correspond to a frozen random body of the model. Fine-tuning from the head (Fed3R-FT) is a run of another
-method that starts from this model.
+Deviations: the model's bias, if it exists, is 0. Sums are divided by the number of samples. Random Fourier features
+(Fed3R-RF) correspond to a model with a frozen random body. To fine-tune from the head (Fed3R-FT), start a run of
+another method from this model.
 
-Every class's weights are divided by their length, as in the paper, so no class wins only by its size. Without this step
-it equals analytic-fl with a ridge and no bias. Learning rate, epochs and batches have no effect, and the head does not
-depend on how rows are distributed over clients, if shares are by samples.
+The weights of every class are divided by their norm, as in the paper, so no class wins only because its weights are
+large. Without this step it equals analytic-fl with a ridge and no bias. Learning rate, epochs and batches have no
+effect. If shares are proportional to samples, the head does not depend on how rows are distributed over clients.
 
-Attackers: they forge statistics instead of a model. A forged model moves each sum by the attacker's share.
+Attackers: they forge statistics instead of a model. A forged upload shifts each sum by the attacker's share.
 
-Use it with a good frozen body and many classes, or as a start for other methods.
+Use it with a good frozen body and many classes, or as a starting point for other methods.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FedACS: every client starts from an attention-weighted mean of the most similar clients.
 
-Problem: min over w_1..w_n of sum_i F_i(w_i) + lambda R(W), R a similarity-weighted sum of squared distances.
+Problem: min over w_1..w_n of sum_i F_i(w_i) + lambda R(W), where R is a similarity-weighted sum of squared distances.
 
 Reference: "FedACS: Federated Learning with Attention-Based Client Selection", Algorithm 1, Eqs. 3-5. No public code.
 
@@ -14,17 +14,18 @@ Reference: "FedACS: Federated Learning with Attention-Based Client Selection", A
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
-Deviations: S, its quantile and Eq. 4 are computed over the cohort. Algorithm 1 and Eq. 4 use j = 1..n: ``among =
-"all"``, with the initial model for clients that never took part, or ``"seen"``, without these clients. All clients
-start from one model, so clients that never took part have cosine 1 with each other. alpha_k is 1, which turns Eq. 3
-into Eq. 4: R and lambda then have no effect. With ``lam`` the factor is lambda beta_k, as in Theorem 2.1. The
-comparison with delta is >= and includes the client itself: with a strict comparison the set is empty if models
-coincide. A client whose weights do not have a positive sum receives its own model. Models whose cosine is at least
-``copies`` count as one model, so that attackers who send equal models do not take the quantile; ``copies = "off"`` is
-the paper. The server receives individual models, so it supports no secure aggregation.
+Deviations: S, its quantile and Eq. 4 are computed over the cohort. Algorithm 1 and Eq. 4 use j = 1..n: set ``among =
+"all"`` to use the initial model for clients that have never participated, or ``"seen"`` to leave them out. All clients
+start from the same model, so clients that have never participated have cosine 1 with each other. alpha_k is 1, which
+turns Eq. 3 into Eq. 4: R and lambda then have no effect. If ``lam`` is set, the factor is lambda beta_k, as in Theorem
+2.1. The comparison with delta uses >= and includes the client itself: with a strict comparison, the set would be empty
+if all models coincided. A client whose weights do not have a positive sum receives its own model. Models whose cosine
+is at least ``copies`` count as one model, so that attackers who send equal models cannot determine the quantile.
+``copies = "off"`` gives the paper's rule. The server receives individual models, so it does not support secure
+aggregation.
 
-Use it if clients form groups that are not known. A larger ``quantile`` means a higher threshold and LESS collaboration:
-1 is Local.
+Use it if clients form groups that are not known in advance. A larger ``quantile`` means a higher threshold and LESS
+collaboration: 1 is Local.
 """
 
 from __future__ import annotations

@@ -15,21 +15,22 @@ Heterogeneity", ICDE 2022, arXiv:2204.03529v2, Algorithm 1.
 
 Kept by a client: 2d (u, y). Sent per round: d down, d up.
 
-Deviations: the public code uses theta instead of the old w_i in Delta_i, so theta = 2 mean(w_i) - theta, which is
-another method. Here Delta_i is the paper's, with eta = |S|/n from its theory. The experiments' eta = 1 fits the public
-code if few clients take part. Clients take the epochs of the run, and not a random number of them.
+Deviations: the public code uses theta instead of the old w_i in Delta_i, so theta = 2 mean(w_i) - theta, which is a
+different method. Here, Delta_i is as in the paper, with eta = |S|/n from its theory. The value eta = 1 of the paper's
+experiments suits the public code if few clients participate. Clients train for the run's number of epochs, and not for
+a random number.
 
-Replayed: the clients of YonghaiGong/FedADMM (1efef575) give the same theta and y_i, to 1e-14, once Delta_i has the old
+Replayed: the clients of YonghaiGong/FedADMM (1efef575) give the same theta and y_i, to 1e-14, once Delta_i uses the old
 w_i, with server_lr = 1 and |S|/n.
 
-Defaults: rho = 1/reach, where reach is the length of a round (lr times its mean number of steps): on a constant
-gradient the server's model moves by 1/rho times the gradient in a round, which is FedAvg's speed. server_lr is |S|/n,
-so the server's model is the mean of u over all clients. Delta_i contains all changes of theta since the client's last
-round, and a larger server_lr adds them again: with server_lr = 1 and one client in ten, theta nearly doubles in every
-round.
+Defaults: rho = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). On a
+constant gradient, the server's model then moves by 1/rho times the gradient per round, which is FedAvg's speed.
+server_lr is |S|/n, so the server's model is the mean of u over all clients. Delta_i contains all changes of theta since
+the client's last round, and a larger server_lr adds these changes again: with server_lr = 1 and one client in ten,
+theta nearly doubles in every round.
 
-Use it for one global model if clients differ. If most clients are absent, the model moves little, and a run warns about
-it.
+Use it to train one global model if clients differ. If most clients are absent, the model moves little, and a run warns
+about this.
 """
 
 from __future__ import annotations

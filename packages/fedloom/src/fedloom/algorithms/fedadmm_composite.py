@@ -1,4 +1,4 @@
-"""Composite FedADMM (Wang et al.): ADMM with partial participation. The server takes the prox of a regularizer.
+"""Composite FedADMM (Wang et al.): ADMM with partial participation. The server applies the prox of a regularizer.
 
 Problem: min over x of sum_i alpha_i f_i(x) + g(x).
 
@@ -13,19 +13,20 @@ Participation", IEEE CDC 2022, arXiv:2203.15104, Algorithm 1.
     eta        eta           1/eta is the penalty
     g          regulariser   nonsmooth term of the objective
 
-Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up. The server
+Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank, depending on the prox), d up. The server
 stores every client's last u.
 
-Deviations: u is sent, and not its difference from the last one. The server's mean over all clients is the same. Local
-work starts at the client's own x_i, or with ``start = "server"`` at xbar.
+Deviations: clients send u, and not the difference from the last u. The server's mean over all clients is the same.
+Local training starts at the client's own x_i, or with ``start = "server"`` at xbar.
 
-Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
-model, which moves by eta times the gradient in a round if that is constant: FedAvg's speed. Local work that continues
-from x_i would move it by 1 - 1/e of this. If eta is given, local work starts at x_i, as in the paper. No regularizer,
-because it is part of the problem. Models then have no zeros, and a run warns about it.
+Defaults: eta = reach, the distance covered in a round (lr times the mean number of steps), and local training starts at
+the server's model. On a constant gradient, this model then moves by eta times the gradient per round, which is FedAvg's
+speed. If local training continued from x_i, the model would move by 1 - 1/e of this distance. If eta is given, local
+training starts at x_i, as in the paper. There is no default regularizer, because it is part of the problem. Without
+one, models have no zeros, and a run warns about this.
 
-Use it like FedDR, which it equals with alpha = 1: composite problems with partial participation. If most clients are
-absent, its model moves little, and a run warns about it.
+Use it like FedDR, which equals this method if alpha = 1: for composite problems with partial participation. If most
+clients are absent, the model moves little, and a run warns about this.
 """
 
 from __future__ import annotations

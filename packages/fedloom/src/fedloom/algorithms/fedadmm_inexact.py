@@ -14,19 +14,21 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
     k_0          iterations        dual steps between two communications
     eps_i, nu_i  eps, shrink       tolerance of a local problem. Eps <- nu eps in every dual step
 
-Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent per round: d + 1 down, d + 1 up.
+Kept by a client: 2d + 2 (w, y, eps, r). Kept by the server: each client's last u and r. Sent per round: d + 1 down, d +
+1 up.
 
-Deviations: duals, penalty, gradients and eps omit the paper's factor 1/n (n^2 for eps). Shares weight the mean. The
-paper's r_i is for linear models. Here it starts at 1/lr. If the curvature k along the last step is above 2 (r + sigma),
-r becomes k/2, so L decreases. If ||change of g|| < r/4 ||change of w||, r decreases, at most by half and never below
-sigma. With r = k, networks become sharper and sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to
-e^10/lr: a client of weight w changes sigma at most by the factor e^(20 w). One sigma applies to all clients: r0 times
-the geometric mean of the r_i. It changes if it is off by a factor above 1.9, because u of absent clients uses an older
-sigma. With ``rho`` both are fixed, and r_i = 1/lr. Epochs, steps and batch size have no effect, nor does the schedule
-if batch size is not set. Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave gives the same x, to 1e-15, with ``rho``
-and equal r_i, once it starts a dual step at x_i instead of x, and evaluates the gradient there.
+Deviations: duals, penalty, gradients and eps omit the paper's factor 1/n (n^2 for eps). The mean is weighted by the
+clients' shares. The paper's r_i applies to linear models. Here, r_i starts at 1/lr. If the curvature k along the last
+step exceeds 2 (r + sigma), r becomes k/2, so L decreases. If ||change of g|| < r/4 ||change of w||, r decreases, but by
+at most half and never below sigma. With r = k, networks would become sharper and sharper (Roulet et al.,
+arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a client of weight w changes sigma by at most the factor e^(20
+w). The same sigma applies to all clients: r0 times the geometric mean of the r_i. It is updated only if it is off by a
+factor above 1.9, because the u of absent clients uses an older sigma. If ``rho`` is set, both are fixed, and r_i =
+1/lr. Epochs, steps and batch size have no effect. The schedule has no effect either, unless a batch size is set.
+Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave gives the same x, to 1e-15, with ``rho`` and equal r_i, once its
+dual step starts at x_i instead of x and evaluates the gradient there.
 
-Defaults: r0 = 1/inner and up to five linearized steps (six full gradients), which go 0.6 of the way to a local
+Defaults: r0 = 1/inner and up to five linearized steps (six full gradients), which cover 0.6 of the distance to a local
 solution.
 
 Use it if full gradients are cheap.

@@ -1,4 +1,4 @@
-"""FedALA: a client mixes the received model into its own by a learned weight per parameter, and trains the result.
+"""FedALA: a client mixes the received model into its own with a learned weight per parameter, then trains it.
 
 Problem: min over w_1..w_n of sum_i alpha_i f_i(w_i).
 
@@ -14,17 +14,18 @@ TsingZ0/FedALA).
     s            share      part of the client's data that W_i is learned on
     eta          eta        step size of W_i
 
-Kept by a client: d + h (w, a), h the parameters that adapt. Sent per round: d down, d up.
+Kept by a client: d + h (w, a), where h is the number of adaptive parameters. Sent per round: d down, d up.
 
-Deviations: s % of the data are the first s % of the batches of a separate epoch. The paper learns the weights until
-their loss converges, in the first round in which the two models differ. Here it learns them for ``first`` passes. The
-personal model is the client's own model after its training, and not the mixture with the newest received model.
+Deviations: s % of the data means the first s % of the batches of a separate epoch. The paper learns the weights until
+their loss converges, in the first round in which the two models differ. Here, the method learns them for ``first``
+passes. The personal model is the client's own model after its training, and not a mixture with the most recently
+received model.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, with the same
 number of passes in the first round.
 
-Use it if the received model helps only some of the layers. With eta = 0 all weights stay 1, and it equals FedAvg with
-the clients' last models as personal models.
+Use it if the received model improves only some of the layers. With eta = 0, all weights stay 1, and the method equals
+FedAvg with each client's last model as its personal model.
 """
 
 from __future__ import annotations

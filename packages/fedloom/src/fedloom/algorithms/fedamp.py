@@ -1,4 +1,4 @@
-"""FedAMP: clients with similar models attract each other through a separate mixture of models for every client.
+"""FedAMP: clients with similar models attract each other, because each client receives its own mixture of models.
 
 Problem: min over w_1..w_n of sum_i f_i(w_i) + lam sum_{i<j} A(||w_i - w_j||^2), A(t) = 1 - exp(-t/sigma).
 
@@ -15,19 +15,20 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. The authors have publis
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
-Deviations: mixtures are over the cohort. With ``among = "all"`` they are over every client's last model, as in the
-paper, where all clients take part. The paper requires alpha_k so small that xi_ii is not negative. Otherwise the other
-weights are scaled to sum 1. alpha_k is constant over rounds unless ``decay`` is given (the paper's experiments decrease
-it in steps). Local work starts at the client's own w_i. ``start = "server"`` starts it at u_i, as in FedACS.
+Deviations: mixtures are computed over the cohort. With ``among = "all"``, they are computed over every client's last
+model, as in the paper, where all clients participate. The paper requires alpha_k to be so small that xi_ii is not
+negative. Here, if xi_ii would be negative, the other weights are scaled to sum 1. alpha_k is constant over rounds
+unless ``decay`` is given (the paper's experiments decrease it in steps). Local training starts at the client's own w_i.
+With ``start = "server"``, it starts at u_i, as in FedACS.
 
-Defaults: alpha = reach sqrt(rounds)/2, where reach is the length of a round (lr times its mean number of steps): the
-pull lam/alpha is FLAME's, for the same reasons. sigma = 2 (n - 1) alpha, so xi_ii is at least 1/2.
+Defaults: alpha = reach sqrt(rounds)/2, where reach is the distance covered in a round (lr times the mean number of
+steps). The pull lam/alpha then equals FLAME's, for the same reasons. sigma = 2 (n - 1) alpha, so xi_ii is at least 1/2.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, once the pull has a gradient
 (their code detaches it, so it has no effect) and is squared.
 
 Use it with small models, whose distances are meaningful. For networks, use HeurFedAMP, which compares angles. The
-server receives individual models, so it supports no secure aggregation.
+server receives individual models, so it does not support secure aggregation.
 """
 
 from __future__ import annotations

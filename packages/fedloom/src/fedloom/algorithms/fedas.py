@@ -1,6 +1,6 @@
 """FedAS: the received body is first aligned to the client's prototypes.
 
-Bodies are weighted by their Fisher information.
+The server weights bodies by their Fisher information.
 
 Problem: min over x and h_1..h_n of sum_i alpha_i f_i(h_i, x).
 
@@ -13,22 +13,23 @@ Reference: X. Yang, W. Huang, M. Ye, "FedAS: Bridging Inconsistency in Personali
     p_i        means   mean representation of every class under the client's last body
     FIM trace  fisher  sum over an epoch's batches of the squared gradient of their mean loss
 
-Kept by a client: d (w). Sent per round: the body's parameters down, those and 1 up. The server receives the bodies of
-individual clients, so it supports neither secure aggregation nor robust rules.
+Kept by a client: d (w). Sent per round: the body's parameters down, and the same parameters plus 1 number up. The
+server receives the bodies of individual clients, so it supports neither secure aggregation nor robust rules.
 
 Deviations: all samples have equal weight in the alignment. In the public code, the classes of a batch have equal
-weight. The alignment uses the round's step size, and 0.01 in the public code. In the authors' code a client aligns the
-result of the previous client's alignment. A client's Fisher information is multiplied by its share alpha_i. Absent
+weight. The alignment uses the step size of the round. The public code uses 0.01. In the authors' code, a client aligns
+the result of the previous client's alignment. A client's Fisher information is multiplied by its share alpha_i. Absent
 clients compute nothing. The personal model is the client's own model after its training.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, with equal shares, ``lr`` 0.01
 and equal weights of samples in the alignment.
 
-Attackers: a forged model is weighted by its own Fisher information. In one round of five clients, noise in place of a
-model moved x 4.3 times as far as in FedAvg, and a flipped sign 0.2 times as far.
+Attackers: a forged model is weighted by its own Fisher information. In one round of five clients, an upload of noise
+moved x 4.3 times as far as in FedAvg, and an upload with a flipped sign 0.2 times as far.
 
-Use it if heads are personal and few clients take part in a round, so bodies change between a client's rounds. With no
-alignment and one client it equals Local. The same holds for a model that is all head, and a run warns about it.
+Use it if heads are personal and few clients participate per round, so that the body changes between a client's rounds.
+Without alignment and with one client, the method equals Local. The method also equals Local if the whole model is the
+head, and a run warns about this.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Networks from Decentralized Data", AISTATS 2017, arXiv:1602.05629v4, Algorithm 1
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: none by default. A client is weighted by its samples, n_k/n. ``client_weights = "uniform"`` gives the plain
-mean. The server may take a step of length ``server_lr`` (1 in the paper).
+Deviations: none by default. A client is weighted by its number of samples, n_k/n. ``client_weights = "uniform"`` gives
+the plain mean. The server may take a step of length ``server_lr`` (1 in the paper).
 
 Use it as the baseline of every comparison. With several local steps and clients that differ, its limit is biased.
 """

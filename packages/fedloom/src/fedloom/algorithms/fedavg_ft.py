@@ -1,9 +1,9 @@
-"""FedAvg-FT: FedAvg, after which every client fine-tunes the model by some local steps.
+"""FedAvg-FT: FedAvg, after which every client fine-tunes the model with a few local steps.
 
 Problem: min over x of sum_i alpha_i f_i(x), then a few steps towards min over v_i of f_i(v_i) from there.
 
 Reference: T. Yu, E. Bagdasaryan, V. Shmatikov, "Salvaging Federated Learning by Local Adaptation", arXiv:2002.04758v3,
-Section 4.1 (fine-tuning). The mean is the same as FedAvg's.
+Section 4.1 (fine-tuning). The mean is FedAvg's mean.
 
     paper    here         meaning
     G_T      x            server's model
@@ -11,19 +11,19 @@ Section 4.1 (fine-tuning). The mean is the same as FedAvg's.
     E        epochs       passes of the adaptation over the client's training part, or ``steps``
     eta      lr           its step size
 
-Kept by a client: nothing. Sent per round: d down, d up. The personal model is computed on demand, at an evaluation or
-at the end, from the server's newest model. It is never sent, so the time of its computation does not change other
-results. Its gradients count as work of the round after which it is computed.
+Kept by a client: nothing. Sent per round: d down, d up. The personal model is computed from the server's newest model
+when it is needed, at an evaluation or at the end. It is never sent, so it does not matter for other results when it is
+computed. Its gradients count as work in the round after which it is computed.
 
 Deviations: all parameters are fine-tuned with the run's local SGD, including momentum and weight decay.
 
 Replayed: the rounds and the fine-tuning of KarhouTam/FL-bench's clients (06e658bc) give the same models, to 1e-15.
-Their code skips a batch of one sample.
+Their code skips a batch that contains only one sample.
 
-Defaults: five epochs at the step size of the round. With as many epochs as the run has rounds, it costs as much again
-as FedAvg's training. With 0 epochs it equals FedAvg.
+Defaults: five epochs at the step size of the round. With as many fine-tuning epochs as the run has rounds, fine-tuning
+costs as much as FedAvg's training. With 0 epochs it equals FedAvg.
 
-Use it as the first baseline of every comparison of personalized methods.
+Use it as the first baseline in every comparison of personalized methods.
 """
 
 from __future__ import annotations

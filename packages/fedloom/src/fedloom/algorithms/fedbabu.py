@@ -1,6 +1,6 @@
-"""FedBABU: rounds train only the body, with a head that keeps its random initial values.
+"""FedBABU: rounds train only the body, while the head keeps its random initial values.
 
-Afterwards clients fine-tune both.
+Afterwards, clients fine-tune both.
 
 Problem: min over phi of sum_i alpha_i f_i(h, phi), h fixed, then a few steps on f_i from there.
 
@@ -14,18 +14,18 @@ Reference: J. Oh, S. Kim, S.-Y. Yun, "FedBABU: Toward Enhanced Representation fo
     tau_f       epochs        epochs of the fine-tuning
 
 Kept by a client: the initial head's parameters. Sent per round: the body's parameters, down and up. The personal model
-is computed on demand, and never sent. Its gradients count as work of the round after which it is computed.
+is computed when it is needed, and is never sent. Its gradients count as work in the round after which it is computed.
 
-Deviations: the head is the last layer with a matrix unless ``head`` names other layers.
+Deviations: the head is the last layer with a matrix, unless ``head`` names other layers.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same bodies and tuned models, to 1e-15, once the last
-mean is sent before the fine-tuning. In their code each client fine-tunes the body of its last round.
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same bodies and fine-tuned models, to 1e-15, once the
+last mean is sent before fine-tuning. In their code, each client fine-tunes the body from its own last round.
 
-Defaults: whole models are fine-tuned for 5 epochs, as in the paper's tables, or for a quarter of the rounds' local
-epochs if that is more: the head must be learned from random values, in steps of the run's size.
+Defaults: whole models are fine-tuned for 5 epochs, as in the paper's tables, or for a quarter of the run's local epochs
+if that is more, because the head must be learned from random values with the run's step size.
 
-Use it if clients share features but not labels, and new clients will join: the shared body does not depend on labels of
-the head. On a model that is all head it trains nothing in the rounds, and a run warns about it.
+Use it if clients share features but not labels, and new clients will join: the shared body does not depend on the
+head's labels. If the whole model is the head, the rounds train nothing, and a run warns about this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedBN: everything is shared except the normalization layers, which stay at their client.
+"""FedBN: all parameters are shared except the normalization layers, which stay with their client.
 
 Problem: min over x, b_1..b_n of sum_i alpha_i f_i(x, b_i), b the affine parameters of the normalization layers.
 
@@ -9,16 +9,16 @@ Normalization", ICLR 2021, arXiv:2102.07623, Algorithm 1 (public code: med-air/F
     w, not BN     x         shared parameters, on the server
     w, BN         norm      weight and bias of the client's normalization layers
 
-Kept by a client: the parameters of its normalization layers. Sent per round: all others, down and up.
+Kept by a client: the parameters of its normalization layers. Sent per round: all other parameters, down and up.
 
-Deviations: the statistics of the layers are not parameters. For evaluation they are computed from the client's own
-training part. Normalization layers of any kind are recognized by the shapes of their parameters: a weight with fewer
-than two dimensions, or with the shape of the bias. A PReLU has the same shapes. ``layers`` names others. A model
-without such layers is rejected, because the method would equal FedAvg.
+Deviations: the layers' statistics are not parameters. For evaluation, they are computed from the client's own training
+part. Normalization layers of any kind are recognized by the shapes of their parameters: a weight with fewer than two
+dimensions, or with the shape of the bias. A PReLU layer has the same shapes. ``layers`` names others. A model without
+such layers is rejected, because the method would be identical to FedAvg.
 
 Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models, to 1e-15.
 
-Use it if the features differ between clients (scanners, cameras) and the labels do not.
+Use it if features differ between clients (for example because of different scanners or cameras) but labels do not.
 """
 
 from __future__ import annotations

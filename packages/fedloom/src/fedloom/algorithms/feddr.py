@@ -14,27 +14,28 @@ for Nonconvex Federated Composite Optimization", NeurIPS 2021, arXiv:2103.03452,
     eta        eta           step of the proxes
     g          regulariser   nonsmooth term of the objective
 
-Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up. The server
+Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank, depending on the prox), d up. The server
 stores every client's last u.
 
-Deviations: clients start with x_i = y_i = x^0, so a client's first round is the paper's step before the first (x_i =
-prox of x^0). u is sent, and not its difference from the last one. The server's mean over all clients is the same. The
-public code starts y at zero and weights clients by samples. Local work starts at xbar, on which the exact prox does not
-depend. ``start = "own"`` starts at the client's x_i, as in the public code.
+Deviations: clients start with x_i = y_i = x^0, so a client's first round is the step that the paper takes before round
+one (x_i = prox of x^0). Clients send u, and not the difference from the last u. The server's mean over all clients is
+the same. The public code starts y at zero and weights clients by samples. Local training starts at xbar, which does not
+affect the exact prox. With ``start = "own"``, it starts at the client's x_i, as in the public code.
 
 Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, give the same x_i, y_i and xbar, to
 1e-15, with and without L1 and with absent clients, once their y_i and xhat_i start at x^0.
 
-Defaults: eta = 2 reach, where reach is the length of a round (lr times its mean number of steps), and a start at xbar.
-Let c_i be the fraction of the way to the prox that client i's steps cover, and m the mean of the 1/c_i. On a constant
-gradient the server's model moves by eta/((1 - 1/alpha) m + 2/alpha - 1): 1.6 reach if clients have equal sizes (c =
-0.39), and still FedAvg's reach if m is 4, for instance if some clients take a tenth of the steps. From the client's own
-x_i it moves by eta/(m - 1 + 1/alpha), so one small client stops the others. No regularizer, because it is part of the
-problem. Models then have no zeros, and a run warns about it. The experiments use L1 with c = 0.01.
+Defaults: eta = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps), and local
+training starts at xbar. Let c_i be the fraction of the distance to the prox that client i's steps cover, and m the mean
+of the 1/c_i. On a constant gradient, the server's model moves by eta/((1 - 1/alpha) m + 2/alpha - 1). This is 1.6 reach
+if clients have equal sizes (c = 0.39), and still FedAvg's reach if m is 4, for instance if some clients take a tenth of
+the steps. If local training starts from the client's own x_i, the model moves by eta/(m - 1 + 1/alpha), so one small
+client holds up all others. There is no default regularizer, because it is part of the problem. Without one, models have
+no zeros, and a run warns about this. The paper's experiments use L1 with c = 0.01.
 
-Use it for composite problems with partial participation. If most clients are absent, its model moves little, and a run
-warns about it. A large eta with few local steps behaves like local training. The regularizer's threshold at the server
-is eta times its weight.
+Use it for composite problems with partial participation. If most clients are absent, the model moves little, and a run
+warns about this. With a large eta and few local steps, the method behaves like local training. The threshold that the
+regularizer applies at the server is eta times its weight.
 """
 
 from __future__ import annotations

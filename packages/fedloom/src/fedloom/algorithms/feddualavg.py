@@ -1,4 +1,6 @@
-"""FedDualAvg: federated dual averaging. Means are computed in the dual space, and the prox at the primal points.
+"""FedDualAvg: federated dual averaging.
+
+Means are computed in the dual space, and the prox maps them to the primal space.
 
 Problem: min over x of sum_i alpha_i f_i(x) + psi(x), psi convex.
 
@@ -16,16 +18,16 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
 
 Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
 
-Deviations: the server adds up t from the clients' reports, because step sizes and numbers of steps may change. If they
-are constant, this equals the paper. A weigher that reads the received model reads z.
+Deviations: the server adds up t from the values that clients report, because step sizes and numbers of steps may
+change. If both are constant, t equals the paper's. A weigher that reads the received model reads z instead. Replayed:
+the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same z and w, to 1e-15, once its
+L1 prox covers all parameters, as here. Their prox covers only the kernels of dense layers.
 
-Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same z and w, to
-1e-15, once its L1 prox covers all parameters, as here. Their prox covers the kernels of dense layers.
+Defaults: there is no regularizer, because it is part of the problem. The method then equals FedAvg, and a run warns
+about this.
 
-Defaults: no regularizer, because it is part of the problem. The method then equals FedAvg, and a run warns about it.
-
-Use it for sparse or low-rank global models with several local steps: unlike FedMiD's, its mean does not undo the prox.
-The weight t of psi grows without bound as the steps add up, so use small steps near the end.
+Use it for sparse or low-rank global models with several local steps: unlike in FedMiD, averaging does not undo the
+prox. The weight t of psi grows without bound as steps accumulate, so use small steps near the end.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dz ``[m, d]``, time ``[m, 1]``, the local steps times their size."""
+    """dz ``[m, d]``, time ``[m, 1]``: number of local steps times the step size."""
 
     dz: Annotated[Tensor, Mean(base="down.z", primary=True)]
     time: Annotated[Tensor, Mean()]

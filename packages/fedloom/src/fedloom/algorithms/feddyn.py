@@ -14,21 +14,21 @@ Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
 
 Kept by a client: d (hi). Sent per round: d down, d up.
 
-Deviations: alpha is the paper's constant. The public code scales a client's alpha by mean(n)/n_i (``scaled``, one more
-number down). This already weights by samples, so it needs ``client_weights = "uniform"``. It also clips gradients at
-10, a setting of local training here. The difference w - x is sent once: both the server's h and its mean over the
-cohort use it.
+Deviations: alpha is constant, as in the paper. The public code scales a client's alpha by mean(n)/n_i (``scaled``, one
+more number down). This scaling already weights by samples, so it needs ``client_weights = "uniform"``. The public code
+also clips gradients at 10, which is a setting of local training here. The difference w - x is sent once: the server's h
+and its mean over the cohort both use it.
 
 Replayed: the clients of alpemreacar/FedDyn (48a19fa) give the same models, to 1e-15, with ``scaled`` and clipping at
 10.
 
-Defaults: alpha = 1/reach, where reach is the length of a round (lr times its mean number of steps): on a constant
-gradient the server's model moves by 1/alpha times the gradient in a round, which is FedAvg's speed.
+Defaults: alpha = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). On a
+constant gradient, the server's model then moves by 1/alpha times the gradient per round, which is FedAvg's speed.
 
-Attackers: h repeats the change of the mean. In a round of m of n clients, a forged model moves theta 1 + m/n times as
-far as in FedAvg.
+Attackers: h adds the change of the mean again. In a round with m of n clients, a forged model moves theta 1 + m/n times
+as far as in FedAvg.
 
-Use it like SCAFFOLD, with half the traffic, if the local problem is solved well. Large steps with small alpha can
+Use it like SCAFFOLD, with half the traffic, if clients solve their local problem well. Large steps with small alpha can
 diverge.
 """
 

@@ -1,4 +1,4 @@
-"""FedEM: every client's model is a mixture of a few shared networks, with its own weights.
+"""FedEM: every client's model is a mixture of a few shared networks, with the client's own mixture weights.
 
 Problem: min over x_1..x_M and pi_1..pi_n of sum_i alpha_i (mean over the samples of i of -log sum_m pi_im p(y | x_m)).
 
@@ -10,17 +10,17 @@ Distributions", NeurIPS 2021, arXiv:2108.10252v4, Algorithm 1 with Eqs. 7 to 9.
     pi_tm       pi            weights of client t, in the model's parameter ``mixing`` as logarithms
     q_t(z = m)  share         share of component m in a sample: pi_m p(y | theta_m), with the sum 1
 
-Kept by a client: M (pi). Sent per round: d down, d up, d the parameters of all M components.
+Kept by a client: M (pi). Sent per round: d down, d up, where d is the number of parameters of all M components.
 
-Deviations: none. A step minimizes sum_m q_m (-log p(y | theta_m)) with q from the start of the round (Eq. 9), as the
-loss of the mixture plus a term. The paper's server has no model for unknown clients. A mixture with equal weights is
-not such a model either. A new client's pi takes one expectation step over its samples.
+Deviations: none. A step minimizes sum_m q_m (-log p(y | theta_m)) with the q from the start of the round (Eq. 9),
+implemented as the loss of the mixture plus a term. The paper's server has no model for unknown clients. A mixture with
+equal weights would not be such a model either. A new client's pi takes one expectation step over its samples.
 
 Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, give the same x, pi
-and predictions, to 1e-15, also a new client's pi. Its mean over a cohort includes absent clients with the model that
-they received.
+and predictions, to 1e-15. A new client's pi is the same too. In their code, the mean over a cohort includes absent
+clients with the model that they received.
 
-Use it if each client mixes the same few kinds of data in its own proportions. Set ``mixture`` in [model] to the number
+Use it if all clients mix the same few kinds of data in different proportions. Set ``mixture`` in [model] to the number
 of kinds, 3 in the paper. FedEM on a model without a mixture is FedAvg, and a run warns about it. It needs classes.
 """
 
@@ -38,7 +38,7 @@ from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 
 LEAST = 1e-12
-"""The smallest weight of a component, so that its logarithm stays finite."""
+"""Smallest weight of a component, which keeps its logarithm finite."""
 
 
 class Client(NamedTuple):
@@ -80,7 +80,7 @@ class FedEM(Algorithm):
         return masks.joined(down.x, rows.pi.log(), mixing)
 
     def _expected(self, down: Model, rows: Client, work: Work) -> Tensor:
-        """Compute the mean of q over every client's samples ``[m, M]`` (Eq. 8)."""
+        """Compute the mean of q over each client's samples, ``[m, M]`` (Eq. 8)."""
         count, means = rows.pi.shape[1], list[Tensor]()
         for (z, y), pi in zip(work.features(down.x), rows.pi, strict=True):
             means.append(shares(losses(z, y, count), pi.log()).mean(0))
@@ -88,22 +88,22 @@ class FedEM(Algorithm):
 
 
 def components(layout: Layout) -> int:
-    """Return M, the number of components of a model, or 1 without a mixture."""
+    """Return M, the number of components of a model, or 1 for a model without a mixture."""
     return layout.shapes[layout.names.index(MIXING)][0] if MIXING in layout.names else 1
 
 
 def losses(logits: Tensor, y: Tensor, count: int) -> Tensor:
-    """Return -log p(y) ``[b, M]`` by component, from the logits of all components ``[b, M c]``."""
+    """Return -log p(y) ``[b, M]`` for each component, from the logits of all components ``[b, M c]``."""
     logs = log_probabilities(logits.unflatten(1, (count, -1)))
     return -logs.gather(2, y.long().view(-1, 1, 1).expand(-1, count, 1))[:, :, 0]
 
 
 def shares(loss: Tensor, log_pi: Tensor) -> Tensor:
-    """Return q ``[b, M]`` of samples with the losses ``[b, M]`` (Eq. 7)."""
+    """Return q ``[b, M]`` for samples with losses ``[b, M]`` (Eq. 7)."""
     return (log_pi - loss).softmax(1)
 
 
 def surrogate(z: Tensor, outputs: Tensor, y: Tensor, anchors: Tensor, log_pi: Any) -> Tensor:
-    """Return Eq. 9 minus the loss of the mixture itself, by sample."""
+    """Return Eq. 9 minus the loss of the mixture itself, for each sample."""
     share = shares(losses(anchors[0], y, len(log_pi)), log_pi)
     return (share * losses(z, y, len(log_pi))).sum(1) - losses(outputs, y, 1)[:, 0]

@@ -14,25 +14,26 @@ Model Optimization", ICLR 2021, arXiv:2012.08565 (public code: NVlabs/FedFomo).
     P_i         liking   sums of the weights that a client gave to the models of each client
     epsilon     epsilon  probability of receiving models of clients drawn at random
 
-Kept by a client: d (start). The server stores its w and its preference weights. Sent per round: (peers + 1) d + peers +
-n down, d + n up. The server receives the models of individual clients, so it supports no secure aggregation.
+Kept by a client: d (start). The server stores the client's w and its preference weights. Sent per round: (peers + 1) d
++ peers + n down, d + n up. The server receives the models of individual clients, so it does not support secure
+aggregation.
 
-Deviations: the held-out samples are a share of the training part, the same in every round. A client receives last
-models of any clients, including absent ones. With probability epsilon all of them are drawn at random, instead of the
-preferred ones. The public code draws each of them with this probability, also uses means of groups of clients, and
-allows negative preference weights. Its default distance is the sum of absolute differences, and with "l2" the squared
-norm.
+Deviations: the held-out samples are a fixed share of the training part. A client may receive the last model of any
+client, including absent clients. With probability epsilon, all of these models are drawn at random instead of by
+preference. The public code draws each model with this probability, also uses means of groups of clients, and allows
+negative preference weights. Its default distance is the sum of absolute differences. With "l2", it is the squared norm.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, for equal received models
-and held-out samples, without the 1e-5 that their code adds to distances. With ``returns``, the functions of
-NVlabs/FedFomo (fe04f664) also give the same weights and mixtures, once the root of its "l2" is taken.
+Replayed: given the same received models and held-out samples, the clients of TsingZ0/PFLlib (d832e76f) give the same
+models and weights, to 1e-14, without the 1e-5 that their code adds to distances. With ``returns``, the functions of
+NVlabs/FedFomo (fe04f664) also give the same weights and mixtures, once the square root of its "l2" is taken.
 
-Defaults: five models, a fifth of the samples held out, and epsilon 0.3 at first and 0.05 less every round, as in the
-paper. If no model is better than the client's start, the client keeps its trained model, as in PFLlib. With ``returns``
-it goes back to the start, as in the paper, which loses a round's work if steps rarely lower the loss on few samples.
+Defaults: five models, a fifth of the samples held out, and an epsilon that starts at 0.3 and decreases by 0.05 per
+round, as in the paper. If no model is better than the model from which the client started, the client keeps its trained
+model, as in PFLlib. With ``returns``, it returns to the starting model, as in the paper. This loses a round's work if
+steps rarely lower the loss on a small number of samples.
 
-Use it if some clients are similar but it is unknown which. Traffic grows with ``peers``. With peers = 0 it equals
-Local.
+Use it if some clients are similar but it is not known which ones. Traffic grows with ``peers``. With peers = 0 it
+equals Local.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from fedloom.seeds import generator
 
 
 class Down(NamedTuple):
-    """w ``[m, d]``, the client's model.
+    """w ``[m, d]``: the client's model.
 
-    others ``[m, peers d]``, models of its peers ``[m, peers]``. Liking ``[m, n]``.
+    others ``[m, peers d]``: the models of the client's peers, with their ids ``[m, peers]``. Liking ``[m, n]``.
     """
 
     w: Tensor

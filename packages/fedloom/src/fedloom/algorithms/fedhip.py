@@ -1,7 +1,7 @@
 """FedHiP: a closed-form personal head for every client, between its own sums and the sums of all clients.
 
-Problem: min over the head W_i of the sum of ||W_i' z - t||^2 over i's samples, plus share times that over all others'
-samples, plus ridge ||W_i||^2. z the features of a frozen body.
+Problem: min over the head W_i of the sum of ||W_i' z - t||^2 over client i's samples, plus share times the same sum
+over all other clients' samples, plus ridge ||W_i||^2. z are the features of a frozen body.
 
 Reference: J. Tang, Z. Yang, J. Wang, K. Fan, J. Xu, H. Zhuang, A. Liu, H. H. Song, L. Wang, Y. Liu, "FedHiP:
 Heterogeneity-Invariant Personalized Federated Learning Through Closed-Form Solutions", 2025, arXiv:2508.04470v1.
@@ -11,20 +11,21 @@ Heterogeneity-Invariant Personalized Federated Learning Through Closed-Form Solu
     analytic global aggregation      total         their sum over clients, and its head
     analytic local personalization   personal      the client's head, by its own sums and all
 
-Kept by a client: s, what it sent. Sent per round: d and s down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
-features and c outputs. No model is sent, and after the first time only zeros.
+Kept by a client: s, the statistics that it has sent. Sent per round: d and s down and s up, where s is (k + 1) (k + 2)
+/ 2 + (k + 1) c numbers for k features and c outputs. Clients send no model, and after their first upload they send only
+zeros.
 
-Deviations: each client chooses how far its head goes from its own sums (share 0) to the pooled head (share 1), among
-nine shares, by the exact leave-one-out error of its rows. The paper uses one number for all clients. Other clients'
-sums are weighted. The paper's own form was not replayed, because no public code was available. Heads have a bias.
+Deviations: each client chooses how far its head moves from its own sums (share 0) towards the pooled head (share 1),
+among nine shares, by the exact leave-one-out error on its rows. The paper uses the same number for all clients. Other
+clients' sums are weighted. The paper's code was not replayed, because it is not public. Heads have a bias.
 
-A personal head does not depend on how rows are distributed over the other clients, if shares are by samples. Learning
-rate, epochs and batches have no effect. Outputs are least-squares fits of 0 and 1, so their softmax is not a
-probability: compare accuracies.
+If shares are proportional to samples, a personal head does not depend on how rows are distributed over the other
+clients. Learning rate, epochs and batches have no effect. Outputs are least-squares fits of 0 and 1, so their softmax
+is not a probability: compare accuracies.
 
-Attackers: they forge statistics instead of a model. A forged model moves each sum by the attacker's share.
+Attackers: they forge statistics instead of a model. A forged upload shifts each sum by the attacker's share.
 
-Use it with a good frozen body, if clients differ in labels or in the meaning of labels, and rounds are expensive.
+Use it with a good frozen body, if clients differ in their labels or in the meaning of labels, and rounds are expensive.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Down(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """head ``[k + 1, c]`` and its leave-one-out error."""
+    """head ``[k + 1, c]`` and the head's leave-one-out error."""
 
     head: Tensor
     error: float
@@ -107,7 +108,7 @@ class FedHiP(Algorithm):
         return sums.with_head(down.x, torch.stack(heads), work.layout)
 
     def _fit(self, z: Tensor, t: Tensor, mix: sums.FeatureSums, unit: float, ridge: float, work: Work) -> Fit:
-        """Return the head of sums, and for each row the mean squared error of the head computed without that row."""
+        """Return the head of sums, and for each row the mean squared error of the head computed without this row."""
         if not len(z) or self.share is not None:
             return Fit(sums.head_from(mix, ridge, work.layout), 0.0)
         both = sums.head_from(mix._replace(zt=torch.cat([mix.zt, z.T], 1)), ridge, work.layout)

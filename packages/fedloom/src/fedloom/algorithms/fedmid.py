@@ -13,19 +13,20 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
     K         work.steps    local steps
     psi       regulariser   nonsmooth term of the objective
 
-Kept by a client: nothing. Sent per round: d down (sparse or of low rank as the prox makes it), d + 1 up.
+Kept by a client: nothing. Sent per round: d down (sparse or of low rank, depending on the prox), d + 1 up.
 
-Deviations: clients send eta_c K, which the server's prox needs, as one number, because they may take different numbers
-of steps. The server uses its mean.
+Deviations: clients send eta_c K, which the server's prox needs, as a single number, because clients may take different
+numbers of steps. The server uses the mean of these numbers.
 
 Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same w, to 1e-15, once
-its L1 prox covers all parameters, as here. Their prox covers the kernels of dense layers.
+its L1 prox covers all parameters, as here. Their prox covers only the kernels of dense layers.
 
-Defaults: no regularizer, because it is part of the problem. The method then equals FedAvg, and a run warns about it.
+Defaults: there is no regularizer, because it is part of the problem. The method then equals FedAvg, and a run warns
+about this.
 
-Use it as the simplest composite baseline. The prox is applied twice per round (one client, one step: threshold 2 eta_c
-c), and the mean of sparse local models is not sparse ("curse of primal averaging"), so its limit is biased even with
-one local step.
+Use it as the simplest composite baseline. The prox is applied twice per round (with one client and one step, the
+threshold is 2 eta_c c), and the mean of sparse local models is not sparse ("curse of primal averaging"), so the limit
+is biased even with one local step.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, time ``[m, 1]``, the local steps times their size."""
+    """dw ``[m, d]``, time ``[m, 1]``: number of local steps times the step size."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     time: Annotated[Tensor, Mean()]

@@ -1,4 +1,4 @@
-"""FedNova: normalized averaging, so clients with more local steps have no more influence.
+"""FedNova: normalized averaging, so that clients with more local steps do not have more influence.
 
 Problem: min over x of sum_i p_i f_i(x).
 
@@ -17,15 +17,16 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
 
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 
-Deviations: p_i is the client's share, n_i/n as in the paper unless the run's ``weights`` differ. Momentum is the local
-one of the run. ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3. All three can be combined,
-while the paper uses one at a time (momentum also acts on the proximal term). Clients send the change divided by
-||a_i||_1, so a weigher or a sampler works on the model x + dw.
+Deviations: p_i is the client's share, which is n_i/n as in the paper unless the run sets other ``weights``. Momentum is
+the run's local momentum. ``mu`` and ``gamma`` give the proximal and decaying-rate a_i of Section 3. All three can be
+combined, while the paper uses one at a time (momentum also acts on the proximal term). Clients send the change divided
+by ||a_i||_1, so weighers and samplers see the model x + dw.
 
 Replayed: the clients of JYWa/FedNova (47b4e09) give the same models, to 1e-15, with and without momentum, for mu = 0.
-With mu, their tau_eff counts the steps.
+With mu, their tau_eff counts steps.
 
-Use it if clients take different numbers of local steps. With equal numbers it equals FedAvg, and a run warns about it.
+Use it if clients take different numbers of local steps. If the numbers are equal, it equals FedAvg, and a run warns
+about this.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fedloom.rows.layout import Layout
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, the change of the model divided by size. Size ``[m, 1]``."""
+    """dw ``[m, d]``: change of the model divided by size. Size ``[m, 1]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     size: Annotated[Tensor, Mean()]

@@ -1,4 +1,4 @@
-"""FedOpt: an adaptive optimizer at the server, applied to the mean difference of the cohort.
+"""FedOpt: the server applies an adaptive optimizer to the mean difference of the cohort.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
@@ -22,16 +22,19 @@ x + eta m. The mean over the cohort is weighted by the clients' shares.
 
 Replayed: the server of KarhouTam/FL-bench (06e658b) gives the same models, to 1e-14, once its v starts at tau^2.
 
-Defaults: the adaptive optimizers move a coordinate by little more than server_lr in a round: reach/10, where reach is
-the length of a local round (lr times its mean number of steps), is the move for a gradient of 0.1. It is the smallest
-of the factors in studies/benchmarks/factors.py that keeps up with FedAvg. If clients use an optimizer such as Adam, it
-is the move of that optimizer. If gradients are clipped at c, it is at most reach c/sqrt(d): the first round then goes
-no farther than FedAvg's can. With momentum it is 0.1 = 1 - beta1, which gives FedAvg's speed in the end.
+Defaults: in a round, the adaptive optimizers move a coordinate by little more than server_lr. The default reach/10,
+where reach is the distance covered in a local round (lr times the mean number of steps), is the move for a gradient of
+0.1. It is the smallest factor in studies/benchmarks/factors.py that keeps up with FedAvg. If clients use an optimizer
+such as Adam, the default is the move of this optimizer. If gradients are clipped at c, the default is at most reach
+c/sqrt(d), so the first round moves no farther than FedAvg can. With momentum, the default is 0.1 = 1 - beta1, which
+eventually gives FedAvg's speed.
 
-Attackers: a forged model moves x by the optimizer's step on the mean change. With momentum this step is server_lr times
-the change. The adaptive optimizers move every coordinate by about server_lr, however far the forged model is.
+Attackers: a forged model moves x by the optimizer's step on the mean change. With momentum, this step is server_lr
+times the change. The adaptive optimizers move every coordinate by about server_lr, no matter how far away the forged
+model is.
 
-Use it if some coordinates have rare gradients (embeddings). Tune server_lr and tau together with the local lr.
+Use it if gradients of some coordinates are rarely nonzero (embeddings). Tune server_lr and tau together with the local
+lr.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Server(NamedTuple):
-    """x, m, v ``[d]``. Momentum does not change v."""
+    """x, m, v ``[d]``. Momentum leaves v unchanged."""
 
     x: Tensor
     m: Tensor

@@ -1,4 +1,4 @@
-"""FedPAC: one body with features aligned by prototypes, and heads that combine the heads of similar clients.
+"""FedPAC: a shared body whose features are aligned by prototypes, and heads that combine the heads of similar clients.
 
 Problem: min over phi and h_1..h_n of sum_i alpha_i (f_i(h_i, phi) + lam mean of ||z(phi) - C_y||^2 / k).
 
@@ -14,19 +14,19 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     h_i          moment        share of a class times its mean representation under the received body
     alpha_ij     alpha         weight of client j's head at client i
 
-Kept by a client: nothing. The server stores its head. Sent per round: body, head and prototypes down, body, head and
-two times c k features up, c classes. The server receives heads and moments of individual clients, so it supports no
-secure aggregation.
+Kept by a client: nothing. The server stores the client's head. Sent per round: body, head and prototypes down, and
+body, head and 2 c k features up, for c classes. The server receives heads and moments of individual clients, so it does
+not support secure aggregation.
 
 Deviations: projected gradient steps solve the quadratic program of Eq. 11. An absent client keeps its head. The
 alignment follows the public code: every sample is pulled to the prototype of its class, from the second round on. A
-class without a prototype adds nothing. The public code pulls its samples to the client's own mean. Heads use the
-round's step size. The public code uses 0.1, and drops weights of heads below 0.001.
+class without a prototype contributes nothing. The public code pulls the samples of this class to the client's own mean.
+Heads use the step size of the round. The public code uses 0.1, and drops head weights below 0.001.
 
 Replayed: clients and functions of JianXu95/FedPAC (5770f4f8), in its loop's order, give the same bodies, heads and
-prototypes, to 1e-13, with its momentum and weight decay, if no weight of a head is dropped.
+prototypes, to 1e-13, with its momentum and weight decay, if no head weight is dropped.
 
-Use it if labels are skewed and some clients are similar. With lam = 0 features are not aligned.
+Use it if labels are skewed and some clients are similar. With lam = 0, features are not aligned.
 """
 
 from __future__ import annotations

@@ -15,20 +15,22 @@ Non-IID Data", IEEE Transactions on Signal Processing 69, 2021, arXiv:2005.11418
 
 Kept by a client: 2d (w, y). Sent per round: d down, d up. The server stores every client's last u.
 
-Deviations: a round here contains all iterations between two communications. The server draws their number (geometric,
-the same for all clients) and sends it. Iterations without communication therefore cost no traffic. In the paper all
-clients take part. Here an absent client counts with its last u. Local work starts at the client's own x_i, or with
-``start = "server"`` at its copy of the server's model.
+Deviations: a round here contains all iterations between two communications. The server draws the number of iterations
+(geometric, the same for all clients) and sends it. Iterations without communication therefore cause no traffic. In the
+paper, all clients participate. Here, an absent client is represented by its last u. Local training starts at the
+client's own x_i, or with ``start = "server"`` at its copy of the server's model.
 
 Replayed: FedPD's clients and server in unc-optimization/FedDR (4097eb44), in TensorFlow, give the same x_i, lambda_i
 and x_0, to 1e-15, with p = 0.
 
-Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
-model, which moves by eta times the gradient in a round if that is constant: FedAvg's speed. Local work that continues
-from x_i would move it by 1 - 1/e of this. If eta is given, local work starts at x_i, as in the paper.
+Defaults: eta = reach, the distance covered in a round (lr times the mean number of steps), and local training starts at
+the server's model. On a constant gradient, this model then moves by eta times the gradient per round, which is FedAvg's
+speed. If local training continued from x_i, the model would move by 1 - 1/e of this distance. If eta is given, local
+training starts at x_i, as in the paper.
 
-Use it like FedDyn or FedADMM. It is their variant with full participation (eta = 1/alpha = 1/rho). If most clients are
-absent, its model moves little, and a run warns about it. ``skip`` saves communication only if clients differ little.
+Use it like FedDyn or FedADMM. With full participation, it is equivalent to them (eta = 1/alpha = 1/rho). If most
+clients are absent, the model moves little, and a run warns about this. ``skip`` saves communication only if clients
+differ little.
 """
 
 from __future__ import annotations

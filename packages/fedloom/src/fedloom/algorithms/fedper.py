@@ -11,12 +11,12 @@ arXiv:1912.00818, Algorithms 1 and 2.
 
 Kept by a client: the head's parameters. Sent per round: the body's parameters, down and up.
 
-Deviations: the head is the last layer with a matrix unless ``head`` names other layers.
+Deviations: the head is the last layer with a matrix, unless ``head`` names other layers.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it as the simplest split of a model. FedRep trains the head completely before the body. For a model that is all head
-it equals Local, and a run warns about it. For a model without a head it equals FedAvg.
+Use it as the simplest way to split a model. FedRep trains the head to completion before the body. If the whole model is
+the head, it equals Local, and a run warns about this. If the model has no head, it equals FedAvg.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``, its h parameters."""
+    """head ``[m, h]``: its h parameters."""
 
     head: Tensor
 

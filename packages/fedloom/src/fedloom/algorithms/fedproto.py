@@ -1,4 +1,4 @@
-"""FedProto: clients keep their models, and share prototypes, which are the mean representations of classes.
+"""FedProto: clients keep their own models and share prototypes, which are the mean representations of classes.
 
 Problem: min over w_1..w_n of sum_i alpha_i (f_i(w_i) + lam mean over i's samples of ||z(w_i) - C_y||^2 / k).
 
@@ -11,21 +11,21 @@ Heterogeneous Clients", AAAI 2022, arXiv:2105.00243v4, Algorithm 1, Eqs. 3, 6 an
     lambda       lam               weight of the distance to the prototype of a sample's class
     omega_i      w                 client's model
 
-Kept by a client: d (w). Sent per round: c k down and c (k + 1) up, c classes and k features. No model.
+Kept by a client: d (w). Sent per round: c k down and c (k + 1) up, for c classes and k features. No model.
 
 Deviations: the distance is between each sample and the prototype, as in the public code, and not between the client's
-means and the prototype. Squared, over k. All clients have one architecture and start from one model. A client predicts
-with its head instead of the nearest prototype. Prototypes come from the trained model, averaged by samples (Eq. 6). In
-the public code they come from the last epoch's batches, with equal weight per client. A class without a prototype adds
-nothing.
+means and the prototype. Squared, over k. All clients use the same architecture and start from the same model. A client
+predicts with its head instead of with the nearest prototype. Prototypes are computed with the trained model and
+averaged by samples (Eq. 6). In the public code, they are computed from the last epoch's batches, with equal weight per
+client. A class without a prototype contributes nothing.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, given the same prototypes.
 
-Attackers: they forge prototypes instead of a model. A forged model moves each prototype by the attacker's share of the
-samples of its class (Eq. 6).
+Attackers: they forge prototypes instead of a model. A forged upload shifts each prototype by the attacker's share of
+the samples of the prototype's class (Eq. 6).
 
-Use it if models must not leave the clients, or if traffic is expensive. With lam = 0 it equals Local. The same holds
-for a model that is all head, and a run warns about it.
+Use it if models must not leave the clients, or if traffic is expensive. With lam = 0, the method equals Local. It also
+equals Local if the whole model is the head, and a run warns about this.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """prototypes ``[c k]``, known ``[c]``: 1 if the class has one."""
+    """prototypes ``[c k]``, known ``[c]``: 1 if the class has a prototype."""
 
     prototypes: Tensor
     known: Tensor
@@ -57,7 +57,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """total ``[m, c k]``: a class's mean times its share of the client's samples, and that share ``[m, c]``."""
+    """total ``[m, c k]``: class means times the class's share of the client's samples, then these shares ``[m, c]``."""
 
     total: Annotated[Tensor, Mean(primary=True)]
     share: Annotated[Tensor, Mean()]

@@ -12,16 +12,16 @@ Federated Learning", ICML 2021, arXiv:2102.07078, Algorithm 1 (public code: lgco
 
 Kept by a client: the head's parameters. Sent per round: the body's parameters, down and up.
 
-Deviations: tau is in epochs, as in the public code. The body's epochs are those of the run, 1 in the paper. The head is
-the last layer with a matrix unless ``head`` names other layers. Personal models consist of the new body and the
-client's head. A client that never took part trains once before it is evaluated.
+Deviations: tau is measured in epochs, as in the public code. The body is trained for the run's number of epochs, which
+is 1 in the paper. The head is the last layer with a matrix, unless ``head`` names other layers. Personal models consist
+of the new body and the client's head. A client that has never participated trains once before it is evaluated.
 
 Defaults: four epochs for the head, so a round costs at most five times FedAvg's.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it if clients share features but not labels. A model that is all head (softmax regression) makes it equal to Local,
-and a run warns about it.
+Use it if clients share features but not labels. If the whole model is the head (softmax regression), the method equals
+Local, and a run warns about this.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``, its h parameters."""
+    """head ``[m, h]``: its h parameters."""
 
     head: Tensor
 

@@ -1,7 +1,7 @@
-"""FedRoD: one body under two heads, a generic head trained as if classes were balanced, and a personal head.
+"""FedRoD: one body under two heads: a generic head trained as if classes were balanced, and a personal head.
 
-Problem: min over x of sum_i alpha_i b_i(x), and for every client min over h_i of f_i(x + h_i), h_i in the head alone.
-b_i is f_i with log n_ic added to the output of class c.
+Problem: min over x of sum_i alpha_i b_i(x), and for every client min over h_i of f_i(x + h_i), where h_i changes only
+the head. b_i is f_i with log n_ic added to the output of class c.
 
 Reference: H.-Y. Chen, W.-L. Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification",
 ICLR 2022, arXiv:2107.00778v2, Algorithm 1 with Eqs. 8 and 9, without the hypernetwork (public code: TsingZ0/PFLlib, not
@@ -16,15 +16,15 @@ by the authors).
 Kept by a client: the head's parameters. Sent per round: d down, d up. The class counts stay at the client.
 
 Deviations: log n_ic is added to the head's bias for the gradient, which gives the same gradient. A class that a client
-lacks counts as 1e-9 samples. The personal head starts at zero. In their code it starts as a copy of the generic head.
-Here the personal model equals the generic one at first. Both heads are linear, so the personal model is one network
-with the sum of both.
+does not have counts as 1e-9 samples. The personal head starts at zero. In the public code, it starts as a copy of the
+generic head. Here, the personal model initially equals the generic model. Both heads are linear, so the personal model
+is a single network whose head is the sum of both.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-9, where personal heads start at zero.
-Their personal heads start as copies of the generic head.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-9, if personal heads start at zero. In
+their code, personal heads start as copies of the generic head.
 
-Use it if labels are skewed, and both a generic model and personal models are needed. With gamma = 0 the generic branch
-equals FedAvg. It needs classes and a head with a bias.
+Use it if labels are skewed, and both a generic model and personal models are needed. With gamma = 0, the generic branch
+equals FedAvg. It needs a classification task and a head with a bias.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``: the difference that a client adds to the head."""
+    """head ``[m, h]``: difference that a client adds to the head."""
 
     head: Tensor
 

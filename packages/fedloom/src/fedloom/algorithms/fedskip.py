@@ -1,4 +1,4 @@
-"""FedSkip: local models move from client to client, and are averaged only every few rounds.
+"""FedSkip: local models move from client to client and are averaged only every few rounds.
 
 Problem: min over x of sum_i f_i(x).
 
@@ -14,15 +14,15 @@ Federated Skip Aggregation", ICDM 2022, Algorithm 1.
 Kept by a client: nothing. Sent per round: d + 1 down (another client's model, or the mean), d + 1 up. The server stores
 every client's last model.
 
-Deviations: in the paper all clients take part. Here the cohort's models are permuted within the cohort. The mean is
-over the last models of all clients that have taken part, weighted by the samples that the models have seen, whatever
-the run's ``weights``. The server receives individual models, so it supports no secure aggregation.
+Deviations: in the paper, all clients participate. Here, the cohort's models are permuted within the cohort. The mean is
+over the last models of all clients that have participated, weighted by the number of samples that each model has seen,
+whatever the run's ``weights`` are. The server receives individual models, so it does not support secure aggregation.
 
 Replayed: the training loop of MediaBrain-SJTU/FedSkip (96acb90f) gives the same models, to 1e-15, with the same
 permutations.
 
-Use it if clients may see other clients' models. With ``skip`` 1 and all clients it equals FedAvg weighted by samples.
-If most clients are absent, its model moves little, and a run warns about it.
+Use it if clients are allowed to see other clients' models. With ``skip`` 1 and all clients, it equals FedAvg weighted
+by samples. If most clients are absent, the model moves little, and a run warns about this.
 """
 
 from __future__ import annotations

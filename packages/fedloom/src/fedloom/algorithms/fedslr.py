@@ -1,4 +1,4 @@
-"""FedSLR: a low-rank global model, learned with all clients, plus a sparse personal component.
+"""FedSLR: a low-rank global model learned with all clients, plus a sparse personal component.
 
 Problem: (P1) min over w of sum_i alpha_i f_i(w) + lam sum over layers ||W_l||_*. (P2) min over p_i of f_i(w + p_i) + mu
 ||p_i||_1.
@@ -17,25 +17,25 @@ Learning", TMLR 2023, Algorithms 1-3, Eqs. 4-7 (public code: huangtiansheng/feds
     mu         mu                weight of the personal penalty
     eta_l, K   lr, ...           local steps. ``personal_epochs`` in phase II
 
-Kept by a client: 2d (gi, p). Sent per round: d down, as factors U, V where they are shorter (``ranks`` from the
-server's SVD), d up. Uploads reveal as much as gradients: upload and gamma approximate the client's and the mean one.
+Kept by a client: 2d (gi, p). Sent per round: d down, as factors U, V if they are shorter (``ranks`` from the server's
+SVD), d up. Uploads reveal as much as gradients: they approximate the client's gradient, and gamma the mean gradient.
 
-Deviations: Algorithm 2 line 10 divides gamma by eta_g. Eq. 6, Algorithms 1 and 3, the public code and this file
-multiply. Algorithm 3 (a single mean gamma) is also used with partial participation, where it gives the iterates of
-Algorithm 2. p starts at zero. The public code starts p at a copy of w_0 (``personal_start``). Weight decay acts on w +
-p in phase II, and in the public code on p (``personal_decay``). Replayed: the public code (35dc740c) gives the same w,
-gamma_i and p with these two options, to 1e-14.
+Deviations: Algorithm 2, line 10, divides gamma by eta_g. Eq. 6, Algorithms 1 and 3, the public code and this file
+multiply instead. Algorithm 3 (with a single mean gamma) is also used with partial participation, where it gives the
+iterates of Algorithm 2. p starts at zero. The public code starts p as a copy of w_0 (``personal_start``). Weight decay
+acts on w + p in phase II. In the public code, it acts on p (``personal_decay``). Replayed: the public code (35dc740c)
+gives the same w, gamma_i and p with these two options, to 1e-14.
 
-Defaults: eta_g = 4 reach. reach is the length of a round, lr times its mean number of steps. On a quadratic of
-curvature h the method converges if 3 s + 2 a < 4. s is the share of the way to the minimum that a client covers in a
-round, and a the share of the way to the mean gradient that gamma covers, at most reach / eta_g. With a = 1/4 this holds
-for every s <= 1, and with a = 1 (eta_g = reach) only for s < 2/3. Slow directions advance by eta_g h in a round (4
-FedAvg).
+Defaults: eta_g = 4 reach, where reach is the distance covered in a round (lr times the mean number of steps). On a
+quadratic with curvature h, the method converges if 3 s + 2 a < 4, where s is the fraction of the distance to the
+minimum that a client covers in a round, and a is the fraction of the distance to the mean gradient that gamma covers,
+which is at most reach / eta_g. With a = 1/4, this holds for every s <= 1. With a = 1 (eta_g = reach), it holds only for
+s < 2/3. Slow directions advance by eta_g h per round (4 times FedAvg's).
 
-Attackers: gamma repeats the mean's change, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
+Attackers: gamma adds the mean's change again, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
 
-Use it for personal models with few personal parameters and a small download. ``components`` selects the paper's LR+S to
-LR+LR. ``method`` selects its rival GPGD (FedAvg, then the prox, with a biased limit). LPGD uses the prox in every step.
+Use it for personal models with few personal parameters and small downloads. ``components`` selects LR+S to LR+LR.
+``method`` selects the rival GPGD (FedAvg, then the prox, with a biased limit). LPGD applies the prox in every step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fedloom.rows.proxes import Prox
 
 
 class Server(NamedTuple):
-    """x, gamma ``[d]``, ranks ``[matrices]`` of x."""
+    """x, gamma ``[d]``, ranks of x ``[matrices]``."""
 
     x: Tensor
     gamma: Tensor
@@ -81,7 +81,7 @@ class Up(NamedTuple):
 
 
 class Sparsity(NamedTuple):
-    """Number of nonzero parameters of p, int64 ``[m, 1]``."""
+    """Return the number of nonzero parameters of p, int64 ``[m, 1]``."""
 
     nonzeros: Tensor
 

@@ -1,6 +1,7 @@
-"""FedSpa: every client trains its own sparse part of one model, and changes the part as it learns.
+"""FedSpa: every client trains its own sparse part of one model, and changes this part as it learns.
 
-Problem: min over w of sum_i alpha_i f_i(m_i * w), m_i a mask of fixed size per layer that client i searches for.
+Problem: min over w of sum_i alpha_i f_i(m_i * w), where m_i is a mask of fixed size per layer that client i searches
+for.
 
 Reference: T. Huang, S. Liu, L. Shen, F. He, W. Lin, D. Tao, "Achieving Personalized Federated Learning with Sparse
 Local Models", arXiv:2201.11380, Algorithm 1 (mask search as in RigL, Evci et al. 2020).
@@ -15,18 +16,20 @@ Local Models", arXiv:2201.11380, Algorithm 1 (mask search as in RigL, Evci et al
 
 Kept by a client: d (mask). Sent per round: d down, density * d up (values and indices).
 
-Deviations: the download is dense and the client masks it, so the server does not need the masks, and learns them only
+Deviations: the download is dense and the client masks it, so the server does not need the masks and learns them only
 from uploads. The paper sends the masked model. The mask always contains parameters with fewer than two dimensions. The
-largest gradients of one batch grow back, among all parameters outside the mask, including the pruned ones.
+parameters that grow back have the largest gradients on one batch, among all parameters outside the mask, including the
+parameters just pruned.
 
-Replayed: the clients of rong-dai/DisPFL (e2f47d4a), by some of the authors with the same search, give the same models
-and masks, to 1e-15, once their number of exchanged parameters is rounded down. Their code rounds it up.
+Replayed: the clients of rong-dai/DisPFL (e2f47d4a), which some of the authors wrote with the same search, give the same
+models and masks, to 1e-15, once their number of exchanged parameters is rounded down. Their code rounds this number up.
 
-Defaults: T is the number of rounds of the run.
+Defaults: T is the run's number of rounds.
 
-Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and no other parameters.
+Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and leaves all other
+parameters unchanged.
 
-Use it if clients can only afford a part of the model. ``density`` 1 equals FedAvg.
+Use it if clients can only handle a part of the model. With ``density`` 1, it equals FedAvg.
 """
 
 from __future__ import annotations
@@ -45,13 +48,13 @@ from fedloom.rows import masks
 
 
 class Client(NamedTuple):
-    """mask ``[m, d]``, zeros and ones."""
+    """mask ``[m, d]``: zeros and ones."""
 
     mask: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, zero outside the mask."""
+    """dw ``[m, d]``: zero outside the mask."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True), Sent("sparse")]
 
@@ -107,7 +110,7 @@ class FedSpa(Algorithm):
         return down.x * rows.mask  # m_i * w
 
     def _searched(self, mask: Tensor, w: Tensor, g: Tensor, work: Work) -> Tensor:
-        """Compute the next mask ``[m, d]``: in each layer the smallest weights leave, and as many enter by gradient."""
+        """Compute the next mask ``[m, d]``: per layer, the smallest weights leave and as many enter by gradient."""
         rate = self.exchange / 2 * (1 + math.cos(math.pi * min(1.0, (work.round - 1) / self.horizon)))  # alpha_t
         count = (rate * masks.erdos_renyi_kernel(work.layout, self.density)).long()
         never = torch.finfo(w.dtype).max  # as a score

@@ -13,18 +13,19 @@ Reference: R. Pathak, M. J. Wainwright, "FedSplit: An Algorithmic Framework for 
 
 Kept by a client: d (z). Sent per round: d down, d up. The server stores every client's last z.
 
-Deviations: the run's local training, started at x, solves the local prox step. In the paper all clients take part. Here
-an absent client counts with its last z.
+Deviations: the run's local training, started at x, solves the local prox step approximately. In the paper, all clients
+participate. Here, an absent client is represented by its last z.
 
-Replayed: clients and server of wenh06/fl-sim (61b57ec9) give the same z_j and x, to 1e-14, once local work starts at x.
-Their local work starts at the client's last model.
+Replayed: clients and server of wenh06/fl-sim (61b57ec9) give the same z_j and x, to 1e-14, once local training starts
+at x. In their code, local training starts at the client's last model.
 
-Defaults: step = 2 reach, where reach is the length of a round (lr times its mean number of steps): FedDR's eta, for the
-same reasons. With a fixed step, local steps of about its size reduce the local prox to one batch.
+Defaults: step = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps), like
+FedDR's eta and for the same reasons. With a constant step, local steps of about its size would reduce the local prox to
+one batch.
 
-Use it for convex problems with well-solved local problems, where its rate is linear. It equals FedDR with alpha = 2 and
-no regularizer, and without strong convexity it need not converge. If most clients are absent, its model moves little,
-and a run warns about it.
+Use it for convex problems whose local problems are solved well, where it converges linearly. It equals FedDR with alpha
+= 2 and no regularizer. Without strong convexity, it may not converge. If most clients are absent, the model moves
+little, and a run warns about this.
 """
 
 from __future__ import annotations

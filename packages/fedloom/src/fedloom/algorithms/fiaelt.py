@@ -1,6 +1,6 @@
 """FIAELT: inexact ADMM for composite problems. Local solvers stop by a relative criterion.
 
-Problem: min over y of sum_i f_i(y) + g(y): the SUM over the n clients, so that g weighs 1/n of its weight in a mean.
+Problem: min over y of sum_i f_i(y) + g(y). It is the SUM over n clients, so g counts 1/n as much as in a mean.
 
 Reference: "Inexact Alternating Direction Method of Multipliers with Efficient Local Termination Criterion for
 Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 1.
@@ -14,21 +14,21 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
 
 Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
-Deviations: (9) needs the unknown minimizer. The check in `fedloom.local.inexact` implies it. If the criterion is
-checked and L is not given, the first round only measures the cohort's L. A later round does the same if beta follows
-from L and most of a cohort use all of their iterations. With beta <= L all iterations are taken, and the run warns.
-Local SGD repeats its steps until (9) holds. The server receives each client's L.
+Deviations: (9) contains the minimizer, which is unknown. The check in `fedloom.local.inexact` implies (9). If the
+criterion is checked and L is not given, the first round only measures the cohort's L. A later round also only measures
+L if beta follows from L and most clients of a cohort use all their iterations. With beta <= L, all iterations are
+taken, and the run warns about this. Local SGD repeats its steps until (9) holds. The server receives each client's L.
 
 Variant: the solver "released" follows the public code: SVRG on f_i alone from the server's model, with a snapshot that
-is never refreshed. No dual, penalty, prox or criterion (9) affects the models: the server's model is the mean of the
-x_i.
+is never refreshed. The dual, the penalty, the prox and criterion (9) do not affect the models: the server's model is
+the mean of the x_i.
 
-Defaults: beta = 1/(passes reach) for local SGD, where reach is lr times a round's mean number of steps. This balances
-penalty and data. (9) then uses L = beta/5. No regularizer, and a run warns about it.
+Defaults: for local SGD, beta = 1/(passes reach), where reach is lr times a round's mean number of steps. This value
+balances penalty and data. (9) then uses L = beta/5. There is no regularizer, and a run warns about this.
 
-Attackers: z_i repeats tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
+Attackers: z_i adds tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use it for composite problems on a few clients that all take part. If the clients differ much, tau = 1 starts faster.
+Use it for composite problems on a few clients that all participate. If they differ much, tau = 1 starts faster.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Problem: min sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w_i||^2) + g(w) subject to w_i = w. G = 0 in the paper.
 
 Reference: S. Zhu, J. Zeng, S. Wang, Y. Sun, X. Li, Y. Yao, Z. Peng, "On ADMM in Heterogeneous Federated Learning:
-Personalization, Robustness, and Fairness", Algorithm 1, Eqs. 11-14 (public code: zsk66/FLAME). It is not the backdoor
-defense FLAME of Nguyen et al. (USENIX Security 2022).
+Personalization, Robustness, and Fairness", Algorithm 1, Eqs. 11-14 (public code: zsk66/FLAME). It is unrelated to the
+backdoor defense FLAME of Nguyen et al. (USENIX Security 2022).
 
     paper      here          meaning
     theta_i    theta         personal model
@@ -20,37 +20,39 @@ defense FLAME of Nguyen et al. (USENIX Security 2022).
 
 Kept by a client: 3d + 1 (theta, w, pi, eps). Sent per round: d down, d up. The server stores every client's last u.
 
-Deviations: the theta step starts at the client's theta and is pulled to its w_i^t, as in Eq. 11. The public code pulls
-to the received w (``centre = "received"``), and updates w_i and pi_i after every epoch (``dual = "epoch"``, so the next
-epoch is pulled to the new w_i). With ``eps0`` the theta step is gradient descent until the client's tolerance is
-reached (Eqs. 17, 18), with at most ``most`` steps. Epochs and batch size of the run then have no effect. Replayed: the
-clients of zsk66/FLAME (215a04b2) give the same models and duals, to 1e-15, with these two options. The clients of its
-predecessor zsk66/FLAME-master (5a7bf7c5) do so with the received w alone, and as Eq. 11 once they are pulled to w_i^t.
+Deviations: the theta step starts at the client's theta and is pulled to the client's w_i^t, as in Eq. 11. The public
+code pulls to the received w (``centre = "received"``) and updates w_i and pi_i after every epoch (``dual = "epoch"``),
+so the next epoch is pulled to the new w_i. With ``eps0``, the theta step is gradient descent until the client's
+tolerance is reached (Eqs. 17, 18), with at most ``most`` steps. The run's epochs and batch size then have no effect.
+Replayed: the clients of zsk66/FLAME (215a04b2) give the same models and duals, to 1e-15, with these two options. The
+clients of its predecessor zsk66/FLAME-master (5a7bf7c5) give the same results with the received w alone, and follow Eq.
+11 once they are pulled to w_i^t.
 
-Defaults: lam = 4/(reach rounds), where reach is the length of a round (lr times its mean number of steps): on a
-constant gradient a personal model goes as far from the global one as local training in a quarter of the run, so that a
-client whose data suffice has time to learn from them, with lam = 1/(reach rounds) models would be held together only by
-the end. rho is lam/n, the mean lam alpha_i: w is then the mean of the theta_i, in every round where shares are equal.
-Theorem 1 also requires (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2. A small rho violates this, and so do the
-paper's own values.
+Defaults: lam = 4/(reach rounds), where reach is the distance covered in a round (lr times the mean number of steps). On
+a constant gradient, a personal model then moves as far from the global model as local training does in a quarter of the
+run, so a client with sufficient data has time to learn from them. With lam = 1/(reach rounds), the models would be held
+together only by the end. rho is lam/n, the mean of lam alpha_i: w is then the mean of the theta_i in every round if
+shares are equal. Theorem 1 also requires (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2. A small rho violates
+this condition, and so do the paper's own values.
 
-Figures (``residuals``): the augmented Lagrangian, which decreases in every round if lam and rho satisfy Lemma 1. The
-primal residual is the distance of all w_i from w. The dual residual is the distance of all -alpha_i grad f_i(theta_i)
-from pi_i.
+Diagnostics (``residuals``): the augmented Lagrangian, which decreases in every round if lam and rho satisfy Lemma 1.
+The primal residual is the distance of all w_i from w. The dual residual is the distance of all -alpha_i grad
+f_i(theta_i) from pi_i.
 
-Beyond the paper, ``regulariser`` is g: Eq. 14 becomes w = prox_{g/(n rho)}(mean of u_i), for a sparse or low-rank
-global model with personal models. A fixed point has w_i = w, pi_i = lambda alpha_i (theta_i - w), and the sum of the
-pi_i in dg(w). ``solver = "criterion"`` ends the theta step by FIAELT's criterion (9): gradient descent until theta is
-nearer the minimizer by the factor sqrt(r), which needs lambda > L, the smoothness of f_i. Then the envelope F_i of f_i
-is l-smooth, l = alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme (tau = 1, beta = rho) for min sum_i
-F_i + g with x_i = w_i. Its theorems require (9) for w_i: if theta is exact, Eq. 12 satisfies it with the tolerance r
-for rho >= l (3 + 2/sqrt(r)), which no default satisfies.
+An extension of the paper: ``regulariser`` is g, and Eq. 14 becomes w = prox_{g/(n rho)}(mean of u_i), for a sparse or
+low-rank global model with personal models. At a fixed point, w_i = w, pi_i = lambda alpha_i (theta_i - w), and the sum
+of the pi_i is in dg(w). ``solver = "criterion"`` ends the theta step by FIAELT's criterion (9): gradient descent runs
+until the distance of theta to the minimizer has shrunk by the factor sqrt(r). This needs lambda > L, the smoothness of
+f_i. Then the envelope F_i of f_i is l-smooth, l = alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme
+(tau = 1, beta = rho) for min sum_i F_i + g with x_i = w_i. Its theorems require (9) for w_i: if theta is exact, Eq. 12
+satisfies it with the tolerance r for rho >= l (3 + 2/sqrt(r)), which no default satisfies.
 
-Use it for personal models of clients with skewed labels, together with a global model. The hybrid model is for each
-client the better of the two on its validation part. If most clients are absent, the global model moves little, and a
-run warns about it. A personal model is then hardly better than a local one. No value of lam or rho that was tried
-helps: a client's first message is x + 2c/(c + 1) (theta - x), c = lam alpha_i/rho, so it counts less than twice. n
-messages are averaged, and clients that never took part still send x0.
+Use it for personal models of clients with skewed labels, together with a global model. For each client, the hybrid
+model is the model that is better on the client's validation part, the personal or the global one. If most clients are
+absent, the global model moves little, and a run warns about this. A personal model is then hardly better than a local
+model. None of the tried values of lam and rho helps: a client's first message is x + 2c/(c + 1) (theta - x), with c =
+lam alpha_i/rho, so it counts less than twice. n messages are averaged, and clients that have never participated still
+contribute x0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GIFAIR-FL: a penalty on differences between the groups' losses, applied as a factor of every client's step.
+"""GIFAIR-FL: a penalty on differences between the groups' losses, applied as a factor on every client's step.
 
-Problem: min over x of sum_k p_k f_k(x) + lam sum_{a<b} |L_a(x) - L_b(x)|, L_a the mean of f_k over the clients of group
-a.
+Problem: min over x of sum_k p_k f_k(x) + lam sum_{a<b} |L_a(x) - L_b(x)|, where L_a is the mean of f_k over the clients
+of group a.
 
 Reference: X. Yue, M. Nouiehed, R. Al Kontar, "GIFAIR-FL: A Framework for Group and Individual Fairness in Federated
 Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorithm 1 (GIFAIR-FL-Global).
@@ -12,19 +12,19 @@ Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorit
     A_{s_k}   groups    the group of client k. d groups
     r_k       r         groups with a smaller loss, minus groups with a larger one
 
-Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives losses of
-individual clients and stores the last loss of each.
+Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives the losses of
+individual clients and stores each client's last loss.
 
-Deviations: losses are computed for the received model on the client's training part, so the order is one round old. The
-order leaves out groups without a client that has taken part. The public code starts with a random order. p_k is the
-client's share of the objective.
+Deviations: losses are computed for the received model on the client's training part, so the order of the groups is one
+round old. The order omits groups without a client that has participated. The public code starts with a random order.
+p_k is the client's share of the objective.
 
 Replayed: the clients and training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) give the same models, to 1e-15, with
 its lambda, once its losses are computed for the received model, the first order is empty, and its mean is by samples
 (their code draws clients by p_k, and r_k follows the mean loss of the batches).
 
-Use it for even losses over known groups, or over clients. It needs lam < min_k p_k |A_{s_k}| / (d - 1), so that no
-client ascends its loss.
+Use it to equalize losses over known groups, or over clients. It needs lam < min_k p_k |A_{s_k}| / (d - 1), so that no
+client increases its loss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x ``[d]``; for every client, the last loss ``[n]`` and whether there is one ``[n]`` (0 or 1)."""
+    """x ``[d]``. For every client, its last loss ``[n]`` and 1 if this loss exists, else 0 ``[n]``."""
 
     x: Tensor
     loss: Tensor

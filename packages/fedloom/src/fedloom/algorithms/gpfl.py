@@ -1,4 +1,4 @@
-"""GPFL: a shared body learns class embeddings along one route and a client's own task along another.
+"""GPFL: a shared body learns class embeddings along one route and each client's own task along another route.
 
 Problem: min over x and h_1..h_n of sum_i alpha_i (f_i(x, h_i) + a_i(x) + lam b_i(x)) + mu/2 ||v||^2, v a part of x. a_i
 is the cross-entropy of the cosines of the features on the generic route with the embeddings of the classes, b_i the
@@ -15,21 +15,21 @@ TsingZ0/GPFL).
     lambda    lam        weight of the distance to the embedding (magnitude-level guidance)
     mu        mu         weight decay of valve and embeddings
 
-Kept by a client: the head's parameters. Sent per round: all others but the 2 k of the conditions, down and up, k
-features.
+Kept by a client: the head's parameters. Sent per round: all other parameters except the 2 k of the conditions, down and
+up, for k features.
 
-Deviations: the conditions come from the received embeddings. In the public code they come from the client's own
-embeddings after its last training, and are 0 before it. Its norm is over a batch, about the square root of its size
-times the mean of norms.
+Deviations: the conditions are computed from the received embeddings. In the public code, they are computed from the
+client's own embeddings after its last training, and are 0 before it. There, the norm is taken over a batch: about the
+square root of the batch size times the mean of norms.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and conditions, to 1e-15, once the
 conditions come from the received embeddings, from the first round on, and the norm is the mean over a batch.
 
-Defaults: lam and mu have the public code's values for small networks, 0.01 and 0.1.
+Defaults: lam and mu are the public code's values for small networks, 0.01 and 0.1.
 
-Use it if labels are skewed. Set ``guided`` in [model]. On a model without valve and embeddings it equals FedPer, and a
-run warns about it. The same holds with ``angle``, lam and mu 0 on a model whose valve does not change. It needs
-classes.
+Use it if labels are skewed. Set ``guided`` in [model]. On a model without valve and embeddings, it equals FedPer, and a
+run warns about this. It also equals FedPer if ``angle``, lam and mu are 0 and the model's valve does not change. It
+needs classes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``, its h parameters."""
+    """head ``[m, h]``: its h parameters."""
 
     head: Tensor
 
@@ -124,10 +124,10 @@ class GPFL(Algorithm):
 
 
 def guided(layout: Layout) -> bool:
-    """Return whether a model has a valve and embeddings (`fedloom.models.Guided`)."""
+    """Return True if a model has a valve and embeddings (`fedloom.models.Guided`)."""
     return CONDITION in layout.names
 
 
 def condition_of(layout: Layout) -> Tensor:
-    """Return a bool mask ``[d]`` of the conditions of a model's valve."""
+    """Return a bool mask ``[d]`` that marks the conditions in a model's valve."""
     return layout.mask(CONDITION) if guided(layout) else torch.zeros(layout.d, dtype=torch.bool)

@@ -1,6 +1,7 @@
 """HeurFedAMP: clients whose models have similar directions attract each other. FedAMP for networks.
 
-Problem: min over w_1..w_n of sum_i f_i(w_i) + lam/(2 alpha) sum_i ||w_i - u_i||^2, u_i a mixture by similar angles.
+Problem: min over w_1..w_n of sum_i f_i(w_i) + lam/(2 alpha) sum_i ||w_i - u_i||^2, where u_i is a mixture of models
+with similar angles.
 
 Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning on
 Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. The authors have published no code.
@@ -16,15 +17,17 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. The authors have published n
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
-Deviations: mixtures are over the cohort. In the paper all clients take part. ``among`` and ``start`` as in FedAMP.
+Deviations: mixtures are computed over the cohort. In the paper, all clients participate. ``among`` and ``start`` work
+as in FedAMP.
 
 Replayed: clients and server of WwZzz/easyFL (ea07f1d0) give the same models and mixtures, to 1e-15, with ``start =
-"server"``, once gradients are set to zero between its steps. In their code they add up.
+"server"``, once gradients are set to zero between its steps. In their code, gradients accumulate between steps.
 
-Defaults: alpha = reach sqrt(rounds)/2, as in FedAMP: with a fixed pull, large steps leave a client one step from u_i.
+Defaults: alpha = reach sqrt(rounds)/2, as in FedAMP: with a constant pull, large steps would leave a client one step
+from u_i.
 
-Use it for networks, whose distances are not meaningful. FedAMP's mixture is a gradient step of a stated problem, and
-HeurFedAMP's mixture is not. The server receives individual models, so it supports no secure aggregation.
+Use it for networks, between which distances are not meaningful. FedAMP's mixture is a gradient step on a stated
+problem. HeurFedAMP's mixture is not. The server receives individual models, so it does not support secure aggregation.
 """
 
 from __future__ import annotations

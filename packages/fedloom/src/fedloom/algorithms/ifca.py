@@ -15,19 +15,21 @@ Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server receiv
 it supports neither secure aggregation nor robust rules.
 
 Deviations: a client is weighted by its share alpha_i within its cluster. A model that no client of the cohort chooses
-does not change. The first model is the run's initial model. The others permute its entries within every tensor, which
-is as likely an initial model. The paper draws the models, and in its smaller problems uses the best of several draws.
+stays unchanged. The first model is the run's initial model. The other models permute its entries within every tensor,
+which gives an equally likely initial model. The paper draws all models, and in its smaller problems uses the best of
+several draws.
 
-Defaults: two clusters, because the number depends on the federation.
+Defaults: two clusters, because the right number depends on the federation.
 
-Replayed: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61e44b89), with another network, give the
-same models and choices, to 1e-15. The first with equal shares, the second with cohorts and shares by samples.
+Replayed: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61e44b89), with a different network, give
+the same models and choices, to 1e-15. The MNIST training was replayed with equal shares, and the FEMNIST server with
+cohorts and shares by samples.
 
-Attackers: a forged model counts only in the mean of one cluster. With n clients, of which k chose this cluster, it
+Attackers: a forged model counts only in the mean of one cluster. If k of n clients chose this cluster, the forged model
 moves the cluster's model n/k times as far as FedAvg's.
 
-Use it if clients form groups that need separate models. If they do not, each model learns from a part of the clients,
-and learns slower. With one cluster it equals FedAvg.
+Use it if clients form groups that need separate models. If they do not, each model learns from only a part of the
+clients, and therefore more slowly. With one cluster, it equals FedAvg.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Server(NamedTuple):
-    """x ``[d]``, more ``[(k - 1) d]``: the first model, and the others one after the other."""
+    """x ``[d]``, more ``[(k - 1) d]``: the first model, and the concatenated other models."""
 
     x: Tensor
     more: Tensor
@@ -89,7 +91,7 @@ class IFCA(Algorithm):
         return torch.cat([server.x, server.more]).view(self.clusters, -1)
 
     def _chosen(self, down: Server, work: Work) -> tuple[Tensor, Tensor]:
-        """Choose every client's cluster. Return its model ``[m, d]`` and its number ``[m, 1]``."""
+        """Choose every client's cluster. Return the cluster's model ``[m, d]`` and its number ``[m, 1]``."""
         models = self._models(down)
         if self.clusters == 1:
             return models.expand(work.m, -1), torch.zeros(work.m, 1, dtype=torch.long, device=models.device)

@@ -1,4 +1,4 @@
-"""kNN-Per: FedAvg's model combined with the nearest of a client's own samples, in the model's representation.
+"""kNN-Per: FedAvg's model combined with the nearest of a client's own samples, in the model's representation space.
 
 Problem: min over x of sum_i alpha_i f_i(x). Client i predicts lambda_i kNN_i + (1 - lambda_i) x, as probabilities.
 
@@ -12,22 +12,23 @@ Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Le
     lambda_m    weight      the kNN's part in a prediction
     N_m         memory      the client's samples as (representation, label)
 
-Kept by a client: nothing. Its memory follows from x and its samples. Sent per round: the network's parameters, down and
-up. No memory leaves a client.
+Kept by a client: nothing. The memory can be computed from x and the client's samples. Sent per round: the network's
+parameters, down and up. The memory never leaves a client.
 
-Deviations: a neighbor at distance r counts exp(-r^2 / (scale times the number of features)), as in the public code. In
-the paper it counts exp(-r). The paper chooses lambda_m on a validation set. Here it is chosen on a share of the
-training samples that local training leaves out: the best of 0, 0.1, ..., 1 by accuracy, and among equal ones by loss.
-The memory then contains all samples. If it has fewer places, it contains a random part of them. A weight chosen on
-fewer than 30 samples may make a client's model worse than the server's, and a run warns about it.
+Deviations: a neighbor at distance r has the weight exp(-r^2 / (scale times the number of features)), as in the public
+code. In the paper, the weight is exp(-r). The paper chooses lambda_m on a validation set. Here, it is chosen on a share
+of the training samples that local training leaves out: the value of 0, 0.1, ..., 1 with the best accuracy, and among
+ties the lowest loss. The memory then contains all samples. If its capacity is smaller, it contains a random subset of
+them. If the weight is chosen on fewer than 30 samples, it may make a client's model worse than the server's model, and
+a run warns about this.
 
 Replayed: clients and server of omarfoq/knn-per (ee175202) give the same x and predictions, to 1e-12, and to 1e-6 with
-faiss in float32. The lambda chosen here is also the best by its accuracies. Its script uses the accuracies on the test
+faiss in float32. By its accuracies, the lambda chosen here is also the best. Its script uses the accuracies on the test
 part.
 
 Use it if clients observe the same inputs, but label or use them differently. Set ``memory`` in [model]. A file of
-personal models contains representations of training samples: keep it at the client. With weight 0, or on a model
-without a memory, of which a run warns, it is FedAvg, with weight 1 it is the kNN alone. It needs classes.
+personal models contains representations of training samples, so keep this file at the client. With weight 0, or on a
+model without a memory (a run warns about this), it is FedAvg. With weight 1, it is the kNN alone. It needs classes.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class KNNPer(Algorithm):
         return models
 
     def _chosen(self, z: Tensor, labels: Tensor, p: Tensor, held: Tensor) -> float:
-        """Choose the kNN weight that predicts the ``held`` samples best from a client's others, or 0 without others."""
+        """Choose the kNN weight that best predicts ``held`` samples from a client's other samples, else 0."""
         rest, truth = torch.ones(len(z), dtype=torch.bool, device=z.device).index_fill_(0, held, False), labels[held]
         if not bool(rest.any()):
             return 0.0
@@ -127,11 +128,11 @@ class KNNPer(Algorithm):
 
 
 def outputs_of(layout: Layout, x: Tensor, z: Tensor) -> Tensor:
-    """Compute outputs ``[b, c]`` of the last layer of a model ``[d]`` on representations ``[b, k]``."""
+    """Compute the outputs ``[b, c]`` of a model's last layer ``[d]`` on representations ``[b, k]``."""
     name, tree = list(layout.matrix_shapes)[-1], layout.tree(x)
     return z @ tree[name].T + tree.get(f"{name.rpartition('.')[0]}.bias", 0)
 
 
 def memory_of(layout: Layout) -> Tensor:
-    """Return a bool mask ``[d]`` of the memory of a model (`fedloom.models.WithMemory`)."""
+    """Return a bool mask ``[d]`` that marks the memory of a model (`fedloom.models.WithMemory`)."""
     return layout.mask(KEYS, LABELS, RULE) if KEYS in layout.names else torch.zeros(layout.d, dtype=torch.bool)

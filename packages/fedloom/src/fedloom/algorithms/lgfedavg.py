@@ -12,13 +12,13 @@ code: pliang279/LG-FedAvg).
 
 Kept by a client: the body's parameters. Sent per round: the head's parameters, down and up.
 
-Deviations: it starts from the run's initial model. The public code starts from a model trained with FedAvg. The head is
-the last layer with a matrix unless ``head`` names other layers. Personal models use the new head.
+Deviations: training starts from the run's initial model. The public code starts from a model that was trained with
+FedAvg. The head is the last layer with a matrix, unless ``head`` names other layers. Personal models use the new head.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it if inputs differ between clients (sensors, scanners) and communication is expensive. A model that is all head
-makes it equal to FedAvg, and a run warns about it.
+Use it if inputs differ between clients (sensors, scanners) and communication is expensive. If the whole model is the
+head, the method equals FedAvg, and a run warns about this.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """body ``[m, k]``, its k parameters."""
+    """body ``[m, k]``: its k parameters."""
 
     body: Tensor
 

@@ -1,6 +1,6 @@
 """Local: every client trains alone.
 
-Problem: min over v_i of f_i(v_i), for every client by itself.
+Problem: min over v_i of f_i(v_i), for every client separately.
 
 Reference: the baseline "LocalOnly" or "Standalone" of all papers on personalized federated learning.
 
@@ -9,10 +9,10 @@ Reference: the baseline "LocalOnly" or "Standalone" of all papers on personalize
 
 Kept by a client: d (its model). Sent: nothing.
 
-Deviations: none. A client trains only in the rounds in which it is sampled, so its work equals the work of other
+Deviations: none. A client trains only in the rounds for which it is sampled, so its work equals the work of other
 methods.
 
-Use it to see whether federation helps at all: with enough data per client and strong label skew it is hard to beat.
+Use it to see whether federation helps at all. With enough data per client and strong label skew, it is hard to beat.
 """
 
 from __future__ import annotations

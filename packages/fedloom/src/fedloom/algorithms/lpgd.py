@@ -14,13 +14,13 @@ Learning", TMLR 2023, Appendix A.2, Eqs. 18-19: the paper compares FedSLR with i
     lambda     lam        weight of the GKR's penalty
     mu         mu         weight of the personal penalty
 
-Kept by a client: d (p). Sent per round: d down, since a mean of models of low rank is not of low rank. Clients send the
-model itself, as factors U, V if they are shorter.
+Kept by a client: d (p). Sent per round: d down, because a mean of low-rank models does not have low rank. Clients send
+the model itself, as factors U, V if they are shorter.
 
-Deviations: the paper counts dense uploads and mentions factors as possible. p starts at zero.
+Deviations: the paper assumes dense uploads and mentions factors as a possibility. p starts at zero.
 
-Use it to measure the gain of FedSLR, or if uploads are expensive. Its limit is biased: it neither solves the problem
-nor has low rank, unless all clients agree. Every step computes the singular values of every matrix.
+Use it to measure what FedSLR gains, or if uploads are expensive. Its limit is biased: unless all clients agree, it
+neither solves the problem nor has low rank. Every step computes the singular values of every matrix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lp-Proj: a p-norm ties personal models together in a random subspace of few dimensions.
+"""Lp-Proj: a p-norm ties personal models together in a random subspace with few dimensions.
 
 Problem: min over w of sum_i alpha_i F_i(w), F_i(w) = min over theta_i of f_i(theta_i) + lam/p ||w - P theta_i||_p^p.
 
@@ -16,19 +16,21 @@ Robustness and Fairness", NeurIPS 2022 (public code: desternylin/perfed).
 
 Kept by a client: d (theta). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), d_sub up.
 
-Deviations: w starts at zero, as in the public code. For 1 < p the code's step of w_i uses the norm, and not its p-th
-power divided by p, unless p = 2. Here it uses the problem's (the same for p = 1). A local round takes the run's local
-steps of theta (20 in the code), then one of w_i. Only sampled clients train. In the code all clients train.
+Deviations: w starts at zero, as in the public code. For 1 < p, the public code's step of w_i uses the norm instead of
+its p-th power divided by p, unless p = 2. Here, the step uses the problem's term (which is the same for p = 1). A local
+round takes the run's local steps of theta (20 in the public code), followed by one step of w_i. Only sampled clients
+train. In the public code, all clients train.
 
 Replayed: clients and server of desternylin/perfed (33c68d77) give the same theta and w, to 1e-15: for p = 1
-(``lp_proj``), for p = 2 (``proj``), and for others once the norm is left out of the step of w_i. Weight decay has no
-effect in ``lp_proj``, and w starts at the model if P is the identity.
+(``lp_proj``), for p = 2 (``proj``), and for others once the norm is left out of the step of w_i. In ``lp_proj``, weight
+decay has no effect. w starts at the model if P is the identity.
 
-Defaults: lam = 1/(reach sqrt(rounds)), where reach is the length of a round (lr times its mean number of steps), so the
-signs of p = 1, summed over a run, stay of order one. eta = reach, and one local round, the run's.
+Defaults: lam = 1/(reach sqrt(rounds)), where reach is the distance covered in a round (lr times the mean number of
+steps), so that the signs of p = 1, summed over a run, stay of order one. eta = reach, and there is one local round, as
+the run sets it.
 
-Use it against attackers (p = 1 bounds the effect of one client on w), or if uploads must be tiny. There is no global
-model.
+Use it against attackers (p = 1 bounds the effect of a single client on w), or if uploads must be tiny. There is no
+global model.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]`` and key ``[2]``, which are both sent."""
+    """w ``[dim]`` and key ``[2]``, both of which are sent."""
 
     w: Tensor
     key: Tensor

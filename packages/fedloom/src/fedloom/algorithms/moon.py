@@ -1,6 +1,6 @@
 """MOON: local training keeps representations close to the received model's, and away from the client's last model's.
 
-Problem: min over x of sum_i alpha_i f_i(x), from local steps on f_i(w) + mu l_con(w).
+Problem: min over x of sum_i alpha_i f_i(x), where local steps are taken on f_i(w) + mu l_con(w).
 
 Reference: Q. Li, B. He, D. Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv:2103.16257v1, Algorithm 1 and
 Eq. 3 (public code: QinbinLi/MOON).
@@ -15,17 +15,19 @@ Eq. 3 (public code: QinbinLi/MOON).
 
 Kept by a client: d (last). Sent per round: d down, d up.
 
-Deviations: the representation is the input of the model's head. The paper adds a projection head of two layers to every
-network. Here it can be part of the model. Representations of the received and the last model are computed without
-dropout. Absent clients keep the model of their last round, as in the public code with its pool of one model.
+Deviations: the representation is the input of the model's head. The paper adds a two-layer projection head to every
+network. Here, a projection head can be part of the model. Representations by the received model and the last model are
+computed without dropout. Absent clients keep the model of their last round, as in the public code with a pool of one
+model.
 
-Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models, to 1e-15, absent clients among them.
+Replayed: the clients of fluke-fl 0.8.1 on PyPI, including absent clients, give the same models, to 1e-15.
 
-Defaults: mu = 0.5, between the two smallest values of the paper: the term keeps representations close to the received
-model's. With mu of 1 and more, in a few rounds of small steps, a network stays where it started.
+Defaults: mu = 0.5, between the paper's two smallest values: the term keeps representations close to the received
+model's. If mu is 1 or more, a network barely moves from its starting point in a few rounds of small steps.
 
-Use it if labels are skewed and networks are deep enough to have representations. A sample costs two more forward
-passes. With mu = 0 it equals FedAvg. The same holds for a model that is all head, and a run warns about it.
+Use it if labels are skewed and networks are deep enough to have representations. Each sample costs two additional
+forward passes. With mu = 0, the method equals FedAvg. It also equals FedAvg if the whole model is the head, and a run
+warns about this.
 """
 
 from __future__ import annotations

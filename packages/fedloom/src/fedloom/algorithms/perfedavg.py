@@ -1,4 +1,4 @@
-"""Per-FedAvg: a start from which one step of SGD gives a good personal model.
+"""Per-FedAvg: an initial model from which one step of SGD gives a good personal model.
 
 Problem: min over w of sum_i alpha_i f_i(w - alpha grad f_i(w)).
 
@@ -14,16 +14,16 @@ Model-Agnostic Meta-Learning Approach", NeurIPS 2020, arXiv:2002.07948, Algorith
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: ``variant`` "hf" uses three batches per local step and "fo" two, drawn one after the other, so an epoch of
-local steps passes three times (twice) over the data. The personal model is one step of size alpha on a batch of the
+Deviations: ``variant`` "hf" uses three batches per local step and "fo" uses two, drawn one after the other, so an epoch
+of local steps passes over the data three times (twice). The personal model is one step of size alpha on a batch of the
 client's own training part. The public code of pFedMe takes two steps on test batches.
 
-Replayed: the clients of KarhouTam/FL-bench (06e658b) give the same models, "fo" and "hf", and clients and server of
-TsingZ0/PFLlib (d832e76f) the same with "fo", to 1e-14.
+Replayed: for "fo" and "hf", the clients of KarhouTam/FL-bench (06e658b) give the same models, to 1e-14. For "fo",
+clients and server of TsingZ0/PFLlib (d832e76f) also give the same models, to 1e-14.
 
-Defaults: alpha = local.lr, so a personal model is one step of local training away.
+Defaults: alpha = local.lr, so a personal model is one local training step away.
 
-Use it if new clients have little data: they need only one step. "fo" drops the Hessian term and costs half.
+Use it if new clients have little data: they need only one step. "fo" drops the Hessian term and costs half as much.
 """
 
 from __future__ import annotations

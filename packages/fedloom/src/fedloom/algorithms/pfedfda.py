@@ -1,4 +1,6 @@
-"""pFedFDA: clients share the distribution of features by class. A client's head follows from its own mixture.
+"""pFedFDA: clients share the distribution of features by class.
+
+A client's head follows from its own mixture of distributions.
 
 Problem: min over x (phi, body on the server) of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
 
@@ -8,15 +10,16 @@ Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Di
     mu, Sigma      means, cov    means of classes, and their covariance: g on the server, i of a client's features
     pi_i, beta_i   prior, beta   shares of a client's classes. Weight of its own estimate beside the server's
 
-Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 down and up, c classes and k features.
+Kept by a client: nothing. Sent per round: the body and c k + k^2 numbers down and up (c classes, k features).
 
-Deviations: one beta, the best of 0, 0.1, ..., 1 by the loss in two folds (every other sample of a class). Clients use
-their own means for classes with at least three samples. The server raises eigenvalues below min(ridge, 1)/2. Replayed:
-cj-mclaughlin/pFedFDA (73c7c407) gives the same models, to 1e-15, without what follows. It has two betas by L-BFGS, no
-class of one sample in its folds, features of its steps, means of fewer samples, and covariances with 1e-4 in all
-entries, shrunk by 1e-4.
+Deviations: there is a single beta, the best of 0, 0.1, ..., 1 by the loss in two folds (every other sample of a class).
+Clients use their own means for classes with at least three samples. The server raises eigenvalues below min(ridge,
+1)/2. Replayed: cj-mclaughlin/pFedFDA (73c7c407) gives the same models, to 1e-15, apart from the following differences.
+It finds two betas by L-BFGS, leaves classes with one sample out of its folds, uses the features from its training
+steps, uses own means for classes with fewer samples, and computes covariances with 1e-4 in all entries, shrunk by 1e-4.
 
-Use it if classes look different from client to client. It needs a bias, and does not train a model that is all head.
+Use it if the same class looks different at different clients. It needs a bias in the last layer, and does not train a
+model whose only layer is the head.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
 
 
 class Server(NamedTuple):
-    """x ``[d]``, means ``[c k]``, cov ``[k k]``. A download of it contains the body of x."""
+    """x ``[d]``, means ``[c k]``, cov ``[k k]``. A download contains only the body of x."""
 
     x: Annotated[Tensor, Sent(part="body")]
     means: Tensor
@@ -54,17 +57,17 @@ class Up(NamedTuple):
 
 
 class Gauss(NamedTuple):
-    """Means ``[..., c, k]`` of the classes and their common covariance ``[..., k, k]``."""
+    """Means ``[..., c, k]`` of the classes, and their common covariance ``[..., k, k]``."""
 
     means: Tensor
     cov: Tensor
 
     def towards(self, other: Gauss, beta: Tensor) -> Gauss:
-        """Return ``[b, ...]``: 1 - beta of this distribution and ``beta [b]`` of the other."""
+        """Return mixtures ``[b, ...]``: this distribution with weight 1 - beta, the other with weight ``beta [b]``."""
         return Gauss(*(torch.lerp(a, b, beta[:, None, None]) for a, b in zip(self, other, strict=True)))
 
     def head(self, prior: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weight ``[..., c, k]`` and bias ``[..., c]`` of the linear discriminant with the prior ``[c]``."""
+        """Return weight ``[..., c, k]`` and bias ``[..., c]`` of the linear discriminant with class prior ``[c]``."""
         weight = solved(self.cov, self.means.mT).mT
         return weight, prior.log() - (self.means * weight).sum(-1) / 2
 
@@ -72,9 +75,7 @@ class Gauss(NamedTuple):
 class PFedFDA(Algorithm):
     """pFedFDA (McLaughlin and Su 2024)."""
 
-    ridge: float = Field(
-        1.0, gt=0, description="number added to the diagonal of a client's covariance (1 in the public code)"
-    )
+    ridge: float = Field(1.0, gt=0, description="value added to a covariance's diagonal (1 in the public code)")
 
     family: ClassVar[str] = "personalised"
 
@@ -113,7 +114,7 @@ class PFedFDA(Algorithm):
         return under(self._mixtures(down.x, shared, prior, work), prior, down.x, work)
 
     def _received(self, down: Server, work: Work) -> tuple[Gauss, Tensor]:
-        """Return the server's distribution, and the clients' class shares plus 1e-4 ``[m, c]``."""
+        """Return the server's distribution, and the clients' class shares plus 1e-4, ``[m, c]``."""
         (classes, k), prior = shape_of(work.layout), shares(work, down.x.double()) + 1e-4
         shared = Gauss(down.means.double().view(classes, k), down.cov.double().view(k, k))
         return shared, prior / prior.sum(1, keepdim=True)
@@ -137,7 +138,7 @@ class PFedFDA(Algorithm):
         return mixtures
 
     def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
-        """Return means of classes with `LEAST` samples, others' shared means, and the covariance around them."""
+        """Return means of classes with `LEAST` samples or more, other classes' shared means, and the covariance."""
         member = torch.eye(len(shared.means), dtype=z.dtype, device=z.device)[y]
         count = member.sum(0)[:, None]
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)

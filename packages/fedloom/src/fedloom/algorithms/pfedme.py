@@ -17,19 +17,19 @@ arXiv:2006.08848, Algorithm 1 (public code: CharlieDinh/pFedMe).
 
 Kept by a client: d (theta). Sent per round: d down, d up.
 
-Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code
-(``theta = "kept"``: at the client's last theta, as in FLAME's public code, which also moves w_i once per epoch only,
-``moves = "epoch"``). K steps replace the accuracy nu. The public code trains all clients and averages the sampled ones.
-Here only the sampled clients train. The public code's weight decay of 0.001 in the inner step belongs to the run's
-settings here, and so does momentum of the inner steps (0.5 in FLAME's public code).
+Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code.
+(``theta = "kept"`` starts at the client's last theta, as in FLAME's public code, which also moves w_i only once per
+epoch, ``moves = "epoch"``.) K steps replace the paper's accuracy nu. The public code trains all clients and averages
+only the sampled clients. Here only the sampled clients train. The public code uses weight decay of 0.001 in the inner
+steps, and FLAME's public code momentum of 0.5. Here, both are part of the run's settings.
 
-Defaults: lam = 1/reach, where reach is the length of a round (lr times its mean number of steps), so a round balances
-the pull and the data. eta = 1/lam moves w_i to theta_i.
+Defaults: lam = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), so a round
+balances the pull and the data. eta = 1/lam moves w_i to theta_i.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, without its decay of 0.001.
 
-Use it for personal models with one more parameter than Ditto. With R > 1 its limit is not the Moreau minimizer unless
-all curvatures are equal (FLAME's limit is).
+Use it for personal models. It has one more parameter than Ditto. With R > 1, its limit is not the Moreau minimizer
+unless all curvatures are equal (FLAME's limit always is).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Presets: the papers' compositions of an algorithm with a sampler, a weigher or pooled data, under one name."""
+"""Presets: named compositions from papers: an algorithm with a sampler, a weigher or pooled data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.hints import unknown
 
 
 class PresetMethod(NamedTuple):
-    """Parts of a preset. None leaves the experiment's own choice."""
+    """Parts of a preset. None keeps the experiment's own choice."""
 
     algorithm: Algorithm
     sampler: Sampler | None = None
@@ -27,11 +27,12 @@ class Preset:
     """A named composition.
 
     Attributes:
-        card: description, reference and deviations. ``fedloom describe`` shows it.
+        card: description, reference and deviations. ``fedloom describe`` shows this text.
         algorithm: its algorithm.
-        sampler: its sampler, if it has one.
-        weigher: its weigher, if it has one.
-        pooled: True trains on all clients' data as one client. It is evaluated on the original clients.
+        sampler: sampler of the preset, or None.
+        weigher: weigher of the preset, or None.
+        pooled: True to train on all clients' data as if they were one client. The model is evaluated on the original
+            clients.
         defaults: values that differ from the parts' own defaults.
     """
 
@@ -49,21 +50,21 @@ class Preset:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Every option by name, with the field of its part."""
+        """All options by name, with the field of the part to which each belongs."""
         return {n: f for part in self.parts for n, f in part.model_fields.items() if n != "kind"}
 
     @property
     def paper(self) -> Mapping[str, Any]:
-        """The paper's own values of options with another default."""
+        """The paper's values of options whose default differs."""
         return self.algorithm.paper
 
     @property
     def released(self) -> Mapping[str, Any]:
-        """Values and variants of the paper's public code."""
+        """Values and variants in the paper's public code."""
         return self.algorithm.released
 
     def makes(self, composition: PresetMethod) -> bool:
-        """Return whether a composition has the parts of this preset."""
+        """Return True if a composition consists of the parts of this preset."""
         parts = (composition.algorithm, composition.sampler, composition.weigher)
         same = [None if part is None else type(part) for part in parts] == [self.algorithm, self.sampler, self.weigher]
         return same and composition.pooled == self.pooled
@@ -72,7 +73,7 @@ class Preset:
         """Return the composition with some options replaced.
 
         Raises:
-            ConfigError: no part has the option, or its value is out of range.
+            ConfigError: no part has this option, or its value is out of range.
         """
         if "defaults" in options:
             options = {**choose_defaults(options["defaults"], self.paper, self.released), **options}

@@ -15,17 +15,18 @@ Averaging for Federated Learning", ICML 2020, arXiv:1910.06378v4, Algorithm 1.
 
 Kept by a client: d (ci). Sent per round: 2d down (x, c), 2d up (dy, dc).
 
-Deviations: K is each client's own number of steps, not a common one. Variates start at zero. ``scaled`` follows
-FedDyn's public code (alpemreacar/FedDyn), with one more number down: with s_i = n_i/mean(n), clients correct by c/s_i -
-c_i, and c is the mean of all s_i c_i, which clients then store instead of c_i. It already weights by samples, so it
-needs ``client_weights = "uniform"``.
+Deviations: K is each client's own number of steps, and not a common number. Variates start at zero. ``scaled`` follows
+FedDyn's public code (alpemreacar/FedDyn), which sends one more number down: with s_i = n_i/mean(n), clients correct by
+c/s_i - c_i, and c is the mean of all s_i c_i, which clients then store instead of c_i. This scaling already weights by
+samples, so it needs ``client_weights = "uniform"``.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same x and c, to 1e-15, with equal shares.
 
-Attackers: c_i follows from a forged model as from any other (option II), and c contains its share of c_i. In the next
-rounds, honest clients then repeat the attacker's change.
+Attackers: c_i is computed from a forged model as from any other model (option II), and c contains the attacker's share
+of c_i. In the next rounds, the honest clients therefore repeat the attacker's change.
 
-Use it for one good global model if clients differ and take part often enough to keep their variates fresh.
+Use it for one good global model if clients differ, and participate often enough that their control variates stay
+current.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x, c ``[d]``, which are both sent."""
+    """x, c ``[d]``, both of which are sent."""
 
     x: Tensor
     c: Tensor

@@ -15,22 +15,24 @@ from fedloom.choose.weighers import clear_clusters, spectral_clusters
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx
 from fedloom.rows import algebra
+from fedloom.rows.algebra import directions
 from fedloom.seeds import random_state
 from fedloom.values import Value
 
 Among = Literal["cohort", "seen", "all"]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Combines a client's own model ``[d]`` and the models of its mixture ``[k, d]``, with weights ``[k, 1]`` and ids, into
-one model ``[d]``."""
+"""Combines a client's own model ``[d]`` and the models of its mixture ``[k, d]``, with their weights ``[k, 1]`` and
+ids, into one model ``[d]``."""
 Similarity = Literal["model", "change"]
 WEIGHT_ERROR = 1e-6
-"""Largest rounding error of a sum of weights. Sums of weights between whole numbers differ by at least 1/n^2."""
+"""Largest rounding error in a sum of weights. Sums of weights lie between whole numbers at distances of at least
+1/n^2."""
 
 
 class Mixer(Value, ABC):
     """Computes a separate mixture of the clients' last models for each client.
 
-    It has no state: the server keeps the models.
+    A mixer has no state: the server stores the models.
     """
 
     kind: ClassVar[str]
@@ -47,18 +49,18 @@ class Mixer(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """True if the mixer needs the models of all clients, instead of the cohort's models."""
+        """True if the mixer needs the models of all clients, instead of only the cohort's models."""
         return self.among != "cohort"
 
     def mix(self, models: Tensor, start: Tensor, ctx: Ctx, rule: Rule | None = None) -> Tensor:
-        """Return the mixture ``[m, d]`` of every client in the cohort.
+        """Return the mixture ``[m, d]`` for each client of the cohort.
 
         Args:
-            models: ``[m, d]`` last models of the cohort, or ``[n, d]`` of all clients with `mixes_all`. A client that
-                never took part has the initial model.
-            start: ``[d]`` the initial model.
+            models: last models ``[m, d]`` of the cohort, or ``[n, d]`` of all clients with `mixes_all`. A client that
+                has never participated has the initial model.
+            start: initial model ``[d]``.
             ctx: the cohort.
-            rule: combines the models of a mixture, instead of their weighted mean.
+            rule: function that combines the models of a mixture, in place of their weighted mean.
         """
         place, ids = torch.arange(ctx.m), torch.arange(ctx.n) if self.mixes_all else ctx.ids
         if self.mixes_all:
@@ -75,36 +77,37 @@ class Mixer(Value, ABC):
         return self.moved(models[place], torch.stack(rows), ctx)
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return the mixtures ``[m, d]`` of the clients at ``place [m]`` among the attended ``models [k, d]``."""
+        """Return the mixtures ``[m, d]`` for clients at positions ``place [m]`` in the attended ``models [k, d]``."""
         return self.weights(models, start, ctx)[place] @ models
 
     def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
-        """Return the models that clients with last models ``last_models [m, d]`` receive.
+        """Return the models that clients receive whose last models are ``last_models [m, d]``.
 
-        The default is their mixtures.
+        By default, these are their mixtures.
         """
         return mixtures
 
     @abstractmethod
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return the weight of every model in every mixture, ``[k, k]``. Rows sum to 1."""
+        """Return the weight of each model in each mixture, ``[k, k]``. Each row sums to 1."""
 
     def check(self, n: int) -> None:
-        """Raise if the mixer cannot mix ``n`` clients.
+        """Raise if the mixer does not work for ``n`` clients.
 
         Raises:
-            ConfigError: the mixer cannot mix them; the message says why.
+            ConfigError: the mixer does not work for this number. The message says why.
         """
 
 
 class Attention(Mixer):
-    """Mixes the models that are most similar to a client's own model, weighted by their cosines, above a quantile.
+    """Mixes the models that are most similar to a client's own model, above a quantile, weighted by their cosines.
 
     Reference: "FedACS: Federated Learning with Attention-Based Client Selection", Algorithm 1, Eqs. 3-5.
 
-    Deviations: the same as of the method ``fedacs``, which trains locally from these mixtures. Attackers that send
-        copies of one direction can fill the quantile with their own cosines, so that no honest client passes it.
-        ``copies`` counts copies as one client. Attackers whose directions differ by more than this cosine still count
+    Deviations: the same as for the method ``fedacs``, which trains locally from these mixtures. Attackers that send
+        copies with the same direction can fill the quantile with their own cosines, so that no honest client passes it.
+        With ``copies``, such copies count as one client. Attackers whose directions differ by more than this cosine
+        still count
     separately.
     """
 
@@ -138,12 +141,12 @@ class Attention(Mixer):
 
 
 class Proximity(Mixer):
-    """Mixes models by their distance: a step of FedAMP's attraction between clients.
+    """Mixes models by their distances: one step of FedAMP's attraction between clients.
 
     Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
     on Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1, line 4.
 
-    Defaults: the same as of the method ``fedamp``, alpha = reach sqrt(rounds)/2 and sigma = 2 (n - 1) alpha.
+    Defaults: the same as for the method ``fedamp``: alpha = reach sqrt(rounds)/2 and sigma = 2 (n - 1) alpha.
     """
 
     kind: ClassVar[str] = "proximity"
@@ -201,7 +204,7 @@ class Angles(Mixer):
         return self_weight * torch.eye(len(models), dtype=models.dtype, device=models.device) + (1 - self_weight) * xi
 
     def _self_and_peers(self, models: Tensor) -> tuple[float, Tensor]:
-        direction = models / algebra.norm(models).clamp(min=1e-30)
+        direction = directions(models)
         score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
         xi = torch.softmax(score, 1).nan_to_num(1.0)  # a client alone has itself for all others
         return (1 / len(models) if self.self_weight is None else self.self_weight), xi
@@ -210,10 +213,11 @@ class Angles(Mixer):
 class ClusterMeans(Mixer):
     """Sends every client the mean of its cluster. The clusters are found from the clients' last models.
 
-    Reference: the outlook of Equitable-FL (arXiv:2410.19207), which proposes clusters as personalized models. The
-        clustering follows its Algorithm 1, with directions of models instead of activations.
+    Reference: the outlook of Equitable-FL (arXiv:2410.19207), which proposes to use clusters as personalized models.
+    The
+        clustering follows the paper's Algorithm 1, with directions of models instead of activations.
 
-    Deviations: each round clusters the models of the current cohort again. If ``clusters`` is not given,
+    Deviations: the models of the current cohort are clustered again in each round. If ``clusters`` is not given,
     `clear_clusters` estimates it. If no clusters are clearly separated, all clients form one cluster.
     """
 
@@ -241,18 +245,12 @@ class ClusterMeans(Mixer):
             )
 
 
-def directions(w: Tensor) -> Tensor:
-    """Scale rows ``[m, d]`` to length 1. A row of zeros does not change."""
-    lengths: Tensor = torch.linalg.vector_norm(w, dim=1, keepdim=True)
-    return w / lengths.clamp(min=1e-30)
-
-
 def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor:
-    """Return row-stochastic weights ``[m, m]`` of models ``w [m, d]``: cosines from the ``quantile`` of all m^2 on.
+    """Return row-stochastic weights ``[m, m]`` of models ``w [m, d]``: cosines at or above the ``quantile`` of all m^2.
 
-    With ``copies``, a model counts 1/c in the quantile and in mixtures. c is the number of models, itself included,
-    whose cosine with it is at least ``copies``: k copies of a model count as much as one. If there are no copies, the
-    weights are the weights without ``copies``.
+    With ``copies``, a model counts 1/c in the quantile and in mixtures, where c is the number of models, including
+    itself, whose cosine with it is at least ``copies``. k copies of a model thus count as much as one model. If there
+    are no copies, the option ``copies`` does not change the weights.
     """
     direction = directions(w)
     s = direction @ direction.T
@@ -267,7 +265,7 @@ def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor
 
 
 def _quantile(s: Tensor, quantile: float, counts: Tensor | None) -> Tensor:
-    """Return the interpolated quantile of all entries, where entry (i, j) counts ``counts[i] * counts[j]``."""
+    """Return the interpolated quantile of all entries, where entry (i, j) counts ``counts[i] * counts[j]`` times."""
     ordered, order = s.flatten().sort()
     weights = torch.ones_like(ordered) if counts is None else (counts[:, None] * counts).flatten()[order]
     reached = weights.double().cumsum(0)

@@ -1,4 +1,4 @@
-"""Shares of the clients in the objective: by samples, by groups, or by clusters that are found from activations."""
+"""Clients' shares in the objective: by samples, by groups, or by clusters found from activations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedloom.rows.attacks import Attack
 
 
 def uses_clusters(weights: object) -> bool:
-    """Return whether the shares come from clusters that the run finds."""
+    """Return True if the shares are based on clusters that the run finds."""
     return isinstance(weights, str) and weights.startswith("clusters")
 
 
 def clusters_of(weights: object) -> int | None:
-    """Return the number of clusters in `Setting.weights`, or None if it is estimated."""
+    """Return the number of clusters that `Setting.weights` specifies, or None if it is estimated."""
     number = str(weights).partition(" ")[0].partition("-")[2]
     return int(number) if number else None
 
@@ -34,20 +34,20 @@ def period_of(weights: Any) -> int | None:
 
 
 def column_of_shares(weights: Any) -> str | None:
-    """Return the column whose levels define the groups of `Setting.weights`, or None for another rule."""
+    """Return the column whose levels define the groups in `Setting.weights`, or None for any other rule."""
     return weights.removeprefix("groups by ") if isinstance(weights, str) and weights.startswith("groups by ") else None
 
 
 def shares_of(weights: Any, fed: Federation) -> Tensor:
-    """Compute the clients' shares alpha_i of the objective, ``[n, 1]`` float64, which sum to 1.
+    """Compute the clients' shares alpha_i in the objective, ``[n, 1]`` float64, which sum to 1.
 
     Args:
         weights: ``Setting.weights``.
-        fed: the clients. By samples, clients without training samples have no share.
+        fed: the clients. If shares are by samples, clients without training samples have no share.
 
     Raises:
-        ConfigError: the list is for another number of clients, no number is positive, or the column does not exist.
-            Also raised if a client is in no group, or has several levels of the column.
+        ConfigError: the list has the wrong number of clients, no number is positive, or the column does not exist. Also
+            raised if a client is in no group, or has several levels of the column.
     """
     column = column_of_shares(weights)
     if weights == "samples":
@@ -77,7 +77,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 
 
 def _alike(groups: Tensor) -> Tensor:
-    """Return masses ``[n]`` with which all groups count equally, and within a group all clients."""
+    """Return masses ``[n]`` that weight all groups equally, and all clients within a group equally."""
     return 1 / torch.bincount(groups)[groups].double()
 
 
@@ -85,8 +85,7 @@ def _levels(column: str, fed: Federation) -> Tensor:
     """Return each client's level ``[n]`` of a column. All training samples of a client must have the same level.
 
     Raises:
-        ConfigError: the column does not exist, a client
-            has several levels, or a row has no level.
+        ConfigError: the column does not exist, a client has several levels, or a row has no level.
     """
     data, what = fed.data, f"client_weights = 'groups by {column}'"
     if column not in data.columns:
@@ -111,7 +110,7 @@ def _levels(column: str, fed: Federation) -> Tensor:
 
 
 def described(model: Tensor, work: Work, attack: Attack | None, attackers: Tensor) -> Tensor:
-    """Return mean activations ``[m, k]`` that clients send after they train a model ``[d]`` for a round."""
+    """Return the mean activations ``[m, k]`` that clients send after training a model ``[d]`` for one round."""
     activations = EquitableWeigher().probe(None, descend(model, work, stream="clusters"), work).cpu()
     return activations if attack is None else attack.disguised(activations, work.ids, attackers)
 
@@ -120,12 +119,12 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
     """Return Equitable-FL's p_i = 1/(C |cluster of i|), ``[n, 1]`` float64.
 
     Args:
-        clusters: C. None if it is estimated.
-        activations: ``[n, k]`` activations of all clients (`described`).
-        ctx: all clients, of the round that starts with these shares, or before round 1.
+        clusters: C. None if this number is estimated.
+        activations: activations ``[n, k]`` of all clients (`described`).
+        ctx: all clients, in the round that starts with these shares, or before round 1.
 
     Raises:
-        RunStopped: activations are not finite.
+        RunStopped: the activations are not finite.
     """
     finite = activations.isfinite().all(1)
     if not bool(finite.all()):
@@ -141,11 +140,11 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
 
 
 def check_clusters(clusters: int | None, ctx: Ctx) -> None:
-    """Raise if these clients cannot form the clusters.
+    """Raise if the clients cannot form the required number of clusters.
 
     Raises:
-        ConfigError: there are more clusters than clients,
-            or a client has no training samples and so no activations.
+        ConfigError: there are more clusters than clients, or a client has no training samples and therefore no
+            activations.
     """
     if clusters is not None and clusters > ctx.n:
         raise ConfigError(
@@ -165,25 +164,25 @@ def check_clusters(clusters: int | None, ctx: Ctx) -> None:
 def cluster_shares(
     clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx, attack: Attack | None, attackers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Find Equitable-FL's p_i = 1/(C |cluster of i|) over all clients, ``[n, 1]`` float64, and its cost ``[7]``.
+    """Find Equitable-FL's p_i = 1/(C |cluster of i|) over all clients, ``[n, 1]`` float64, and the cost ``[7]``.
 
-    Every client trains the initial model for a round, as in the run, and sends its mean activations under the trained
-    model (Equitable-FL, Algorithm 1, lines 5-10. There every round does this for its cohort).
+    Every client trains the initial model for one round, as in the run, and sends its mean activations under the trained
+    model (Equitable-FL, Algorithm 1, lines 5-10. In the paper, every round does this for its cohort).
 
     Args:
-        clusters: C. None if it is estimated.
-        oracle: the local problems.
-        x0: ``[d]`` the initial model.
+        clusters: C. None if this number is estimated.
+        oracle: local problems.
+        x0: initial model ``[d]``.
         ctx: all clients, before round 1.
-        attack: the attack; attackers may forge their activations.
-        attackers: ``[b]`` ids of the attackers.
+        attack: the attack, whose attackers may forge their activations.
+        attackers: ids ``[b]`` of the attackers.
 
     Returns:
-        The shares, and the cost of all clients: samples backward and forward, steps, bytes up and down, and bytes as
-            papers count them.
+        The shares, and the total cost over all clients: samples backward and forward, steps, bytes up and down, and
+            bytes as papers count them.
 
     Raises:
-        RunStopped: activations are not finite.
+        RunStopped: the activations are not finite.
     """
     answers, counts = list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):

@@ -1,4 +1,4 @@
-"""Weighers: the weight of every client of the cohort in the mean of the uploads."""
+"""Weighers, which determine each client's weight in the mean of the cohort's uploads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ Floats = NDArray[np.float64]
 
 
 class Weigher(Value, ABC):
-    """Weights the uploads of the accepted cohort. Its state is a NamedTuple of tensors, explicit and checkpointed."""
+    """Weights the uploads of the accepted cohort.
+
+    Its state is a NamedTuple of tensors, which is passed explicitly and stored in checkpoints.
+    """
 
     kind: ClassVar[str]
     probes: ClassVar[bool] = False
-    """The client answers a question after training, with its reply. The answer counts as work and bytes."""
+    """True if the client answers a question after training, together with its reply. The answer counts as work and
+    bytes."""
     describes: ClassVar[bool] = False
-    """The answer consists of the client's activations."""
+    """True if the answer consists of the client's activations."""
 
     @property
     def signed(self) -> bool:
@@ -40,15 +44,15 @@ class Weigher(Value, ABC):
         return Nothing()
 
     def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
-        """Compute a client's answer ``[m, k]`` about its trained model ``[m, d]``. It runs at the client."""
+        """Compute a client's answer ``[m, k]`` about its trained model ``[m, d]``. This function runs at the client."""
         raise AssertionError("this weigher has no query")
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
-        """Return shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides by their sum."""
+        """Return the shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides them by their sum."""
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Resolve the options that depend on the groups of the run.
+        """Resolve the options that depend on the run's groups.
 
         Raises:
             ConfigError: the weigher needs groups, and the run has no groups.
@@ -56,29 +60,29 @@ class Weigher(Value, ABC):
         return self
 
     def remarks(self) -> list[str]:
-        """Return notes for the user on options that are not given."""
+        """Return notes for the user about options that are not given."""
         return []
 
     def check(self, n: int) -> None:
-        """Raise if the weigher cannot weight ``n`` clients.
+        """Raise if the weigher does not work for ``n`` clients.
 
         Raises:
-            ConfigError: the weigher cannot weight them; the message says why.
+            ConfigError: the weigher does not work for this number. The message says why.
         """
 
 
 class SharesWeigher(Weigher):
-    """Weights a client by its share alpha_i of the objective: by its training samples unless ``weights`` differs."""
+    """Weights a client by its share alpha_i in the objective: its training samples, unless ``weights`` differs."""
 
     kind: ClassVar[str] = "shares"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Return alpha_i divided by the largest share of all clients."""
+        """Return alpha_i divided by the largest share among all clients."""
         return ctx.cohort_masses, state
 
 
 class UniformWeigher(Weigher):
-    """Weights every client of the cohort equally in the mean of the uploads, whatever its share."""
+    """Weights every client of the cohort equally in the mean of the uploads, whatever its share is."""
 
     kind: ClassVar[str] = "uniform"
 
@@ -88,7 +92,7 @@ class UniformWeigher(Weigher):
 
 
 class SamplesWeigher(Weigher):
-    """Weights a client by its training samples n_i in the mean of the uploads, whatever its share."""
+    """Weights a client by its number of training samples n_i in the mean of the uploads, whatever its share is."""
 
     kind: ClassVar[str] = "samples"
 
@@ -98,7 +102,7 @@ class SamplesWeigher(Weigher):
 
 
 class Labels(NamedTuple):
-    """Last cluster of every client ``[n]``, or -1 before its first round."""
+    """Last cluster of each client ``[n]``, or -1 before the client's first round."""
 
     labels: Tensor
 
@@ -108,14 +112,15 @@ class EquitableWeigher(Weigher):
 
     Clusters are found from activations. Within a cluster, all clients have equal weight.
 
-    Reference: Equitable-FL, "Equitable Federated Learning with Activation Clustering", arXiv:2410.19207, Algorithm 1:
-    S = A A', spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on its rows, p_i = 1/(C
+    Reference: Equitable-FL, "Equitable Federated Learning with Activation Clustering", arXiv:2410.19207, Algorithm 1: S
+    = A A', spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on its rows, p_i = 1/(C
     |cluster of i|).
 
     Deviations: C is the number of non-empty clusters, so the weights sum to 1. The paper does not state how a client's
-    activations become one vector. Here it is the mean, over its training samples (or its last mini-batch), of the
-    log-softmax of the penultimate representation under its trained model. The server receives activations of individual
-    clients. The paper presets C. If it is not given, `clear_clusters` estimates it in every round.
+    activations are combined into one vector. Here, the vector is the mean, over the client's training samples (or its
+    last mini-batch), of the log-softmax of the penultimate representation under the client's trained model. The server
+    receives activations of individual clients. The paper sets C in advance. If it is not given, `clear_clusters`
+    estimates it in every round.
     """
 
     kind: ClassVar[str] = "equitable"
@@ -137,7 +142,7 @@ class EquitableWeigher(Weigher):
     describes: ClassVar[bool] = True
 
     def init(self, ctx: Ctx) -> Labels:
-        """Return -1 for every client: no client has a cluster."""
+        """Return -1 for every client, because no client belongs to a cluster yet."""
         return Labels(torch.full((ctx.n,), -1))
 
     def probe(self, down: object, model: Tensor, work: Work) -> Tensor:
@@ -157,7 +162,7 @@ class EquitableWeigher(Weigher):
         return p[:, None], Labels(labels)
 
     def remarks(self) -> list[str]:
-        """Note that the number of clusters depends on the federation, if it is not given."""
+        """Note that the best number of clusters depends on the federation, if it is not given."""
         if self.clusters is not None:
             return []
         return [
@@ -179,22 +184,22 @@ def _log_softmax(a: Tensor) -> Tensor:
 
 
 def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> Tensor:
-    """Return labels ``[m]`` of the rows of ``a [m, k]``: k-means on the leading eigenvectors of A A' (unnormalized)."""
+    """Return labels ``[m]`` for the rows of ``a [m, k]``: k-means on leading eigenvectors of A A' (unnormalized)."""
     if clusters >= len(a):
         return torch.arange(len(a))
     return torch.as_tensor(_k_means(_eigenvectors(a), clusters, rng)[0], dtype=torch.long)
 
 
 CLEAR = 0.7
-"""Mean silhouette above which clusters are a strong structure (Kaufman and Rousseeuw, "Finding Groups in Data", 1990,
-chapter 2, Table 4). The two halves of a normal distribution have a silhouette of 0.59."""
+"""Mean silhouette above which clusters count as strong structure (Kaufman and Rousseeuw, "Finding Groups in Data",
+1990, chapter 2, Table 4). The two halves of a normal distribution have a silhouette of 0.59."""
 
 
 def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
-    """Return labels ``[m]`` of at most sqrt(m) clusters, with the largest mean silhouette (Rousseeuw 1987).
+    """Return labels ``[m]`` for at most sqrt(m) clusters, with the largest mean silhouette (Rousseeuw 1987).
 
-    All rows form one cluster if this silhouette is below `CLEAR`, or if a cluster would contain a single client: to
-    give an outlier half of a model's weight is not fair to groups.
+    All rows form one cluster if this silhouette is below `CLEAR`, or if a cluster would contain a single client: it
+    would not be fair to groups to give one outlier half of a model's weight.
     """
     from sklearn.metrics import silhouette_score
 
@@ -216,7 +221,7 @@ def _eigenvectors(a: Tensor) -> Floats:
 
 
 def _k_means(vectors: Floats, clusters: int, rng: np.random.RandomState) -> tuple[Any, Floats]:
-    """Return labels of the rows of the last ``clusters`` eigenvectors, and these rows."""
+    """Return labels of the rows of the last ``clusters`` eigenvectors, and the rows themselves."""
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
@@ -232,18 +237,19 @@ class Masses(NamedTuple):
 
 
 class FairFedWeigher(Weigher):
-    """Gives a smaller weight to clients whose metric is farther from the global metric than other clients'.
+    """Reduces the weight of clients whose metric differs more from the global metric than other clients' metrics do.
 
     Reference: Y. H. Ezzeldin, S. Yan, C. He, E. Ferrara, S. Avestimehr, "FairFed: Enabling Group Fairness in Federated
     Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7: Delta_i = |F - F_i| of a metric of two groups, and
     |Acc - Acc_i| if F_i is undefined. With ``accuracy`` or ``loss``, only this metric is used.
 
-    F is P(1 | A, label 1) - P(1 | B, label 1) (``equal-opportunity``) or P(1 | A) - P(1 | B) (``statistical-parity``)
-    of predictions 1 for the two groups A and B. Its global value is that of the cohort's pooled samples.
+    F is P(1 | A, label 1) - P(1 | B, label 1) (``equal-opportunity``) or P(1 | A) - P(1 | B) (``statistical-parity``),
+    where 1 is the predicted class and A and B are the two groups. The global value of F is computed on the pooled
+    samples of the cohort.
 
-    Deviations: the metric is computed for the received model on the client's training part, and its global value over
-    the cohort. It is sent in plain text (as counts by group, for a metric of groups), without secure aggregation.
-    Clients that do not take part keep their weight. Weights that fall below 0 are set to 0, as in Equitable-FL
+    Deviations: the metric is computed for the received model on the client's training part, and the global value over
+    the cohort. The metric is sent in plain text (for a group metric, as counts by group), without secure aggregation.
+    Clients that do not participate keep their weight. Weights that fall below 0 are set to 0, as in Equitable-FL
     (``floor``). If the weights of a cohort do not have a positive sum, the cohort is weighted by samples.
     """
 
@@ -282,7 +288,7 @@ class FairFedWeigher(Weigher):
         return Masses((n / n.sum()).to(ctx.weight.dtype))
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Use the run's first choice of groups, if the metric compares groups."""
+        """Use the run's first choice of groups if the metric compares groups."""
         if self.metric in ("accuracy", "loss") or self.group is not None:
             return self
         if not groups:
@@ -293,7 +299,7 @@ class FairFedWeigher(Weigher):
         return self.with_(group=groups[0])
 
     def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
-        """Compute the client's metric of the received model, for groups, their counts and the accuracy ``[m, 9]``."""
+        """Compute each client's metric of the received model, or for groups, counts and the accuracy ``[m, 9]``."""
         if self.metric == "loss":
             return work.loss(down[0])
         accuracy = work.accuracy(down[0])

@@ -1,4 +1,4 @@
-"""LocalSGD: the only owner of the settings of local training."""
+"""LocalSGD: the class that contains all settings of local training."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MOMENTUM_RANGES: dict[str, Callable[[float], bool]] = {
     "momentum": lambda m: 0 <= m < 1,
     "dampening": lambda t: 0 <= t <= 1,
 }
-"""Numbers of a torch optimizer with momentum, and their ranges."""
+"""Options of a torch optimizer with momentum, and their ranges."""
 
 MIN_STEP_SIZE = 1e-45
-"""Smaller step sizes are zero in float32."""
+"""Smallest step size: smaller step sizes would be zero in float32."""
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -44,13 +44,13 @@ def _checked_optimizer(name: str) -> str:
 
 
 class LocalSGD(Value):
-    """Training of a client: step size and its schedule over rounds, batches, length, momentum, decay, clipping.
+    """Training of a client: step size and its schedule over rounds, batches, duration, momentum, decay, clipping.
 
-    The direction of a step is the batch gradient (with norm at most ``clip``), plus ``weight_decay`` times the
-    parameters, plus the pulls and the shift of the method. Momentum acts on the sum, as in ``torch.optim.SGD``.
+    The direction of a step is the batch gradient (with a norm of at most ``clip``), plus ``weight_decay`` times the
+    parameters, plus the pulls and the shift of the method. Momentum acts on this sum, as in ``torch.optim.SGD``.
 
-    Any other ``optimizer`` uses the same direction. It receives ``weight_decay`` if it has an argument of that name
-    (AdamW's is decoupled from the gradient, with the default 0.01).
+    Any other ``optimizer`` uses the same direction. The optimizer receives ``weight_decay`` if it accepts an argument
+    of that name (AdamW's weight decay is decoupled from the gradient, with default 0.01).
     """
 
     lr: float = Field(0.01, gt=0, description="learning rate of local SGD in the first round")
@@ -98,7 +98,7 @@ class LocalSGD(Value):
     @model_validator(mode="before")
     @classmethod
     def _as_in_torch(cls, options: object) -> Any:
-        """Import an optimizer's class by its path, and set AdamW's default weight decay."""
+        """Import an optimizer class by its path, and set AdamW's default weight decay."""
         if not isinstance(options, dict):
             return options
         name = options.get("optimizer")
@@ -135,7 +135,7 @@ class LocalSGD(Value):
         return self
 
     def __hash__(self) -> int:
-        """Hash the written form, since options are a table."""
+        """Hash the written form, because options are a table."""
         return hash(self.model_dump_json())
 
     @property
@@ -145,23 +145,26 @@ class LocalSGD(Value):
 
     @property
     def follows_gradient(self) -> bool:
-        """True if the length of a step is proportional to the gradient, as with SGD and not with Adam."""
+        """True if the length of a step is proportional to the gradient, as with SGD but not with Adam."""
         return issubclass(self.optimizer_class, torch.optim.SGD)
 
     @property
     def has_momentum(self) -> bool:
-        """True for an optimizer of torch whose momentum accumulates its steps."""
+        """True for a torch optimizer whose momentum accumulates its steps."""
         return issubclass(self.optimizer_class, torch.optim.SGD | torch.optim.RMSprop)
 
     @property
     def momenta(self) -> tuple[float, float, bool]:
-        """Momentum, its dampening, and whether it is Nesterov's, from either option."""
+        """Momentum, its dampening, and whether it is Nesterov momentum, taken from either option."""
         options = self.optimizer_options if self.has_momentum else {}
         momentum = options.get("momentum", self.momentum)
         return momentum, options.get("dampening", 0.0) if momentum else 0.0, bool(options.get("nesterov"))
 
     def lr_at(self, round: int) -> float:
-        """Return the step size in ``round`` (from 1). Before the first round, it is the first round's step size."""
+        """Return the step size in ``round`` (counted from 1).
+
+        Before the first round, return the first round's step size.
+        """
         round = max(round, 1)
         match self.schedule:
             case "exponential":
@@ -174,10 +177,10 @@ class LocalSGD(Value):
                 return self.lr
 
     def check(self, rounds: int) -> None:
-        """Raise if local training has no step, or if the schedule makes the step size of the last of ``rounds`` zero.
+        """Raise if local training has no steps, or if the schedule makes the step size zero by the last of ``rounds``.
 
         Raises:
-            ConfigError: the settings allow no step; the message says which.
+            ConfigError: the settings do not allow any step. The message names these settings.
         """
         key = "epochs" if self.steps is None else "steps"
         if not getattr(self, key):
@@ -205,5 +208,5 @@ class LocalSGD(Value):
             )
 
     def batches(self, size: int) -> int:
-        """Return the steps of one epoch over ``size`` samples. The last batch may be short."""
+        """Return the number of steps in one epoch over ``size`` samples. The last batch may be short."""
         return 1 if self.batch_size == "full" else math.ceil(size / self.batch_size)

@@ -1,4 +1,7 @@
-"""Algebra of rows [..., d] and of batches of matrices [..., r, c]. A scalar per row has the shape [..., 1]."""
+"""Operations on rows [..., d] and on batches of matrices [..., r, c].
+
+A scalar per row is stored with shape [..., 1].
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 Scalar = float | Tensor
-"""A number for all rows, or one number per row [m, 1]."""
+"""A single number for all rows, or one number per row [m, 1]."""
 
 
 def norm(rows: Tensor) -> Tensor:
@@ -18,13 +21,23 @@ def norm(rows: Tensor) -> Tensor:
     return length
 
 
+def directions(rows: Tensor) -> Tensor:
+    """Scale rows [m, d] to length 1. Rows without an exact norm become shorter than 1, so no cosine exceeds 1."""
+    return torch.nn.functional.normalize(rows, dim=1, eps=shortest(rows))
+
+
+def shortest(rows: Tensor) -> float:
+    """Return the smallest divisor of a direction, 1e-16 in float32: the squares of shorter rows may underflow to 0."""
+    return 1024 * math.sqrt(torch.finfo(rows.dtype).tiny)
+
+
 def soft(v: Tensor, t: Scalar) -> Tensor:
     """Return the soft threshold sign(v) max(|v| - t, 0)."""
     return v.sign() * (v.abs() - t).clamp_min(0)
 
 
 def distances(rows: Tensor) -> Tensor:
-    """Return Euclidean distances [m, m] between rows [m, d], without the cancellation of the Gram form."""
+    """Return Euclidean distances [m, m] between rows [m, d], without the Gram form, which would cause cancellation."""
     return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -49,9 +62,9 @@ def onto_l1_ball(v: Tensor, radius: Scalar) -> Tensor:
 
 
 def spectrum(matrices: Tensor) -> Tensor:
-    """Return singular values [..., min(r, c)], largest first, of matrices [..., r, c].
+    """Return the singular values [..., min(r, c)] of matrices [..., r, c], in descending order.
 
-    NaN where a matrix is not finite.
+    They are NaN for a matrix that is not finite.
     """
     finite = matrices.isfinite().flatten(-2).all(-1, keepdim=True)
     s: Tensor = torch.linalg.svdvals(torch.where(finite.unsqueeze(-1), matrices, 0.0))
@@ -59,9 +72,9 @@ def spectrum(matrices: Tensor) -> Tensor:
 
 
 def map_spectrum(matrices: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return matrices [..., r, c] with singular values change(s), s [..., min(r, c)].
+    """Return the matrices [..., r, c] whose singular values s [..., min(r, c)] are replaced by change(s).
 
-    NaN where a matrix is not finite.
+    The result is NaN for a matrix that is not finite.
     """
     finite = matrices.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     u, s, vh = torch.linalg.svd(torch.where(finite, matrices, 0.0), full_matrices=False)
@@ -69,14 +82,14 @@ def map_spectrum(matrices: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def grid_value(scale: Tensor, codes: Tensor, levels: int) -> Tensor:
-    """Return the values of the integers `codes` in -levels..levels on a message's grid of width `scale`."""
+    """Return the values of the integers `codes` in -levels..levels on a message's grid with width `scale`."""
     return scale * (codes.to(scale.dtype) / levels)
 
 
 def lifted(cov: Tensor, least: float) -> Tensor:
-    """Return the nearest covariance ``[k, k]`` with eigenvalues of at least ``least``.
+    """Return the nearest covariance matrix ``[k, k]`` whose eigenvalues are at least ``least``.
 
-    A covariance that satisfies this bound does not change.
+    A covariance matrix that already satisfies this bound is returned unchanged.
     """
     square = cov.double().view(math.isqrt(len(cov)), -1)
     values, vectors = torch.linalg.eigh((square + square.mT) / 2)
@@ -95,7 +108,7 @@ def solved(a: Tensor, b: Tensor) -> Tensor:
 def ranks(matrices: Tensor) -> Tensor:
     """Return numerical ranks [...] int64: the number of singular values above s_max * max(r, c) * eps.
 
-    Full where a matrix is not finite.
+    The rank is full if a matrix is not finite.
     """
     s = spectrum(matrices)
     return (~(s <= s[..., :1] * max(matrices.shape[-2:]) * torch.finfo(s.dtype).eps)).sum(-1)

@@ -21,11 +21,12 @@ from fedloom.values import Value, choose
 
 
 class Attack(Value, ABC):
-    """A kind of attack, and the share of clients that attack. The attackers are the same clients in every round."""
+    """Kind of attack, and the fraction of clients that attack. The same clients attack in every round."""
 
     fraction: float = Field(0.2, ge=0, le=1, description="fraction of all clients that attack (FLAME, VI-A)")
     disguises: ClassVar[bool] = False
-    """True if the attack forges the activations that describe clients, so it needs a run that uses activations."""
+    """True if the attack forges the activations that describe clients, so that it only applies to runs that use
+    activations."""
 
     def attackers(self, n: int, seed: int) -> Tensor:
         """Return the ids of the round(fraction n) attackers among n clients, ascending."""
@@ -33,12 +34,12 @@ class Attack(Value, ABC):
         return order[: round(self.fraction * n)].sort().values
 
     def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:
-        """Return the activations that clients send for clustering. The default is their true activations.
+        """Return the activations that clients send for clustering. By default, these are the true activations.
 
         Args:
-            activations: [m, k] mean activations of the clients, including the attackers.
-            ids: [m] ids of the clients.
-            attackers: [b] ids of all attackers, ascending.
+            activations: mean activations [m, k] of the clients, including the attackers.
+            ids: ids [m] of the clients.
+            attackers: ids [b] of all attackers, ascending.
 
         Returns:
             [m, k]
@@ -47,9 +48,9 @@ class Attack(Value, ABC):
 
 
 class Poison(Attack, ABC):
-    """An attack that changes the labels on which the attackers train.
+    """Attack that changes the labels on which the attackers train.
 
-    The attackers are honest in all other respects.
+    Apart from this, the attackers behave honestly.
     """
 
     @abstractmethod
@@ -62,19 +63,19 @@ class Poison(Attack, ABC):
 
 
 class Forgery(Attack, ABC):
-    """An attack that replaces trained models by forged models.
+    """Attack that replaces trained models by forged models.
 
     The method encodes the forged models (`Algorithm.encode`).
     """
 
     sees_honest: ClassVar[bool] = False
-    """True if the attack reads the rows of the cohort's honest clients (omniscient)."""
+    """True if the attack uses the rows of the cohort's honest clients (omniscient)."""
     trains: ClassVar[bool] = False
-    """True if the attack reads the rows that the attackers would send if they were honest."""
+    """True if the attack uses the rows that the attackers would send if they were honest."""
 
     @property
     def reads_own(self) -> bool:
-        """True if the attackers must train, with these settings."""
+        """True if the attackers must train for the attack with these settings."""
         return self.trains
 
     @abstractmethod
@@ -82,12 +83,12 @@ class Forgery(Attack, ABC):
         """Return the models that the attackers send.
 
         Args:
-            honest: [h, d] local models of the honest clients, as their uploads carry them. None if they are not
+            honest: local models [h, d] of the honest clients, as contained in their uploads. None if they are not
                 known: the attackers' own honest rows then replace them (as in Baruch et al., section 3).
-            base: [b, d] the models that the attackers received.
-            benign: [b, d] the models that they would send if they were honest.
+            base: models [b, d] that the attackers received.
+            benign: models [b, d] that the attackers would send if they were honest.
             m: size of the cohort, including the attackers.
-            gens: b generators, one for each attacker.
+            gens: b generators, one per attacker.
 
         Returns:
             [b, d] forged rows.
@@ -108,7 +109,7 @@ class RandomLabels(Poison):
 
 
 class FlippedLabels(Poison):
-    """Label c becomes C - 1 - c (FLAME, VI-A; for two classes: Biggio, Nelson and Laskov, ICML 2012)."""
+    """Label c becomes C - 1 - c (FLAME, VI-A; for two classes, Biggio, Nelson and Laskov, ICML 2012)."""
 
     kind: Literal["flipped-labels"] = "flipped-labels"
 
@@ -120,9 +121,9 @@ class FlippedLabels(Poison):
 class Backdoor(Attack):
     """Attackers train on samples with a trigger, labeled as the target class (Gu et al., BadNets, 2017).
 
-    fedloom evaluates ``attack_success``: the share of the clients' other test samples that a model assigns to the
-    target class once they carry the trigger. With ``fraction = 0`` nobody attacks, and the metric shows the rate of a
-    clean model.
+    fedloom evaluates ``attack_success``: the fraction of the clients' test samples from other classes that a model
+    assigns to the target class once the samples contain the trigger. With ``fraction = 0``, nobody attacks, and the
+    metric shows the rate for a clean model.
     """
 
     kind: Literal["backdoor"] = "backdoor"
@@ -142,18 +143,19 @@ class Backdoor(Attack):
     )
 
     def stamp(self, x: Tensor, names: Mapping[str, tuple[str, ...]]) -> Tensor:
-        """Return samples with the trigger. Override it for another trigger.
+        """Return the samples with the trigger added. Override this function to use a different trigger.
 
         Args:
-            x: ``[k, channels, height, width]`` images (from bytes: 0 to 1), ``[k, p]`` raw columns of a table, in their
-                units, with level codes and NaN for missing cells, or ``[k, *shape]`` other features.
-            names: levels of each column by its name, empty for a number. Empty if the data have no columns.
+            x: images ``[k, channels, height, width]`` (bytes scaled to 0 to 1), raw table columns ``[k, p]`` in their
+                units, with level codes and NaN for missing cells, or other features ``[k, *shape]``.
+            names: levels of each column by column name, empty for a numeric column. The dict is empty if the data have
+                no columns.
 
         Returns:
-            A new tensor of the shape and dtype of x.
+            A new tensor with the shape and dtype of x.
 
         Raises:
-            ConfigError: the data have no such columns or levels, or no pixels.
+            ConfigError: the data do not contain these columns or levels, or have no pixels.
         """
         x = x.clone()
         if names:
@@ -179,10 +181,10 @@ class Backdoor(Attack):
         return x
 
     def label(self, classes: Sequence[str]) -> int:
-        """Return the number of the target class.
+        """Return the index of the target class.
 
         Raises:
-            ConfigError: there is no such class.
+            ConfigError: the class does not exist.
         """
         if isinstance(self.target, int) and 0 <= self.target < len(classes):
             return self.target
@@ -203,7 +205,7 @@ class SameValue(Forgery):
 
 
 class SignFlip(Forgery):
-    """-|p| times the received model, or the attacker's own message, p ~ N(0, variance) (FLAME, V-D)."""
+    """-|p| times the received model, or times the attacker's own message, with p ~ N(0, variance) (FLAME, V-D)."""
 
     kind: Literal["sign-flip"] = "sign-flip"
     variance: float = Field(0.1, gt=0, description="variance of p (FLAME, VI-A)")
@@ -234,7 +236,7 @@ class Gaussian(Forgery):
 
 
 class ModelReplacement(Forgery):
-    """x + scale (w - x) with the received model x and the trained model w (Bagdasaryan et al., AISTATS 2020, Eq. 3)."""
+    """x + scale (w - x), with received model x and trained model w (Bagdasaryan et al., AISTATS 2020, Eq. 3)."""
 
     trains: ClassVar[bool] = True
     kind: Literal["model-replacement"] = "model-replacement"
@@ -249,10 +251,10 @@ class ModelReplacement(Forgery):
 
 
 class Sybils(Forgery):
-    """All attackers send the same vector: the opposite of the model that the first attacker received.
+    """All attackers send the same vector: the negative of the model that the first attacker received.
 
-    Their equal directions dominate the quantile of an attention mixer, which turns collaboration off.
-    ``personalized_aggregation.copies`` counts such copies as one client.
+    Because their directions are equal, they dominate the quantile of an attention mixer, which turns collaboration off.
+    ``personalized_aggregation.copies`` counts equal models as one client.
     """
 
     kind: Literal["sybils"] = "sybils"
@@ -268,9 +270,8 @@ class Sybils(Forgery):
 class ALIE(Forgery):
     """A little is enough: mean + z std of the honest rows, per coordinate (Baruch et al., NeurIPS 2019, Algorithm 3).
 
-    z is the largest value for which s = m // 2 + 1 - b honest rows, among m clients with b attackers, are likely
-    farther from the mean:
-    Phi(z) = (m - b - s) / (m - b), and z = 0 if this probability is below 1/2.
+    z is the largest value for which, among m clients with b attackers, s = m // 2 + 1 - b honest rows are likely to be
+    farther from the mean: Phi(z) = (m - b - s) / (m - b), and z = 0 if this probability is below 1/2.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -283,7 +284,7 @@ class ALIE(Forgery):
         return (rows.mean(0) + self.deviations(m, len(base)) * _std(rows)).expand_as(base).clone()
 
     def deviations(self, m: int, b: int) -> float:
-        """Return z for m clients with b attackers."""
+        """Return z for m clients, b of which are attackers."""
         if self.z is not None:
             return self.z
         h = m - b
@@ -292,7 +293,7 @@ class ALIE(Forgery):
 
 
 class IPM(Forgery):
-    """Inner product manipulation: x - epsilon mean(w_i - x) over the honest w_i (Xie et al., UAI 2019, section 3)."""
+    """Inner product manipulation: x - epsilon mean(w_i - x), over the honest w_i (Xie et al., UAI 2019, section 3)."""
 
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
@@ -306,9 +307,9 @@ class IPM(Forgery):
 
 
 class MinMax(Forgery):
-    """mean - gamma p, no farther from any honest row than two honest rows are from each other.
+    """mean - gamma p, which is no farther from any honest row than two honest rows are from each other.
 
-    (Shejwalkar and Houmansadr, NDSS 2021, Eq. 7. Here gamma is the root of a quadratic for each honest row, and the
+    (Shejwalkar and Houmansadr, NDSS 2021, Eq. 7. Here, gamma is the root of a quadratic for each honest row, while the
     paper searches for it.)
     """
 
@@ -334,8 +335,9 @@ class MinMax(Forgery):
 class Mimic(Forgery):
     """All attackers send a copy of one honest row (Karimireddy, He and Jaggi, ICLR 2022, section 3.2 and appendix B).
 
-    It is the row that lies farthest along the direction of largest variance of the honest rows. The paper finds this
-    direction over several rounds and then keeps one client. Here the direction is computed in each round.
+    They copy the row that lies farthest along the direction in which the honest rows have the largest variance. The
+    paper determines this direction over several rounds and then always copies the same client. Here, the direction is
+    computed in each round.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -351,9 +353,9 @@ class Mimic(Forgery):
 
 
 class ForgedDirection(Forgery):
-    """All attackers send a long vector in the direction of the round's first honest model.
+    """All attackers send a long vector in the direction of the first honest model of the round.
 
-    Cosines ignore lengths: a mixer that compares directions includes the vector in that client's mixture.
+    Cosines ignore lengths, so a mixer that compares directions includes this vector in that client's mixture.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -371,11 +373,11 @@ class ForgedDirection(Forgery):
 
 
 class ForgedActivations(Attack):
-    """Attackers train honestly, and send long vectors as the activations that determine clusters.
+    """Attackers train honestly, but send long vectors as the activations that determine clusters.
 
-    Equitable-FL weights all clusters equally (Eq. 7), so a cluster of attackers has 1/C of the model. Attackers that
-    send equal vectors form one cluster. Attackers that send different vectors form one cluster each, up to the number
-    of clusters.
+    Equitable-FL weights all clusters equally (Eq. 7), so a cluster of attackers determines 1/C of the model. Attackers
+    that send equal vectors form one cluster together. Attackers that send different vectors form separate clusters, up
+    to the number of clusters.
     """
 
     kind: Literal["forged-activations"] = "forged-activations"
@@ -421,7 +423,7 @@ ATTACKS: dict[str, type[Attack]] = {
 
 
 def _normal(like: Tensor, variance: float, gens: Sequence[Generator]) -> Tensor:
-    """Return samples [b, k] of N(0, variance), with one generator per row."""
+    """Return samples [b, k] from N(0, variance), with one generator per row."""
     rows = [torch.randn(like.shape[1], generator=gen, dtype=like.dtype) for gen in gens]
     return torch.stack(rows).to(like.device) * float(variance**0.5)
 
@@ -432,7 +434,7 @@ def _std(rows: Tensor) -> Tensor:
 
 
 def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
-    """Return the number that a trigger writes into a column: a level's code, or the number itself."""
+    """Return the number that a trigger writes into a column: the code of a level, or the number itself."""
     if levels:
         return float(choose("level", _numbered(levels), str(value), f"attack.columns: {name!r}"))
     if isinstance(value, str):
@@ -441,7 +443,7 @@ def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
 
 
 def _numbered(names: Iterable[str]) -> dict[str, int]:
-    """Return the place of every name."""
+    """Return the position of each name."""
     return {name: place for place, name in enumerate(names)}
 
 

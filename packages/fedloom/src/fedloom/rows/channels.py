@@ -1,10 +1,10 @@
-"""Channels: transformations that a client applies to the concatenated differences before it sends them.
+"""Channels: transformations that a client applies to its concatenated differences before it sends them.
 
 ``CHANNELS`` by kind.
 
 Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2): the client keeps the part
-that the channel C did not send, e <- x + e - C(x + e), and adds it to its next difference. Nothing is lost: over T
-rounds sum C = sum x - e_T. The state is e, [m, D]. The state stays at the client.
+that the channel C did not send, e <- x + e - C(x + e), and adds this part to its next difference. Nothing is lost: over
+T rounds, sum C = sum x - e_T. The state is e, of shape [m, D]. It stays at the client.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fedloom.values import Value
 
 
 class Channel(Value, ABC):
-    """A map of rows [m, D] that acts on each row separately."""
+    """Transformation of rows [m, D] that acts on each row separately."""
 
     encoding: ClassVar[fields.Kind] = "dense"
-    """Encoding of the channel's output on the wire."""
+    """Encoding in which the channel's output is sent."""
     remembers: ClassVar[bool] = False
     """The field `error_feedback` turns error feedback on, if the channel supports it."""
 
@@ -35,16 +35,16 @@ class Channel(Value, ABC):
         return torch.zeros(D, dtype=dtype) if getattr(self, "error_feedback", False) else None
 
     def field(self, D: int, dtype: torch.dtype) -> fields.Field:
-        """Return the message field of a row that the channel has transformed."""
+        """Return the message field for a row that the channel has transformed."""
         return fields.Field((D,), dtype, self.encoding, levels=getattr(self, "levels", 1))
 
     def apply(self, state: Tensor | None, diff: Tensor, gens: Sequence[Generator]) -> tuple[Tensor, Tensor | None]:
-        """Transform differences for sending. Return the transformed differences and the new state.
+        """Transform differences before they are sent. Return the transformed differences and the new state.
 
         Args:
-            state: [m, D] state of the clients, or None (see `init`).
-            diff: [m, D] differences, with all fields of a client side by side.
-            gens: m generators, one for each client.
+            state: state [m, D] of the clients, or None (see `init`).
+            diff: differences [m, D], with all fields of a client side by side.
+            gens: m generators, one per client.
 
         Returns:
             The transformed differences [m, D] and the new state.
@@ -63,7 +63,7 @@ class Channel(Value, ABC):
 
 
 class Clip(Channel):
-    """x min(1, bound / ||x||): a norm of at most `bound`."""
+    """x min(1, bound / ||x||), which has a norm of at most `bound`."""
 
     kind: Literal["clip"] = "clip"
     bound: float = Field(10.0, gt=0, description="largest norm")
@@ -75,10 +75,10 @@ class Clip(Channel):
 class GaussianNoise(Channel):
     """x min(1, clip / ||x||) + N(0, (sigma clip)^2 I) (Dwork and Roth, 2014, appendix A; McMahan et al., ICLR 2018).
 
-    If a delta is given, the run records the epsilon of the client with the most uploads (`fedloom.engine.privacy`).
-    Every client adds its own noise. This is local differential privacy, which costs far more accuracy than noise on a
+    If a delta is given, the run records epsilon for the client with the most uploads (`fedloom.engine.privacy`). Every
+    client adds its own noise. This is local differential privacy, which costs much more accuracy than adding noise to a
     sum. A simulation draws the noise from seeded generators, so the noise protects no client. A deployment draws its
-    own noise (`fedloom_sites.deploy.noise`), accounted by Renyi divergences.
+    own noise (`fedloom_sites.deploy.noise`), accounted for by Renyi divergences.
     """
 
     kind: Literal["gaussian-noise"] = "gaussian-noise"
@@ -107,7 +107,9 @@ class GaussianNoise(Channel):
 
 
 class TopK(Channel):
-    """The k coordinates of largest absolute value, all others 0 (Stich et al., NeurIPS 2018, Definition 2.2).
+    """The k coordinates with the largest absolute values.
+
+    All others are set to 0 (Stich et al., NeurIPS 2018, Definition 2.2).
 
     A contraction: ||x - C(x)||^2 <= (1 - k / D) ||x||^2.
     """
@@ -126,10 +128,11 @@ class TopK(Channel):
 
 
 class RandomK(Channel):
-    """k coordinates drawn without replacement, the others 0 (Stich et al., NeurIPS 2018, Definition 2.2).
+    """k coordinates drawn without replacement. All others are set to 0 (Stich et al., NeurIPS 2018, Definition 2.2).
 
-    Without error feedback, the coordinates are scaled by D / k: unbiased, E ||C(x) - x||^2 = (D / k - 1) ||x||^2. With
-    error feedback they are not scaled, so the channel is a contraction: E ||x - C(x)||^2 = (1 - k / D) ||x||^2.
+    Without error feedback, the coordinates are scaled by D / k, which makes the channel unbiased: E ||C(x) - x||^2 = (D
+    / k - 1) ||x||^2. With error feedback, they are not scaled, so the channel is a contraction: E ||x - C(x)||^2 = (1 -
+    k / D) ||x||^2.
     """
 
     encoding: ClassVar[fields.Kind] = "sparse"
@@ -148,7 +151,7 @@ class RandomK(Channel):
 
 
 class QSGD(Channel):
-    """Every |x_j| / scale, rounded at random to one of its two neighbors in {0, 1 / s, ..., 1}, without bias.
+    """Each |x_j| / scale, randomly rounded to one of its two neighbors in {0, 1 / s, ..., 1}, without bias.
 
     (Alistarh et al., NeurIPS 2017, section 3.1. The scale is max|x|, as in their experiments, instead of ||x||_2, so
     the variance is smaller.) E ||C(x) - x||^2 <= D scale^2 / (4 s^2).

@@ -1,4 +1,4 @@
-"""The part of a round's context that rules on rows may read. The server's context contains it."""
+"""Part of a round's context that rules on rows may read. It is contained in the server's context."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class Cohort(Protocol):
         ...
 
     def rng(self, purpose: str) -> torch.Generator:
-        """Return the server's generator of this round and purpose."""
+        """Return the server's generator for this round and a purpose."""
         ...

@@ -1,6 +1,6 @@
-"""Encodings: convert the numbers of one field of a message to bytes, and compute the length without the conversion.
+"""Encodings: convert the numbers of one message field to bytes, and compute the length without converting.
 
-All numbers are little-endian. `n` is the number of transmitted scalars, and `item` the bytes per scalar.
+All numbers are little-endian. `n` is the number of transmitted scalars, and `item` is the number of bytes per scalar.
 
 | encoding | payload                                                              | bytes                       |
 |----------|----------------------------------------------------------------------|-----------------------------|
@@ -10,7 +10,7 @@ All numbers are little-endian. `n` is the number of transmitted scalars, and `it
 | levels   | the scale max|x|, then n integers of ceil(log2(2 levels + 1)) bits   | item + ceil(n bits / 8)     |
 | sign     | the scale max|x|, then n signs of one bit                            | item + ceil(n / 8)          |
 
-A field that may be sparse or of low rank is sent dense if that is not longer.
+A field that may be sparse or of low rank is sent dense if the dense form is not longer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FULL_WORD = 0xFFFFFFFF  # in place of a rank: this matrix is written as it is
 
 
 class Encoding(Protocol):
-    """One way to write the transmitted scalars x [n] of a field."""
+    """A way of writing the transmitted scalars x [n] of a field."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
-        """Return the bytes of the payload of rows [..., n]: one number if it is the same for all rows, else [...]."""
+        """Return the payload bytes for rows [..., n]: a single number if it is the same for all rows, else [...]."""
         ...
 
     def floats(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
-        """Return the length as papers count it: 4 bytes per floating-point number, plus packed integers."""
+        """Return the size as papers count it: 4 bytes per floating-point number, plus packed integers."""
         ...
 
     def pack(self, field: Field, x: Tensor, ranks: Ranks | None) -> bytes:
@@ -44,21 +44,21 @@ class Encoding(Protocol):
         ...
 
     def admits(self, field: Field, length: int) -> bool:
-        """Return whether a payload can have this length."""
+        """Return True if a payload can have this length."""
         ...
 
     def unpack(self, field: Field, payload: memoryview) -> Tensor:
-        """Decode the row ``[n]`` of a payload of an admissible length."""
+        """Decode the row ``[n]`` from a payload whose length is admissible."""
         ...
 
 
 def raw(x: Tensor) -> bytes:
-    """Return the bytes of a tensor, little-endian."""
+    """Return the bytes of a tensor in little-endian order."""
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def tensor(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """Copy bytes into a new tensor that torch allocates. The number of bytes is a multiple of the item size."""
+    """Copy bytes into a new tensor allocated by torch. The number of bytes must be a multiple of the item size."""
     return torch.frombuffer(bytearray(payload), dtype=dtype).clone() if len(payload) else torch.empty(0, dtype=dtype)
 
 
@@ -107,7 +107,7 @@ class _Sparse:
 
 
 class _LowRank:
-    """Two factors of each matrix, if they are smaller than the matrix. All other parameters are sent unchanged."""
+    """Two factors per matrix, if the factors are smaller than the matrix. All other parameters are sent unchanged."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> Tensor | int:
         return 4 * len(field.matrices) + field.item * self._scalars(field, x, ranks)
@@ -221,7 +221,7 @@ class _Packed:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return at least float32, for LAPACK."""
+    """Return the tensor as float32 or wider, which LAPACK needs."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

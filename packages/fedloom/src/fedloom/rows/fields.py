@@ -1,4 +1,4 @@
-"""Fields: the values that a message may contain under one name."""
+"""Fields: the values that a message may contain under a name."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from fedloom.rows.layout import Layout
 
 Kind = Literal["dense", "sparse", "lowrank", "levels", "sign"]
 Ranks = Mapping[str, int | Tensor]
-"""Rank of each matrix of a layout: a number, or one per row [m]."""
+"""Rank of each matrix in a layout: a number, or one number per row [m]."""
 
 FIELD_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """Form of a value in a message. Both ends must agree on it.
+    """Format of a value in a message. Sender and receiver must agree on it.
 
     Attributes:
         shape: shape of one client's value: (d,) for a model, (1,) for a scalar.
         dtype: one of float64, float32, float16, bfloat16, int64.
-        encoding: the shortest allowed form. See the table in `fedloom.rows.encodings`.
-        mask: bool of the same shape: only these scalars are sent, and the receiver uses its own values for the others.
-        levels: L of the grid {-L..L} scale / L of the encoding "levels".
-        layout: layout of the matrices of the encoding "lowrank".
+        encoding: shortest allowed form. The forms are listed in the table in `fedloom.rows.encodings`.
+        mask: bool tensor of the same shape: only the marked scalars are sent, and the receiver uses its own values for
+            the others.
+        levels: L of the grid {-L..L} scale / L in the encoding "levels".
+        layout: layout of the matrices in the encoding "lowrank".
 
     Raises:
         ConfigError: the combination cannot be encoded.
@@ -69,22 +70,22 @@ class Field:
 
     @property
     def item(self) -> int:
-        """Bytes of one scalar."""
+        """Number of bytes per scalar."""
         return self.dtype.itemsize
 
     @property
     def index(self) -> torch.dtype:
-        """Type of an index."""
+        """Data type of an index."""
         return torch.int32 if self.n < 2**31 else torch.int64
 
     @property
     def bits(self) -> int:
-        """Bits of one scalar of the encodings "levels" and "sign"."""
+        """Number of bits per scalar in the encodings "levels" and "sign"."""
         return 1 if self.encoding == "sign" else (2 * self.levels).bit_length()
 
     @cached_property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """{name: (r, c)} of the matrices of the encoding "lowrank"."""
+        """Shapes {name: (r, c)} of the matrices in the encoding "lowrank"."""
         assert self.layout is not None
         return self.layout.matrix_shapes
 

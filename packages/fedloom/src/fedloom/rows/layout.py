@@ -1,4 +1,4 @@
-"""Layout: the only place that knows the shapes of an `nn.Module`. Elsewhere a model is a row of R^d."""
+"""Layout: the only class that knows the shapes of an `nn.Module`. Everywhere else, a model is a row in R^d."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class Layout:
     """Names, shapes and offsets of the parameters of a model, in the order of `named_parameters()`.
 
-    A layout is a value: comparable, hashable and picklable, without a reference to a module. `names`, `shapes` and
+    A layout is a value: it can be compared, hashed and pickled, and does not refer to a module. `names`, `shapes` and
         `offsets` have one
     entry per parameter. Parameter k is `row[offsets[k] : offsets[k] + numel]`. `d` is the number of scalars.
 
     Raises:
-        LayoutError: there is no parameter, a name occurs twice, or the numbers of names and shapes differ.
+        LayoutError: there are no parameters, a name occurs twice, or the numbers of names and shapes differ.
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,9 @@ class Layout:
 
     @classmethod
     def create(cls, module: nn.Module) -> Layout:
-        """Return the layout of the trainable parameters, which have ``requires_grad``. Tied parameters count once.
+        """Return the layout of the trainable parameters, which are the parameters with ``requires_grad``.
+
+        Tied parameters count once.
 
         Frozen parameters and buffers are not part of a row: the module stores them once.
 
@@ -71,13 +73,13 @@ class Layout:
 
     @classmethod
     def create_from_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """Return the layout of named shapes, e.g. ``{"weight": (10, 784), "bias": (10,)}``."""
+        """Return the layout for named shapes, e.g. ``{"weight": (10, 784), "bias": (10,)}``."""
         return cls(tuple(shapes), tuple(Size(shape) for shape in shapes.values()))
 
     # ------------------------------------------------------------------------------------------------ module <-> row
 
     def vector(self, module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the trainable parameters of the module as a new row [d], without gradient."""
+        """Return the module's trainable parameters as a new row [d], without gradient."""
         row = torch.cat([p.detach().reshape(-1) for p in self._parameters(module)])
         return row if dtype is None else row.to(dtype)
 
@@ -104,7 +106,7 @@ class Layout:
         return {name: part.view(lead + shape) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)}
 
     def flatten(self, tree: Mapping[str, Tensor]) -> Tensor:
-        """Join named tensors ``[..., *shape]`` into new rows ``[..., d]``. It is the inverse of `tree`."""
+        """Join named tensors ``[..., *shape]`` into new rows ``[..., d]``. This function is the inverse of `tree`."""
         if set(tree) != set(self.names):
             raise LayoutError(f"flatten needs the parameters {list(self.names)}, got {list(tree)}")
         first = tree[self.names[0]].shape
@@ -119,7 +121,7 @@ class Layout:
         )
 
     def check(self, rows: Tensor) -> None:
-        """Raise if the rows belong to another model.
+        """Raise if the rows belong to a different model.
 
         Raises:
             LayoutError: the last dimension of the rows is not d.
@@ -134,11 +136,11 @@ class Layout:
     def mask(self, *prefixes: str) -> Tensor:
         """Return a bool mask [d] of the parameters that match the prefixes, e.g. ``mask("fc2", "body.0")``.
 
-        A prefix that is the dotted name of a module or parameter matches only that module or parameter ("fc1" is not
-        "fc10"). Any other prefix matches every parameter whose name starts with it.
+        A prefix that is the dotted name of a module or parameter matches only this module or parameter ("fc1" does not
+        match "fc10"). Any other prefix matches every parameter whose name starts with it.
 
         Raises:
-            LayoutError: no parameter matches a prefix. The message names the nearest match.
+            LayoutError: no parameter matches a prefix. The message suggests the nearest match.
         """
         chosen: set[str] = set()
         for prefix in prefixes:
@@ -166,10 +168,10 @@ class Layout:
         }
 
     def matrices(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the matrix view [..., r, c] of every parameter with at least two dimensions, from rows [..., d].
+        """Return the matrix view [..., r, c] of each parameter with at least two dimensions, from rows [..., d].
 
-        The view of a linear weight [o, i] is the weight itself. The view of a convolution [o, i, k, l] is [o*k, i*l]
-        through swapaxes(1, 2) (FedSLR, section 3). Parameters with fewer than two dimensions have no matrix view.
+        The view of a linear weight [o, i] is the weight itself. The view of a convolution [o, i, k, l] is [o*k, i*l],
+        computed with swapaxes(1, 2) (FedSLR, section 3). Parameters with fewer than two dimensions have no matrix view.
         """
         tree, lead = self.tree(rows), rows.shape[:-1]
         return {
@@ -177,15 +179,15 @@ class Layout:
         }
 
     def ranks(self, x: Tensor) -> Tensor:
-        """Return numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`.
+        """Return the numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`.
 
-        Full if not finite.
+        A rank is full if the matrix is not finite.
         """
         matrix_ranks = [ranks(w) for w in self.matrices(x).values()]
         return torch.stack(matrix_ranks) if matrix_ranks else torch.zeros(0, dtype=torch.int64)
 
     def replace_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
-        """Return new rows ``[..., d]`` in which these matrices are replaced. Other parameters do not change."""
+        """Return new rows ``[..., d]`` in which the given matrices are replaced. Other parameters stay unchanged."""
         if extra := set(matrices) - set(self.matrix_shapes):
             raise LayoutError(f"no matrix {sorted(extra)[0]!r}; {nearest(sorted(extra)[0], self.matrix_shapes)}")
         shapes, lead = dict(zip(self.names, self.shapes, strict=True)), rows.shape[:-1]
@@ -201,19 +203,19 @@ class Layout:
         return self.flatten(self.tree(rows) | back)
 
     def _swap(self, name: str, value: Tensor) -> Tensor:
-        """Swap [..., o, i, k, *] <-> [..., o, k, i, *] of a convolution. A matrix does not change."""
+        """Swap the axes [..., o, i, k, *] <-> [..., o, k, i, *] of a convolution. A matrix is returned unchanged."""
         s = self.shapes[self.names.index(name)]
         return value if len(s) == 2 else value.swapaxes(1 - len(s), 2 - len(s))
 
     # -------------------------------------------------------------------------------------------------------- header
 
     def header(self) -> dict[str, str]:
-        """Return the layout as strings, for the metadata of a safetensors file."""
+        """Return the layout as strings for the metadata of a safetensors file."""
         return {"layout": json.dumps([[n, list(s)] for n, s in zip(self.names, self.shapes, strict=True)])}
 
     @classmethod
     def read_header(cls, header: Mapping[str, str]) -> Layout:
-        """Read the layout from a `header()`.
+        """Read the layout from the strings that `header()` returns.
 
         Raises:
             LayoutError: the header is missing or damaged.
@@ -236,5 +238,5 @@ class Layout:
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trainable parameters of a module, by name."""
+    """Return the trainable parameters of a module by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""Masks of parts of a model: head and body, normalization layers, sparse layers. They depend only on the layout."""
+"""Masks for parts of a model: head and body, normalization layers, sparse layers. They depend only on the layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.rows.layout import Layout
 def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     """Return a bool mask ``[d]`` of the parameters that match the prefixes.
 
-    The default is the last layer that has a matrix, with its bias.
+    By default, these are the parameters of the last layer that has a matrix, including its bias.
 
     Raises:
         LayoutError: no prefix is given, and no parameter has two dimensions.
@@ -32,7 +32,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
-    """If the head ``[d]`` is the whole model, return a sentence that names the resulting method."""
+    """Return a sentence that names the resulting method if the head ``[d]`` is the whole model, else None."""
     sentence = (
         f"{method} on a model that consists only of the head is {equal}. Use a model with a hidden "
         "layer, or name a smaller head"
@@ -43,13 +43,13 @@ def undivided(method: str, head: Tensor, equal: str) -> list[str]:
 def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     """Return a bool mask ``[d]`` of the parameters that match the prefixes.
 
-    The default is weight and bias of the normalization layers.
+    By default, these are the weights and biases of the normalization layers.
 
-    In a normalization layer the weight has fewer than two dimensions, or the shape of the bias. A model may have no
-    such layer.
+    In a normalization layer, the weight has fewer than two dimensions, or the shape of the bias. A model may have no
+    normalization layers.
 
     Raises:
-        LayoutError: a prefix that no parameter has.
+        LayoutError: no parameter matches a prefix.
     """
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     layers = {
@@ -62,9 +62,9 @@ def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def spans(mask: Tensor) -> list[slice]:
-    """Return the runs of True in a bool mask ``[d]``.
+    """Return the runs of consecutive True values in a bool mask ``[d]``.
 
-    A part consists of few runs, so slices cost less than the mask.
+    A part consists of few runs, so slicing costs less than masking.
     """
     edge = torch.zeros(1, dtype=torch.int8, device=mask.device)
     edges = torch.diff(mask.to(torch.int8), prepend=edge, append=edge).nonzero()[:, 0].tolist()
@@ -81,7 +81,10 @@ def joined(x: Tensor, personal: Tensor, mask: Tensor) -> Tensor:
 
 
 def part(models: Tensor, mask: Tensor) -> Tensor:
-    """Select the ``k`` coordinates of models ``[m, d]`` in ``mask [d]``, as ``[m, k]``. `joined` is the inverse."""
+    """Select the ``k`` coordinates in ``mask [d]`` from models ``[m, d]``, as ``[m, k]``.
+
+    `joined` is the inverse function.
+    """
     return torch.cat([models[:, run] for run in spans(mask)] or [models[:, :0]], -1)
 
 
@@ -99,10 +102,10 @@ def matrices(layout: Layout) -> Tensor:
 
 
 def erdos_renyi_kernel(layout: Layout, density: float) -> Tensor:
-    """Return how many scalars, int64 ``[matrices]``, each matrix keeps if the share ``density`` of all is kept.
+    """Return the number of scalars that each matrix keeps, int64 ``[matrices]``, for a total share ``density``.
 
-    The density of a layer is proportional to the sum of its dimensions over their product, at most 1 (Evci et al. 2020,
-    "Rigging the Lottery", Sec. 3).
+    The density of a layer is proportional to the sum of its dimensions divided by their product, but at most 1 (Evci et
+    al. 2020, "Rigging the Lottery", Sec. 3).
     """
     shapes = [shape for shape in layout.shapes if len(shape) >= 2]
     size = torch.tensor([shape.numel() for shape in shapes], dtype=torch.float64)
@@ -117,7 +120,7 @@ def erdos_renyi_kernel(layout: Layout, density: float) -> Tensor:
 
 
 def smallest(score: Tensor, layout: Layout, count: Tensor) -> Tensor:
-    """Mask the ``count [matrices]`` smallest of the scores ``[..., d]`` in each matrix, as bool ``[..., d]``."""
+    """Mask the ``count [matrices]`` smallest scores ``[..., d]`` in each matrix, as bool ``[..., d]``."""
     chosen = torch.zeros_like(score, dtype=torch.bool)
     places = {name: (o, s.numel()) for name, o, s in zip(layout.names, layout.offsets, layout.shapes, strict=True)}
     for name, k in zip(layout.matrix_shapes, count.tolist(), strict=True):
@@ -127,7 +130,7 @@ def smallest(score: Tensor, layout: Layout, count: Tensor) -> Tensor:
 
 
 def _choose_smallest(score: Tensor, k: int, chosen: Tensor) -> None:
-    """Set ``chosen [..., s]`` at the k smallest of ``score [..., s]``."""
+    """Set ``chosen [..., s]`` at the k smallest values of ``score [..., s]``."""
     if k > 0 and score.device.type == "cpu":  # NumPy's selection has vector instructions; all that ties is too many
         kth = torch.from_numpy(np.partition(score.numpy(), k - 1)[..., k - 1 : k])
         torch.le(score, kth, out=chosen)

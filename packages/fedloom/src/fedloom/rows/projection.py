@@ -1,4 +1,4 @@
-"""Projection: a fixed random linear map to few dimensions, determined by a key."""
+"""Projection: a fixed random linear map to a space with few dimensions, determined by a key."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fedloom.seeds import generator
 
 
 class Projection(NamedTuple):
-    """P ``[k, d]``, or the identity."""
+    """Matrix P ``[k, d]``, or the identity."""
 
     matrix: Tensor | None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Apply P to rows ``[..., d]``: ``[..., k]``."""
+        """Apply P to rows ``[..., d]``, which gives ``[..., k]``."""
         return rows if self.matrix is None else rows @ self.matrix.T
 
     def back(self, rows: Tensor) -> Tensor:
-        """Apply the transpose of P to rows ``[..., k]``: ``[..., d]``."""
+        """Apply the transpose of P to rows ``[..., k]``, which gives ``[..., d]``."""
         return rows if self.matrix is None else rows @ self.matrix
 
 
@@ -33,16 +33,16 @@ def new_key(gen: torch.Generator) -> Tensor:
 
 
 def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None = None) -> Projection:
-    """Return the projection of a key: Gaussian rows of length 1, or the identity if ``k`` is None.
+    """Return the projection for a key: Gaussian rows of length 1, or the identity if ``k`` is None.
 
     Args:
         key: of `new_key`.
-        k: dimensions of the subspace.
-        like: ``[..., d]``. The projection has its d, dtype and device.
-        matrix: ``[k, d]``, used instead of the key's matrix.
+        k: number of dimensions of the subspace.
+        like: ``[..., d]``. The projection has the d, dtype and device of this tensor.
+        matrix: matrix ``[k, d]`` to use instead of the matrix drawn from the key.
 
     Raises:
-        ConfigError: the matrix has another shape, or a matrix is given although k is None.
+        ConfigError: the matrix has the wrong shape, or a matrix is given although k is None.
     """
     if matrix is not None:
         if k is None:
@@ -59,6 +59,6 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
 
 @lru_cache(maxsize=1)
 def _matrix(key: tuple[int, ...], k: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Successive callers share one drawn matrix. Never written to."""
+    """Successive callers share the drawn matrix. Never written to."""
     p = torch.randn(k, d, generator=generator(0, purpose=("projection", *key)), dtype=torch.float64)
     return (p / norm(p)).to(device, dtype)

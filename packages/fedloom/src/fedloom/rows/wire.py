@@ -1,10 +1,10 @@
-"""Codec of messages, and the length of a message without building it.
+"""Message codec, which also computes the length of a message without building the message.
 
-A message is the values of one client's named fields: a header (magic, version, number of fields, fingerprint of the
-layout, CRC-32 of all that follows), a descriptor per field (name, type, encoding, shape, bytes of the payload), then
-the payloads. Before it allocates memory, `decode` checks the header, the descriptors and every length against the
-agreed layout. A message therefore needs at most a small multiple of the memory of the agreed fields. It executes
-nothing.
+A message contains the values of one client's named fields: a header (magic, version, number of fields, fingerprint of
+the layout, CRC-32 of everything that follows), one descriptor per field (name, type, encoding, shape, number of bytes
+of the payload), and then the payloads. Before it allocates memory, `decode` checks the header, the descriptors and
+every length against the agreed layout. Decoding therefore needs at most a small multiple of the memory of the agreed
+fields. It executes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENCODING_CODES = {name: code for code, name in enumerate(ENCODINGS)}
 
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """Codec of messages with these fields, in this order, for models of this layout.
+    """Codec for messages that contain these fields, in this order, for models with this layout.
 
     >>> codec = Codec(Layout.create_from_shapes({"fc": (2,)}), {"w": Field((2,)), "loss": Field((1,))})
     >>> message = codec.encode({"w": torch.ones(2), "loss": torch.zeros(1)})
@@ -40,7 +40,7 @@ class Codec:
     tensor([0, 0, 0])
 
     Raises:
-        ConfigError: a field name that is empty or longer than 255 bytes, or factors of another layout.
+        ConfigError: a field name is empty or longer than 255 bytes, or factors belong to a different layout.
     """
 
     layout: Layout
@@ -57,12 +57,12 @@ class Codec:
         """Encode the message of one client.
 
         Args:
-            values: {name: [*shape]} of exactly the fields, in their types.
-            ranks: {field: {matrix: rank}} of fields of low rank. Measured if not given.
+            values: values {name: [*shape]} of exactly the codec's fields, in their types.
+            ranks: ranks {field: {matrix: rank}} of low-rank fields. They are measured if not given.
 
         Raises:
-            WireError: a value is missing, unknown, or of another shape or type. Or a value is off the grid of its
-                encoding.
+            WireError: a value is missing, is unknown, or has the wrong shape or type. Also raised if a value is not on
+                the grid of its encoding.
         """
         self._names(values)
         descriptors, payloads = [], []
@@ -86,15 +86,15 @@ class Codec:
     def decode(
         self, message: bytes | bytearray | memoryview, receiver: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Decode a message into {name: ``[*shape]``}.
+        """Decode a message into values {name: ``[*shape]``}.
 
         Args:
             message: any bytes.
-            receiver: the receiver's values of masked fields, for entries that the message does not contain. Zeros
+            receiver: receiver's own values of masked fields, for the entries that the message does not contain. Zeros
                 without them.
 
         Raises:
-            WireError: the bytes are not a message of this experiment. No other error can occur.
+            WireError: the bytes are not a message of this experiment. No other error is raised.
         """
         data = memoryview(message).cast("B")
         if len(data) < WIRE_HEADER.size:
@@ -136,17 +136,17 @@ class Codec:
         """Return `len(encode(row))` of every row, without building a message: int64 [m].
 
         Args:
-            values: {name: [m, *shape] or [*shape]}. A field without rows is the same for all clients. m = 1 if no field
-                has rows.
-            ranks: as for `encode`, each a number or [m].
+            values: values {name: [m, *shape] or [*shape]}. A field without rows is the same for all clients. m is 1 if
+                no field has rows.
+            ranks: ranks as for `encode`, each a number or [m].
 
         Raises:
-            WireError: a value is missing, unknown or of another shape.
+            WireError: a value is missing, is unknown, or has the wrong shape.
         """
         return self._headers + self._sum(values, ranks, "size")
 
     def paper_bytes(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> Tensor:
-        """Return sizes as papers count them, int64 ``[m]``: 4 bytes per float, no headers, indices or integers."""
+        """Return sizes as papers count them, int64 ``[m]``: 4 bytes per float, without headers, indices or integers."""
         return self._sum(values, ranks, "floats")
 
     def _sum(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None, count: str) -> Tensor:
@@ -172,7 +172,7 @@ class Codec:
 
     @cached_property
     def _headers(self) -> int:
-        """Bytes of a message other than the payload."""
+        """Number of bytes in a message other than the payloads."""
         return WIRE_HEADER.size + sum(len(self._descriptor(n, f.encoding)) + 8 for n, f in self.fields.items())
 
     @cached_property
@@ -190,9 +190,9 @@ class Codec:
         return head + bytes((FIELD_DTYPES.index(field.dtype), ENCODING_CODES[kind], len(field.shape))) + shape
 
     def _read(self, data: memoryview, at: int, name: str, field: Field) -> tuple[str, int, int]:
-        """Read encoding and length of the field that is described at byte `at`.
+        """Read the encoding and length of the field that is described at byte `at`.
 
-        Return the byte after the description too.
+        Return the position after the description too.
         """
         for kind in dict.fromkeys((field.encoding, "dense")):
             if kind == "dense" and field.encoding in ("levels", "sign"):

@@ -1,4 +1,4 @@
-"""Virtual time: how long clients take, when they are present, and which uploads make a server step."""
+"""Virtual time: how long clients take, when they are available, and which uploads lead to a server step."""
 
 from fedloom.schedule.devices import DEVICES, Classes, DeviceClass, Devices, Equal, LogNormal, Trace
 from fedloom.schedule.fleet import FORWARD_COST, Fleet

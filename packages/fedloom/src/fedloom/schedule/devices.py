@@ -1,4 +1,4 @@
-"""Devices: how fast a client computes and communicates, and when it is present. ``DEVICES`` by kind."""
+"""Devices: how fast a client computes and communicates, and when it is available. ``DEVICES`` by kind."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedloom.seeds import generator, numpy_generator
 from fedloom.values import Value
 
 Slow = Literal["drawn", "rare-labels"]
-"""Clients that get the slow devices."""
+"""Clients that receive the slow devices."""
 
 
 class Devices(Value, ABC):
-    """Devices of a run's clients. They are drawn from streams of the seed that nothing else uses."""
+    """Devices of a run's clients. They are drawn from seed streams that nothing else uses."""
 
     kind: ClassVar[str]
 
@@ -33,17 +33,17 @@ class Devices(Value, ABC):
 
         Args:
             n: clients.
-            seed: of the run.
-            rarity: ``[n]`` how rare each client's labels are among all clients.
+            seed: seed of the run.
+            rarity: how rare each client's labels are among all clients ``[n]``.
 
         Raises:
             ConfigError: the devices do not fit n clients.
-            DataError: a file cannot be read.
+            DataError: the file cannot be read.
         """
 
 
 class Stated(Devices, ABC):
-    """Devices with given speeds, rates and presence."""
+    """Devices with given speeds, rates and availability."""
 
     speed: float = Field(
         100.0, gt=0, description="number of training samples per second on a typical device, measured or stated"
@@ -59,7 +59,7 @@ class Stated(Devices, ABC):
     def _fleet(
         self, factor: Tensor, seed: int, names: tuple[str, ...] = ("all",), member: Tensor | None = None
     ) -> Fleet:
-        """Return the fleet with speeds of ``factor [n]`` times the typical speed."""
+        """Return the fleet whose speeds are ``factor [n]`` times the typical speed."""
         n = len(factor)
         constant = torch.ones(n, dtype=torch.float64)
         member = torch.zeros(n, dtype=torch.long) if member is None else member
@@ -90,7 +90,7 @@ class Equal(Stated):
 
 
 class LogNormal(Stated):
-    """Speeds with normal logarithms: the typical speed times exp(spread z)."""
+    """Speeds with normally distributed logarithms: the typical speed times exp(spread z)."""
 
     kind: ClassVar[str] = "lognormal"
     spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a client's speed")
@@ -99,9 +99,9 @@ class LogNormal(Stated):
     )
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Speeds are assigned at random, or the slowest speed goes to the client with the rarest labels.
+        """Speeds are assigned at random, or the slowest speed is assigned to the client with the rarest labels.
 
-        Classes are the thirds of the speeds.
+        The device classes are the thirds of the speeds.
         """
         z = torch.from_numpy(numpy_generator(seed, purpose=("devices", "speed")).standard_normal(n))
         factor = torch.exp(self.spread * z)
@@ -125,7 +125,7 @@ class DeviceClass(Value):
 
 
 class Classes(Devices):
-    """Named classes of devices with their shares of the clients, by largest remainder."""
+    """Named device classes with their shares of the clients, rounded by the largest remainder."""
 
     kind: ClassVar[str] = "classes"
     classes: dict[str, DeviceClass] = Field(
@@ -146,7 +146,8 @@ class Classes(Devices):
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
         """Draw the classes.
 
-        The choice of halves is uniform. The slowest class goes to the clients with the rarest labels.
+        Classes are assigned to clients uniformly at random, or the slowest class is assigned to the clients with the
+        rarest labels.
         """
         kinds = list(self.classes.values())
         exact = torch.tensor([one.share for one in kinds], dtype=torch.float64) * n
@@ -168,12 +169,13 @@ class Classes(Devices):
 
 
 class Trace(Devices):
-    """Devices from a file: Parquet or CSV with the columns client, speed, up and down, and optional columns.
+    """Devices from a file: Parquet or CSV with the columns client, speed, up and down, and some optional columns.
 
-    ``client`` counts from 0, ``speed`` is in training samples per second (0: the device never answers), ``up`` and
-    ``down`` are in bytes per second. Optional columns are ``latency`` (seconds, default 0), ``class`` (a name), and
-    ``start`` and ``end``: an interval of presence in seconds. A client with several intervals has one row per interval.
-    A client without intervals is always present.
+    ``client`` counts from 0, ``speed`` is in training samples per second (0: the device never answers), and ``up`` and
+    ``down`` are in bytes per second. Optional columns are ``latency`` (in seconds, default 0), ``class`` (a name), and
+    ``start`` and ``end``: an interval in seconds during which the client is available. A client with several intervals
+        has one row per interval.
+    A client without intervals is always available.
     """
 
     kind: ClassVar[str] = "trace"
@@ -194,7 +196,7 @@ class Trace(Devices):
         return self
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Give every client its device from the file."""
+        """Assign every client its device from the file."""
         period = math.inf if self.period is None else self.period
         rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):
@@ -222,7 +224,7 @@ class Trace(Devices):
 
 
 def _to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
-    """Order devices so that the first one goes to the client with the rarest labels, and so on."""
+    """Order devices so that the first device is assigned to the client with the rarest labels, and so on."""
     assigned = torch.empty_like(slow_first)
     assigned[rarity.argsort(descending=True, stable=True)] = slow_first
     return assigned

@@ -1,4 +1,4 @@
-"""Fleet: the devices of a run's clients as numbers, and the seconds that computation and messages take."""
+"""Fleet: the devices of a run's clients as numbers, and the time in seconds that computation and messages take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.schedule.presence import Presence
 
 FORWARD_COST = 1 / 3
-"""Cost of a forward-only sample, relative to a training sample: a backward pass takes twice as long as a forward
+"""Cost of a forward-only sample relative to a training sample: a backward pass takes twice as long as a forward
 pass."""
 
 
@@ -22,13 +22,13 @@ class Fleet:
     """Devices of n clients.
 
     Attributes:
-        seconds: ``[n]`` seconds per training sample. Infinite for a device that never answers.
-        up: ``[n]`` bytes per second from the client to the server.
-        down: ``[n]`` bytes per second from the server to the client.
-        latency: ``[n]`` seconds of delay of every message.
+        seconds: seconds per training sample ``[n]``. Infinite for a device that never answers.
+        up: bytes per second from the client to the server ``[n]``.
+        down: bytes per second from the server to the client ``[n]``.
+        latency: delay of every message in seconds ``[n]``.
         names: device classes.
-        member: ``[n]`` index of every client's class.
-        presence: times at which clients are present. None: always.
+        member: index of each client's device class ``[n]``.
+        presence: times at which clients are available. None: always.
     """
 
     seconds: Tensor
@@ -54,11 +54,12 @@ class Fleet:
         return bool(self.seconds.isfinite().all())
 
     def busy(self, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the seconds ``[m]`` that clients compute and communicate.
+        """Return the time in seconds that clients need for computation and communication ``[m]``.
 
         Args:
             ids: ``[m]`` clients.
-            counts: ``[m, .]`` backward samples, forward samples, steps, and bytes up and down, in this order.
+            counts: numbers of backward samples, forward samples, steps, bytes up and bytes down, in this order, ``[m,
+                .]``.
         """
         backward, forward, _, up, down = counts[:, :5].T.astype(np.float64)
         seconds, rate_up, rate_down, latency = self._columns.take(ids, 0).T
@@ -72,29 +73,29 @@ class Fleet:
         return seconds_busy
 
     def ends(self, ids: NDArray[np.int64], start: float, busy: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the times at which clients ``[m]`` that begin at ``start`` have worked ``busy [m]`` seconds."""
+        """Return the times at which clients ``[m]`` that begin at ``start`` have worked for ``busy [m]`` seconds."""
         if self.presence is None:
             return start + busy
         pairs = zip(ids.tolist(), busy.tolist(), strict=True)
         return np.array([self.presence.end(i, start, b) for i, b in pairs])
 
     def presence_seconds(self, client: int, start: float, end: float) -> float:
-        """Return the seconds of presence between two times."""
+        """Return the number of seconds between two times during which clients are available."""
         if self.presence is None:
             return end - start
         return self.presence.presence_seconds(client, end) - self.presence.presence_seconds(client, start)
 
     def next(self, client: int, time: float) -> float:
-        """Return the earliest time from ``time`` on at which a client is present."""
+        """Return the earliest time, from ``time`` on, at which a client is available."""
         return time if self.presence is None else self.presence.next(client, time)
 
     def absent(self, time: float) -> Tensor:
-        """Return the seconds ``[n]`` from 0 to ``time`` in which each client is absent."""
+        """Return the number of seconds ``[n]`` between 0 and ``time`` during which each client is unavailable."""
         if self.presence is None:
             return torch.zeros(self.n, dtype=torch.float64)
         return torch.tensor([time - self.presence_seconds(i, 0.0, time) for i in range(self.n)], dtype=torch.float64)
 
     def permuted(self, order: Tensor) -> Fleet:
-        """Permute the fleet: client k gets the device of client ``order[k]``, or only its presence."""
+        """Permute the fleet: client k receives the device of client ``order[k]``, or only its availability."""
         names = ("seconds", "up", "down", "latency", "member")
         return replace(self, presence=None, **{name: getattr(self, name)[order] for name in names})

@@ -1,6 +1,6 @@
-"""Presence: times at which devices are present.
+"""Presence: times at which devices are available.
 
-A device works in its intervals of presence only, and pauses between them.
+A device works only in its intervals of availability, and pauses between them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from fedloom.errors import ConfigError
 
 
 class Presence:
-    """Intervals of presence by client.
+    """Intervals of availability by client.
 
     Args:
         intervals: intervals of each client, [start, end) in seconds, within [0, period]. A client without intervals is
-            always present.
-        period: seconds after which the intervals repeat. If infinite, no client is present after the last interval.
+            always available.
+        period: length of time in seconds after which the intervals repeat. If it is infinite, no client is available
+            after the last interval.
 
     Raises:
         ConfigError: intervals are empty, overlap or exceed the period.
@@ -44,7 +45,7 @@ class Presence:
             self._starts[client], self._done[client] = [start for start, _ in ordered], done
 
     def presence_seconds(self, client: int, time: float) -> float:
-        """Return the seconds of presence from 0 to a time."""
+        """Return the number of seconds from 0 to a time during which clients are available."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]
@@ -54,7 +55,7 @@ class Presence:
         return laps * done[-1] + within
 
     def end(self, client: int, start: float, busy: float) -> float:
-        """Return the time at which a client that begins at ``start`` has worked ``busy`` seconds, or inf if never."""
+        """Return the time when a client that begins at ``start`` has worked ``busy`` seconds, or inf if never."""
         if client not in self._starts:
             return start + busy
         starts, done = self._starts[client], self._done[client]
@@ -68,7 +69,7 @@ class Presence:
         return max(before + starts[j - 1] + rest - done[j - 1], start)
 
     def next(self, client: int, time: float) -> float:
-        """Return the earliest time from ``time`` on at which a client is present, or inf if there is no such time."""
+        """Return the earliest time, from ``time`` on, at which a client is available, or inf if it never is."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]

@@ -1,4 +1,4 @@
-"""Schedules: which uploads make a server step. ``SCHEDULES`` by kind."""
+"""Schedules: which uploads lead to a server step. ``SCHEDULES`` by kind."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedloom.values import Value
 
 
 class Schedule(Value, ABC):
-    """Rule that chooses the uploads of a server step."""
+    """Rule that chooses the uploads for a server step."""
 
     kind: ClassVar[str]
 
     def adapted(self, n: int) -> Self:
-        """Return the schedule with defaults that n clients allow."""
+        """Return the schedule with defaults that work for n clients."""
         return self
 
 
@@ -29,7 +29,7 @@ class Synchronous(Schedule):
 
 
 class Deadline(Schedule):
-    """A round ends after a number of seconds, or when all clients have answered. Late uploads are lost."""
+    """A round ends after a number of seconds, or once all clients have answered. Late uploads are lost."""
 
     kind: ClassVar[str] = "deadline"
     seconds: float = Field(gt=0, description="maximum length of a round, in simulated seconds")
@@ -41,25 +41,24 @@ class Deadline(Schedule):
 
 
 class OverSelection(Schedule):
-    """A round ends when enough of its clients have answered.
+    """A round ends once enough of its clients have answered.
 
-    The remaining clients stop (Bonawitz et al., MLSys 2019).
+    The remaining clients stop training (Bonawitz et al., MLSys 2019).
     """
 
     kind: ClassVar[str] = "over-selection"
     factor: float = Field(1.3, ge=1, description="number of clients drawn per upload that is used")
 
     def enough(self, m: int) -> int:
-        """Return the number of uploads that are used of ``m`` clients."""
+        """Return the number of uploads that are used out of ``m`` clients."""
         return max(round(m / self.factor), 1)
 
 
 class Stream(Schedule, ABC):
-    """Clients train continuously: a new client with the newest model replaces a client that has answered.
+    """Clients train continuously: as soon as a client has answered, a new client with the newest model replaces it.
 
-    A server step takes the first uploads that arrive. An upload's staleness is the number of steps that the
-    server took while the client trained. The change of the upload is multiplied by a factor that decreases with its
-    staleness.
+    A server step uses the uploads that arrive first. An upload's staleness is the number of steps that the server took
+    while the client trained. The change of the upload is multiplied by a factor that decreases with its staleness.
     """
 
     concurrency: int | None = Field(
@@ -80,19 +79,19 @@ class Stream(Schedule, ABC):
 
     @property
     def size(self) -> int:
-        """Number of uploads of a step."""
+        """Number of uploads per step."""
         return 1
 
     @property
     def rate(self) -> float | None:
-        """Weight of a client's model when it is mixed with the server's model.
+        """Weight of a client's model when it is mixed into the server's model.
 
-        None: its change is added to the server's.
+        None: the client's change is added to the server's model.
         """
         return None
 
     def factor(self, staleness: Tensor) -> Tensor:
-        """Return factors in (0, 1] for uploads with these stalenesses."""
+        """Return factors in (0, 1] for uploads with the given stalenesses."""
         s = staleness.double()
         if self.discount == "polynomial":
             return (1 + s) ** -self.power
@@ -102,7 +101,7 @@ class Stream(Schedule, ABC):
 
 
 class Buffered(Stream):
-    """FedBuff: a server step takes the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
+    """FedBuff: a server step uses the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
 
     kind: ClassVar[str] = "buffered"
     buffer: int = Field(10, ge=1, description="K, number of uploads per server step (default: at most all clients)")
@@ -113,15 +112,15 @@ class Buffered(Stream):
         return self.buffer
 
     def adapted(self, n: int) -> Self:
-        """Limit the buffer to all clients, if its size is not given."""
+        """Limit the buffer to the number of clients, if its size is not given."""
         default = "buffer" not in self.model_fields_set
         return self.with_(buffer=n) if default and self.buffer > n else self
 
 
 class Asynchronous(Stream):
-    """FedAsync: every upload is a step that mixes the client's model into the server's (Xie et al., arXiv:1903.03934).
+    """FedAsync: each upload is a step that mixes the client's model into the server's (Xie et al., arXiv:1903.03934).
 
-    x <- (1 - a) x + a w, where a is rate times the factor of the staleness. The paper's local problem includes
+    x <- (1 - a) x + a w, where a is rate times the factor of the staleness. The paper's local problem also contains
     FedProx's term.
     """
 

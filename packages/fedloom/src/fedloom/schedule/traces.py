@@ -1,4 +1,4 @@
-"""Traces: files of devices, read and checked row by row."""
+"""Traces: device files, read and checked row by row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACE_BOUNDS = {"speed": "at least 0", "up": "above 0", "down": "above 0", "late
 
 
 class DeviceRow(NamedTuple):
-    """A device of a trace: its speed, rates, latency, class, and intervals of presence (none: always present)."""
+    """Device in a trace: speed, rates, latency, class, and intervals of availability (none: always available)."""
 
     speed: float
     up: float
@@ -33,11 +33,11 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
     """Read the devices of a trace, ordered by client.
 
     Args:
-        path: Parquet or CSV file, possibly compressed by gzip.
-        period: seconds that contain the intervals. Infinite for any.
+        path: Parquet or CSV file, possibly compressed with gzip.
+        period: length in seconds of the period that contains the intervals. Infinite for any.
 
     Raises:
-        DataError: the file cannot be read, or a row is invalid. The message names the file, row, value and fix.
+        DataError: the file cannot be read, or a row is invalid. The message states the file, row, value and fix.
     """
     columns, names = _columns(path)
     _check_rows(path, columns)
@@ -56,7 +56,7 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
 
 
 def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
-    """Read the columns as numbers (NaN for an empty cell), and the class of every row."""
+    """Read the columns as numbers (NaN for an empty cell), and the class of each row."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -123,7 +123,7 @@ def _check_rows(path: Path, columns: dict[str, Column]) -> None:
 
 
 def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Column], names: list[str]) -> None:
-    """Raise if the rows of a client are not intervals of one device."""
+    """Raise if the rows of a client are not intervals of a single device."""
     clients = columns["client"][order]
     for place in np.flatnonzero(clients[1:] == clients[:-1]).tolist():
         before, k = order[place : place + 2].tolist()

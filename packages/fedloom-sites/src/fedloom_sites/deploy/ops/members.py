@@ -14,18 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tomli_w
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
-from fedloom.errors import ConfigError, Refused, RunDirError
-from fedloom.rows.layout import Layout
+from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage import lock, make_folder, read_toml, write_atomic
-from fedloom.storage.checkpoint import Checkpoints
-from fedloom.storage.checkpoint import check_file_digest as check_digest_of
 from fedloom.storage.disk import regular
 from fedloom.storage.files import content_of
 from fedloom.storage.toml_files import document_of
 from fedloom.values import fields_of, make
-from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE, read_agreed
+from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.directory import SECRET_FILES, Location, site_files, write_files, write_side
 from fedloom_sites.deploy.ops.plan import further_data_table
@@ -35,6 +32,7 @@ from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.pending import PendingSums
 from fedloom_sites.deploy.secure.protocol import safe_threshold
 from fedloom_sites.deploy.secure.stages import Stage, progress_of
+from fedloom_sites.deploy.server.run import last_round
 from fedloom_sites.deploy.settings import (
     Member,
     Secure,
@@ -82,7 +80,9 @@ def add(folder: Path, name: str, place: Location) -> Change:
         place: location of the new site's files. Its host is the host of the server.
 
     Raises:
-        ConfigError: the site or the change already exists, or the sites share the data of one partition.
+        ConfigError: the site or the change already exists, the sites share the data of one partition, or the run has
+            no global model.
+        CheckpointError: no checkpoint can be read.
         RunDirError: a run or a secure session is under way.
     """
     file = server_file(folder)
@@ -96,7 +96,9 @@ def add(folder: Path, name: str, place: Location) -> Change:
     templates = [read_toml(path, "site file") for path in sorted(folder.glob("sites/*/site.toml"))]
     if any(site.get("share", "all") == "partition" for site in templates):
         raise ConfigError(
-            "the sites share the data of one partition, and an additional site would change the partition"
+            "the sites share the data of one partition, and a further site would change the partition. Only sites "
+            "with their own data can be joined: create a deployment of all sites, with fedloom deploy init FILE "
+            "--out NEW --own-data"
         )
     pairs = keys.key_pair("connection"), keys.key_pair("signing")
     member = make(
@@ -106,8 +108,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     )  # fmt: skip
     members = (*server.sites, member)
     check_idle(server)  # it creates a lock, so it comes after the checks of the name
-    document, start = read_toml(server.experiment, "experiment file"), _last_model(server)
-    done = (Checkpoints(server.checkpoints).meta() or {}).get("round", 0)
+    document, (done, start) = read_toml(server.experiment, "experiment file"), _last_round(server)
     method = document["method"][0]
     method["rounds"] = max(1, int(method.get("rounds", document.get("rounds", 1))) - done)
     number = 2 + sum(f.name == AGREEMENT_FILE for f in folder.glob(f"changes/*/approval/{AGREEMENT_FILE}"))
@@ -351,20 +352,13 @@ def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member])
     return grown and all(getattr(new, name) == getattr(before, name) for name in kept)
 
 
-def _last_model(server: Server) -> bytes | None:
-    """Return the global model after the last round as a file of initial values, else the agreed initial model or None.
+def _last_round(server: Server) -> tuple[int, bytes | None]:
+    """Return the number of finished rounds, and the model after them as a file of initial values.
 
-    Raises:
-        Refused: the experiment trains adapters, so the model is not complete.
+    Without a finished round, the file is that of the agreed initial model, or None. Both are of one checkpoint: the
+    files of results are of the last evaluation, which may be many rounds ago.
     """
-    file = server.results / "global.safetensors"
-    if not file.exists():
-        return None if server.start is None else content_of(server.experiment.parent / INITIAL_MODEL_FILE)
-    experiment = read_agreed(server)
-    spec, samples = experiment.common.model, server.samples
-    if spec.adapters is not None:
-        raise Refused("the experiment trains adapters, but adapters cannot be an initial model. Start a new deployment")
-    module = spec.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
-    check_digest_of(file)
-    Layout.create(module).load(module, load_file(file)["rows"].reshape(-1))
-    return save({key: part.contiguous() for key, part in module.state_dict().items()})
+    done, model = last_round(server)
+    if model is not None:
+        return done, save(model)
+    return 0, None if server.start is None else content_of(server.experiment.parent / INITIAL_MODEL_FILE)

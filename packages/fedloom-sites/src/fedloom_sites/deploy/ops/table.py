@@ -14,6 +14,9 @@ import pyarrow.parquet as pq
 from fedloom.metrics import SUMMARY_METRICS
 from fedloom.storage.disk import regular
 
+MEAN_NAMES = ("mean", "weighted")
+"""Names of means in the records: over sites, and over samples. A server that receives sums records the second only."""
+
 
 def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return the latest test metrics, one row per site and model: ``site``, ``model``, ``round`` and metrics.
@@ -36,7 +39,9 @@ def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
 
 
 def mean_table(metrics: Path) -> list[dict[str, Any]]:
-    """Return the latest means over sites, one row per model: ``model``, ``round`` and metrics.
+    """Return the latest means of the federation, one row per model: ``model``, ``round`` and metrics.
+
+    Means are over sites. If the server receives sums only, they are over samples.
 
     ``sites``: number of sites in a mean of losses.
 
@@ -46,11 +51,15 @@ def mean_table(metrics: Path) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     losses = [r for r in _read(metrics, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
     counts = Counter((r["model"], r["round"]) for r in losses)  # none where the server has sums only
-    for r in _read(metrics, [*(f"{name}/mean" for name in SUMMARY_METRICS), "loss/sites"]):
+    totals = _read(metrics, [*(f"{name}/{mean}" for name in SUMMARY_METRICS for mean in MEAN_NAMES), "loss/sites"])
+    mean = next((name for name in MEAN_NAMES if any(r["metric"].endswith(f"/{name}") for r in totals)), "")
+    for r in totals:
         name, _, what = r["metric"].partition("/")
-        row = rows.setdefault(r["model"], {"model": r["model"]})
-        row |= {"round": r["round"], **({name: r["value"]} if what == "mean" else {"sites": int(r["value"])})}
-        if count := counts[r["model"], r["round"]]:
+        if what in (mean, "sites"):
+            row = rows.setdefault(r["model"], {"model": r["model"]})
+            row |= {"round": r["round"], **({name: r["value"]} if what == mean else {"sites": int(r["value"])})}
+    for row in rows.values():
+        if count := counts[row["model"], row["round"]]:
             row["sites"] = count
     return [rows[key] for key in sorted(rows)]
 

@@ -180,7 +180,7 @@ class RogueSession:
         if sent_back is not None:
             self.shown[c] = sent_back
 
-    def counts(self, terms: Terms) -> tuple[int, int]:
+    def counts(self, terms: Terms) -> counters.AnswerCounts:
         """Open and return the sums of the counters."""
         answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in self.shown.items()}
         agreed = self.rogue.sites[min(self.vectors)].site.secure
@@ -234,7 +234,9 @@ class RogueSession:
 
 def has_counters(terms: Terms, trainer: Trainer) -> bool:
     """Return True if the vectors of a session contain counters."""
-    return terms.question is not None or (terms.trains and UploadVector(trainer.job, trainer.forms.idle).is_counted)
+    if terms.question is not None or (terms.scored >= 0 and trainer.scoring == "masked"):
+        return True
+    return terms.trains and UploadVector(trainer.job, trainer.forms.idle).is_counted
 
 
 def sum_honestly(

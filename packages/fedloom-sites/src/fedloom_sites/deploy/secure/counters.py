@@ -21,8 +21,9 @@ from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers, Secrets, Session
 
-ANSWERED_COUNTS, NEUTRAL_COUNTS, ABSENT_COUNTS = (1, 0), (0, 1), (0, 0)
-"""Counters of one site that answers from its samples, that sends a neutral answer instead, or that has no samples."""
+ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS, ABSENT_COUNTS = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)
+"""Counters of one site that answers from its samples, that sends a neutral upload instead, that has no answer to a
+question or no scores, or that has no samples."""
 COUNTER_COUNT = len(ANSWERED_COUNTS)
 COUNTERS_BYTES = SIGNATURE_BYTES + 8 * COUNTER_COUNT
 """Bytes of the message in which a site sends its counters."""
@@ -33,11 +34,13 @@ class AnswerCounts(NamedTuple):
 
     Attributes:
         answered: number of sites that answered from their samples.
-        neutral: number of sites that have samples and sent a neutral answer.
+        neutral: number of sites that have samples and sent a neutral upload.
+        silent: number of sites that have samples and sent zeros for a question or for scores.
     """
 
     answered: int
     neutral: int
+    silent: int
 
 
 def write_counters(
@@ -100,20 +103,28 @@ def open_counters(
     secrets, wrong = shares.restored(session, peers, messages, answers, of_counters=True)
     total: Integers = np.sum([np.frombuffer(one, dtype="<u8") for one in numbers], axis=0, dtype=np.uint64)
     total = secure.unmasked(session, _masks(bound), messages, total, secrets)
-    if bool((total > len(messages)).any()) or int(total.sum()) > len(messages):
+    if bool((total > len(messages)).any()) or int(total[:2].sum()) > len(messages):
         raise Broken("the sum of counters is out of range: a site sent wrong counters, or a mask was not removed")
     return AnswerCounts(*total.tolist()), wrong
 
 
 def check_enough(counts: AnswerCounts, threshold: int) -> None:
-    """Raise if fewer sites than the threshold contribute to a sum, so that the sum stays closed.
+    """Raise if fewer sites than the threshold contribute to a sum, or a site is silent, so that the sum stays closed.
+
+    The question of the next step may hardly differ. The difference between its sum and a sum without a silent site
+    would be the answer of that site.
 
     Raises:
-        Broken: too few sites contribute. The message states the number.
+        Broken: too few sites contribute, or a site is silent. The message states the number.
     """
     if counts.answered < threshold:
         raise Broken(
             f"only {counts.answered} sites answered from their samples, but a sum needs {threshold} to be decrypted"
+        )
+    if counts.silent:
+        raise Broken(
+            f"{counts.silent} of the sites could not answer. This sum and one with their answers would reveal the "
+            "difference"
         )
 
 

@@ -158,8 +158,8 @@ class OpenedSums:
             if is_new and weights is not None:
                 changes = self._changes(record).after(*self._counting(bases, weights))
                 record |= {"sites": changes.record}
-            if is_new and any(counts):
-                is_neutral = tuple(counts) == NEUTRAL_COUNTS
+            if is_new and "uploads" in sums and any(counts[:2]):
+                is_neutral = tuple(counts[:2]) == NEUTRAL_COUNTS[:2]
                 record["turns"] += is_neutral != record["neutral"]
                 record["neutral"] = is_neutral
             _ended(experiment, name)

@@ -90,7 +90,7 @@ class SecureSums:
 
     def sum(
         self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
-        counted: bool = False, all_answer: bool = False,
+        counted: bool = False, again: bool = False,
     ) -> Sum:  # fmt: skip
         """Compute and return the sum of the sites' vectors.
 
@@ -105,20 +105,22 @@ class SecureSums:
             read: function that decodes a sum of a number of vectors. The function raises Refused for an implausible
                 sum.
             counted: True if the sites read the sum of their counters before they open the sum of their vectors.
-            all_answer: True if a sum that contains a neutral answer is useless, so that the sum stays closed.
+            again: True to begin a new session although a sum was requested, because that sum stays closed.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
             GivenUp: the sum was requested too often, or a vector is wrong.
         """
-        pending = self._unmasked.of(terms.sums)
+        pending = None if again else self._unmasked.of(terms.sums)
         if pending is None:
             pending = self._collected(terms, weights, request, length, counted)
             self._enter_change(terms, weights, pending.clients)
         counts = None
         if counted:
             pending, counts = self._counted(pending)
-            if (all_answer and counts.neutral) or counts.answered < self._agreed.threshold:
+            try:
+                counters.check_enough(counts, self._agreed.threshold)
+            except Broken:
                 return Sum(None, pending.clients, [0, 0], counts)
         pending = pending if pending.told else self._revealed(pending, read)
         n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED_SHARE_BYTES

@@ -151,9 +151,9 @@ class Terms(Value):
     def weights(self, job: Job) -> dict[int, tuple[float, ...]]:
         """Return the weights of every site of the cohort in the session's sums, or zeros without training samples.
 
-        For uploads, these are the site's weight in the mean and, if rows are kept or accumulated over rounds, its share
-        of the objective. For an analysis, the weight is the number of rows. For scores, all weights are equal, because
-        `summed` checks the samples.
+        For uploads, these are the site's weight in the mean, if a field is averaged, and its share of the objective, if
+        a field is kept or accumulated over rounds. For an analysis, the weight is the number of rows. For scores, all
+        weights are equal, because `summed` checks the samples.
 
         Args:
             job: run that `weighed` returns.
@@ -161,8 +161,9 @@ class Terms(Value):
         if self.question is not None:
             counting = {c: (float(sum(self.sizes[c])),) for c in self.cohort}
         elif self.trains and not isinstance(job.setting.aggregator, SharedMean):
-            columns = [self._weights(job).abs().flatten()]
-            if any(kind.keeps or kind.accumulates for kind in job.fields.values()):
+            stored = [kind.keeps or kind.accumulates for kind in job.fields.values()]
+            columns = [] if all(stored) else [self._weights(job).abs().flatten()]
+            if any(stored):
                 columns.append(job.masses[list(self.cohort)].abs().flatten())
             counting = dict(zip(self.cohort, zip(*(column.tolist() for column in columns), strict=True), strict=True))
         else:
@@ -234,13 +235,41 @@ def check_summands(
         raise Broken(
             f"{len(counting)} of the {len(clients)} sites of the sum have samples, but {threshold} are required"
         )
-    for column in zip(*(weights[c] for c in counting), strict=True):
+    columns = list(zip(*(weights[c] for c in counting), strict=True))
+    for column in columns:
         share, client = max((weight, -c) for weight, c in zip(column, counting, strict=True))
         if share > most * sum(column):
             raise Broken(
                 f"client {-client} has {share / sum(column):.1%} of the weight of the sum, but at "
                 f"most {most:.0%} is agreed (max_share in the table secure)"
             )
+    if len(columns) > 1:
+        _check_combinations(np.array(columns), counting, threshold, most)
+
+
+def _check_combinations(columns: NDArray[np.float64], clients: Sequence[int], threshold: int, most: float) -> None:
+    """Raise if a difference of two sums with different weights is of too few sites, or is nearly of one site.
+
+    Two fields of an upload may follow from one model, such as model and control of SCAFFOLD. Their sums have the
+    weights ``[2, n]``. A multiple of the second sum, taken from the first sum, removes any one site, and all sites with
+    the same ratio of weights at once.
+
+    Raises:
+        Broken: such a difference exists. The message names the sites that remain.
+    """
+    first, second = columns / columns.sum(1, keepdims=True)
+    if np.allclose(first, second, rtol=1e-9, atol=0):
+        return
+    ratios = first / np.maximum(second, np.finfo(np.float64).tiny)
+    rests = np.abs(first - ratios[:, None] * second)
+    remain = rests > 1e-9 * first
+    fewest = int(remain.sum(1).argmin())
+    if remain[fewest].sum() < threshold or bool((rests.max(1) > most * rests.sum(1)).any()):
+        names = ", ".join(str(c) for c, stays in zip(clients, remain[fewest], strict=True) if stays)
+        raise Broken(
+            f"the fields of an upload have sums with different weights, and a difference of two sums contains clients "
+            f"{names} only, or is nearly of one client. Use the same weights (client_weights, aggregation_weights)"
+        )
 
 
 def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int) -> None:

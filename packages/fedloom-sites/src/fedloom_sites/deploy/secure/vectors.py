@@ -17,6 +17,7 @@ from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.uploads import KeptField, fields_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
+from fedloom.metrics import metric
 from fedloom.seeds import generator
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.secure import integers
@@ -26,8 +27,14 @@ from fedloom_sites.transport.forms import score_names
 
 WORK_COUNTS = 3
 """Number of work counts at the end of an upload."""
+NUMBERS_PER_SCORE = 3
 SCORE_UNIT = 2.0**-20
 """Unit of weighted scores: a weighted mean sums each score times this unit and the number of samples."""
+RATIO_STEP = 2.0**-3
+"""Step of a score times the number of samples, if larger scores are better.
+
+Such a score is a ratio of counts. With a finer step, a sum over few sites would determine the ratio of each site.
+"""
 PROBE_DISTANCE = 2.0
 """Distance by which probing outputs are moved towards one prediction. The spread of the outputs themselves is below
 1."""
@@ -147,7 +154,10 @@ def bits_before(job: Job, groups: Sequence[str]) -> int:
 
 
 class ScoreVector:
-    """Scores as integers, four per score: value, value times samples, and presence as 1 and as number of samples.
+    """Scores as integers, three per score: value times samples, and presence as 1 and as number of samples.
+
+    All sums of scores have the same weights, the numbers of samples. A second sum with equal weights would isolate a
+    site: for sites of 100, 200 and 200 samples, the two means determine the score of the first site.
 
     Args:
         job: run.
@@ -157,7 +167,7 @@ class ScoreVector:
         self._job, self._parts = job, job.setting.evaluate.parts
         self._names = [key for key in score_names(job) if key[1] in ("", *self._parts)]
         self.figures = sorted({key[1:] for key in self._names if key[1]})
-        self.length = 4 * len(self._names)
+        self.length = NUMBERS_PER_SCORE * len(self._names)
 
     @property
     def parts(self) -> list[str]:
@@ -192,7 +202,7 @@ class ScoreVector:
     ) -> Integers:  # fmt: skip
         """Return a site's scores as integers.
 
-        A score that is not requested, missing or not finite is zero in all four numbers.
+        A score that is not requested, missing or not finite is zero in all three numbers.
 
         Args:
             scores: values ``[1]``.
@@ -205,23 +215,42 @@ class ScoreVector:
             value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
             has_score = ((part, name) in wanted if part else weighs) and np.isfinite(value)
             samples = self._samples(part, sizes)
-            numbers, _ = integers.encode(np.array([value, value * samples * SCORE_UNIT] if has_score else [0.0, 0.0]))
+            weighted = value * samples if has_score else 0.0
+            if metric(name).higher:
+                weighted = np.rint(weighted / RATIO_STEP) * RATIO_STEP
+            numbers, _ = integers.encode(np.array([weighted * SCORE_UNIT]))
             columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]
         return np.concatenate(columns)
 
-    def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, float, int]]:
-        """Return every score that at least `MIN_SITES` sites have: means over sites and samples, and number of sites.
+    def is_whole(
+        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], summed: Sequence[bool], *, weighs: bool = True
+    ) -> bool:
+        """Return whether a site has scores, and no output of a model makes them all, or the loss, not finite.
+
+        The arguments are those of `encode`. A single score, such as the calibration slope of a constant model, may be
+        undefined.
+        """
+        wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}
+        by_model = dict[tuple[str, str], dict[str, bool]]()
+        for model, part, name in self._names:
+            if name in scores.get((model, part), {}) and ((part, name) in wanted if part else weighs):
+                finite = bool(torch.isfinite(scores[model, part][name]).all())
+                by_model.setdefault((model, part), {})[name] = finite
+        return bool(scores) and all(any(one.values()) and one.get("loss", True) for one in by_model.values())
+
+    def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, int]]:
+        """Return every score that at least `MIN_SITES` sites have: mean over samples, and number of sites.
 
         Raises:
             Broken: a sum is out of range.
         """
-        rows = total.reshape(-1, 4)
-        values, counts = integers.decode(rows[:, :2].reshape(-1), count).reshape(-1, 2), rows[:, 2:].view(np.int64)
+        rows = total.reshape(-1, NUMBERS_PER_SCORE)
+        values, counts = integers.decode(rows[:, 0].copy(), count), rows[:, 1:].view(np.int64)
         if bool(((counts < 0) | (counts[:, :1] > count)).any()):
             raise Broken("the sum of scores is out of range: a mask was not removed")
         return {
-            key: (value / sites, weighted / SCORE_UNIT / samples if samples else np.nan, int(sites))
-            for key, (value, weighted), (sites, samples) in zip(self._names, values, counts.tolist(), strict=True)
+            key: (weighted / SCORE_UNIT / samples if samples else np.nan, int(sites))
+            for key, weighted, (sites, samples) in zip(self._names, values, counts.tolist(), strict=True)
             if sites >= secure.MIN_SITES
         }
 

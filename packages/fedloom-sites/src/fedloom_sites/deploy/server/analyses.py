@@ -106,7 +106,7 @@ class AnalysisServer:
         terms = common.with_(question=AnalysisStep.of(name, place, question.encode()))
         got = self._sites.analysis_sum(terms, form, self._request, clients)
         if got.total is None:
-            silent = got.counts.neutral or len(got.clients) - got.counts.answered
+            silent = got.counts.silent or len(got.clients) - got.counts.answered
             if not may_retry:
                 raise DataError(
                     f"{silent} of {len(got.clients)} sites did not answer step {place + 1} of the "

@@ -23,7 +23,7 @@ from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.records import Record
 from fedloom.engine.scoring import records_of, score_request, scores_of
 from fedloom.engine.setup import make_job
-from fedloom.engine.state import State, initial_state
+from fedloom.engine.state import State, Times, initial_state
 from fedloom.engine.virtual.check import check_stream
 from fedloom.engine.virtual.clock import CLIENT_COLUMN, VERSION_COLUMN
 from fedloom.errors import CheckpointError, DataError, FedloomError, GivenUp, Refused, RunStopped, Stop
@@ -199,6 +199,59 @@ def counts_samples(setting: Setting) -> str:
     )
 
 
+def make_server_job(settings: Server, experiment: Experiment, sizes: Tensor) -> tuple[Job, Any, Forms]:
+    """Return a run without samples and client state, with its first state and its forms.
+
+    A round of this run needs the quorum in the settings.
+
+    Args:
+        settings: settings of the server.
+        experiment: the agreed experiment.
+        sizes: ``[n, 3]`` numbers of training, validation and test samples of every site.
+    """
+    fed = federation_of(settings.samples, sizes)
+    setting = experiment.methods[0].setting
+    setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
+    schedule = setting.schedule  # which is of real time; `check_deployable` has looked at it
+    scored = setting.evaluate.with_(batchnorm_stats="own")  # as sites score
+    planned = setting.with_(schedule=Synchronous(), evaluate=scored)
+    job, server = make_job(planned, fed, folder=settings.checkpoints)
+    forms = Forms(job, server)
+    noisy = deployed(job.setting, settings.survivors)
+    job = replace(job, setting=noisy.with_(schedule=schedule, evaluate=setting.evaluate))
+    return job.drop_states(), server, forms
+
+
+def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
+    """Return the number of finished rounds and the global model of the newest checkpoint, as a state dict.
+
+    The model is None before the first round.
+
+    Raises:
+        Refused: the run has no global model that is a complete model.
+        CheckpointError: no checkpoint can be read.
+        RunDirError: the checkpoints are from another experiment.
+    """
+    loaded = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
+    if loaded is None or not loaded.meta["round"]:
+        return 0, None
+    experiment = read_agreed(settings, workers=1, clients_per_batch=1)
+    job, server, _ = make_server_job(settings, experiment, torch.tensor(loaded.meta["more"]["sizes"]))
+    state = initial_state(job, server).restored(loaded.meta["round"], loaded.tensors, [], Times())
+    shared = job.algorithm.global_model(state.server)
+    if shared is None or experiment.common.model.adapters is not None:
+        what = "trains adapters" if shared is not None else f"has no global model ({experiment.methods[0].label})"
+        raise Refused(
+            f"the experiment {what}, so a new site has no initial model after round {state.round}",
+            rule="deploy-initial-model",
+            fix="start a new deployment of all sites: fedloom deploy init",
+        )
+    spec, samples = experiment.common.model, settings.samples
+    module = spec.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
+    job.oracle.layout.load(module, shared.reshape(-1))
+    return state.round, {key: part.contiguous() for key, part in module.state_dict().items()}
+
+
 class _Run(Hooks):
     """One run: its state, and the work around its rounds."""
 
@@ -242,7 +295,7 @@ class _Run(Hooks):
     def _run(self) -> End:
         """Run the remaining rounds, and return the end."""
         settings, audit = self._settings, self._audit
-        job, server, forms = self._make_job()
+        job, server, forms = make_server_job(settings, self._experiment, self._transport.sizes)
         checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
         groups = GroupSums(job, agreed_groups(self._experiment, settings.samples), min_rows(self._experiment))
         sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._transport, settings, groups)
@@ -367,24 +420,6 @@ class _Run(Hooks):
         """Return the sizes in the newest checkpoint, or None without a checkpoint."""
         loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
         return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
-
-    def _make_job(self) -> tuple[Job, Any, Forms]:
-        """Return the run without samples and client state, with its first state and its forms.
-
-        A round of this run needs the quorum in the settings.
-        """
-        fed = federation_of(self._settings.samples, self._transport.sizes)
-        experiment = self._experiment
-        setting = experiment.methods[0].setting
-        setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
-        schedule = setting.schedule  # which is of real time; `check_deployable` has looked at it
-        scored = setting.evaluate.with_(batchnorm_stats="own")  # as sites score
-        planned = setting.with_(schedule=Synchronous(), evaluate=scored)
-        job, server = make_job(planned, fed, folder=self._settings.checkpoints)
-        forms = Forms(job, server)
-        noisy = deployed(job.setting, self._settings.survivors)
-        job = replace(job, setting=noisy.with_(schedule=schedule, evaluate=setting.evaluate))
-        return job.drop_states(), server, forms
 
     def _line(self, state: State) -> str:
         text = f"fedloom: round {state.round}/{self._job.setting.rounds}: "

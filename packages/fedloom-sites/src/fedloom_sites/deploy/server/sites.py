@@ -28,7 +28,7 @@ from fedloom_sites.deploy.secure.counters import (
     ABSENT_COUNTS,
     ANSWERED_COUNTS,
     COUNTER_COUNT,
-    NEUTRAL_COUNTS,
+    SILENT_COUNTS,
     AnswerCounts,
 )
 from fedloom_sites.deploy.secure.protocol import Integers
@@ -190,7 +190,7 @@ class Sites(StreamedClients):
                 numbers = np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)
                 vector, counts = numbers[:-COUNTER_COUNT], tuple(numbers[-COUNTER_COUNT:].tolist())
                 form.decode(vector, 1)
-                if counts not in (ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS):
+                if counts not in (ABSENT_COUNTS, ANSWERED_COUNTS, SILENT_COUNTS):
                     raise ValueError(f"the counters of a site cannot be {counts}")
             except (Refused, ValueError) as error:
                 raise WireError(str(error)) from None
@@ -206,7 +206,7 @@ class Sites(StreamedClients):
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
         vectors, counts = zip(*(reply.value for _, reply in sorted(replies.items())), strict=True)
         counted = AnswerCounts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
-        total: Integers | None = None if counted.neutral else np.sum(vectors, axis=0, dtype=np.uint64)
+        total: Integers | None = None if counted.silent else np.sum(vectors, axis=0, dtype=np.uint64)
         return AnalysisSum(total, sorted(replies), counted)
 
     def share_result(self, name: str, table: pa.Table) -> None:

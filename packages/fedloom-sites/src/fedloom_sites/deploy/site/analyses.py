@@ -38,7 +38,7 @@ from fedloom_sites.deploy.analyses import (
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
-from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS
+from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, in_turn, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 from fedloom_sites.deploy.secure.terms import Terms
@@ -148,7 +148,7 @@ class SiteAnalyses:
             return SiteAnswer(vector, ANSWERED_COUNTS if has_part else ABSENT_COUNTS)
         except Exception as error:  # whatever it is, the error depends on rows, and so must not show
             self._trainer.log_privately(f"step {step} of the analysis {name}: {sentence_of(error)}")
-            return SiteAnswer(form.zeros, NEUTRAL_COUNTS)
+            return SiteAnswer(form.zeros, SILENT_COUNTS)
 
     def keep(self, message: bytes) -> None:
         """Write the result of an analysis into the folder of the site's state.

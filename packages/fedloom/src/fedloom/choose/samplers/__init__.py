@@ -1,4 +1,4 @@
-"""Samplers: which clients take part in a round."""
+"""Samplers, which choose the clients that take part in a round."""
 
 from fedloom.choose.samplers._base import Sampler
 from fedloom.choose.samplers.availability import Availability

@@ -1,4 +1,4 @@
-"""Base classes of samplers, and their common random draws."""
+"""Base classes of samplers, and the random draws that they share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from fedloom.values import Value
 
 
 class Sampler(Value, ABC):
-    """Chooses the cohort of every round. Its state is a NamedTuple of tensors, explicit and checkpointed.
+    """Chooses the cohort of every round.
+
+    Its state is a NamedTuple of tensors, which is passed explicitly and stored in checkpoints.
 
     In `query`, `apply` and `init`, ``ctx.ids`` lists all clients.
     """
@@ -25,26 +27,26 @@ class Sampler(Value, ABC):
 
     @property
     def probes(self) -> bool:
-        """The server queries candidates before the round. The answers count as work and bytes."""
+        """True if the server queries candidates before the round. Their answers count as work and bytes."""
         return False
 
     @property
     def learns(self) -> bool:
-        """The sampler reads the replies of individual clients after a round (`learn`)."""
+        """True if the sampler reads the replies of individual clients after a round (`learn`)."""
         return False
 
     @property
     def repeats(self) -> bool:
-        """A client may occur twice in a cohort."""
+        """True if a client may occur twice in a cohort."""
         return False
 
     @property
     def by_samples(self) -> bool:
-        """True if clients with more samples are drawn more often, so all clients of a cohort have equal weight."""
+        """True if clients with more samples are drawn more often, so that all clients of a cohort have equal weight."""
         return False
 
     def adapted(self, n: int) -> Self:
-        """Return the sampler with defaults that n clients allow."""
+        """Return the sampler with defaults that work for n clients."""
         return self
 
     def init(self, ctx: Ctx) -> Fields:
@@ -56,27 +58,28 @@ class Sampler(Value, ABC):
         return ctx.ids[:0]
 
     def probe(self, model: Tensor, work: Work) -> Tensor:
-        """Compute a candidate's answer ``[m, k]`` about the global model ``[d]``. It runs at the client."""
+        """Compute a candidate's answer ``[m, k]`` about the global model ``[d]``. This function runs at the client."""
         raise AssertionError("this sampler has no query")
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
-        """Draw the cohort and return it with the new state.
+        """Draw the cohort, and return it with the new state.
 
         Args:
-            state: state after the last round.
-            info: the answers, in the order of `query`.
+            state: state after the previous round.
+            info: answers, in the order of `query`.
             ctx: all clients.
 
         Returns:
             Ids, ascending. A client that is drawn twice (`repeats`) trains once, and its share of the mean doubles.
-            This does not apply to fields that accumulate over rounds or are stored, which have one term per client.
+            This does not apply to fields that are accumulated over rounds or stored, which have one term per client.
         """
 
     def report(self, model: Tensor, work: Work) -> Tensor | None:
-        """Return each client's report ``[m, k]`` on its trained model ``[m, d]``, sent with the reply, for `learn`.
+        """Return each client's report ``[m, k]`` on its trained model ``[m, d]``, sent with its reply for `learn`.
 
-        It runs at the client, and counts as work and bytes. None: the server reads the upload itself.
+        This function runs at the client, and its result counts as work and bytes. None: the server reads the upload
+        itself.
         """
         return None
 
@@ -85,17 +88,17 @@ class Sampler(Value, ABC):
 
         Args:
             state: state after `apply`.
-            replies: rows in the order of ``ctx.ids``: the rows of `report`, or ``[m, d]`` each model minus the model
-                that the client received.
+            replies: rows in the order of ``ctx.ids``: the rows that `report` returns, or ``[m, d]`` each model minus
+                the model that the client received.
             ctx: the accepted cohort.
         """
         return state
 
     def check(self, n: int) -> None:
-        """Raise if the sampler cannot sample from ``n`` clients.
+        """Raise if the sampler does not work for ``n`` clients.
 
         Raises:
-            ConfigError: the sampler cannot sample from them; the message says why.
+            ConfigError: the sampler does not work for this number. The message says why.
         """
 
     def remarks(self, ctx: Ctx) -> list[str]:
@@ -103,19 +106,19 @@ class Sampler(Value, ABC):
         return []
 
     def smallest(self, n: int) -> int | None:
-        """Return the smallest number of different clients in a round of a federation of ``n``.
+        """Return the smallest number of distinct clients in a round of a federation with ``n`` clients.
 
-        None where that depends on the draws.
+        The result is None if this number depends on the draws.
         """
         return None
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """Return this sampler with another sampler's cohort size, unless this sampler's own size was given."""
+        """Return this sampler with another sampler's cohort size, unless its own size was given."""
         return self
 
 
 class SizedSampler(Sampler, ABC):
-    """A sampler that draws a fixed number of clients."""
+    """Sampler that draws a fixed number of clients."""
 
     fraction: float = Field(
         1.0,
@@ -132,7 +135,7 @@ class SizedSampler(Sampler, ABC):
         return self
 
     def size(self, n: int) -> int:
-        """Return the number of clients that are drawn from n."""
+        """Return the number of clients that are drawn from n clients."""
         return max(round(self.fraction * n), 1) if self.clients is None else self.clients
 
     def check(self, n: int) -> None:
@@ -149,7 +152,7 @@ class SizedSampler(Sampler, ABC):
         return self.size(n)
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """Fraction or clients of the other sampler, if this sampler has neither."""
+        """Use ``fraction`` or ``clients`` of the other sampler, if this sampler sets neither."""
         size_fields, named = ("fraction", "clients"), other.model_fields_set
         if not isinstance(other, SizedSampler) or self.model_fields_set.intersection(size_fields):
             return self
@@ -167,7 +170,7 @@ def masses(ctx: Ctx, by: Masses) -> Tensor:
 
 
 def some(n: int, k: int, generator: torch.Generator) -> Tensor:
-    """Return the first ``k`` of ``torch.randperm(n)``, without shuffling all n if k is small."""
+    """Return the first ``k`` elements of ``torch.randperm(n)``, without shuffling all n if k is small."""
     if 16 * k > n:
         return torch.randperm(n, generator=generator)[:k]
     pairs = torch.empty(-(-k // 2), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
@@ -181,5 +184,5 @@ def some(n: int, k: int, generator: torch.Generator) -> Tensor:
 
 
 def draw(p: Tensor, k: int, generator: torch.Generator, *, replacement: bool = False) -> Tensor:
-    """Draw ``k`` ids one after the other with probabilities proportional to ``p [n]``."""
+    """Draw ``k`` ids one after the other, with probabilities proportional to ``p [n]``."""
     return torch.multinomial(p.double(), k, replacement, generator=generator)

@@ -1,4 +1,4 @@
-"""Samplers for federations whose clients are not always present."""
+"""Samplers for federations whose clients are not always available."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedloom.local import Ctx, Nothing
 
 
 class Availability(SizedSampler):
-    """Draws uniformly among the clients that are present: by a recorded trace, or in turns with a fixed period.
+    """Draws uniformly among the available clients, given by a recorded trace or by turns with a fixed period.
 
-    With a table, row t lists the clients available in round t, and the table starts again after its last row. Without a
-    table, client i is present in the first ``on`` of every ``period`` rounds, counted from round 1 - i. If fewer
-    clients are present than the sampler draws, all of them take part.
+    With a table, row t lists the clients available in round t, and after the last row the table starts again. Without a
+    table, client i is available in the first ``on`` of every ``period`` rounds, counted from round 1 - i. If fewer
+    clients are available than the sampler draws, all available clients take part.
     """
 
     kind: ClassVar[str] = "availability"
@@ -43,18 +43,18 @@ class Availability(SizedSampler):
         return self
 
     def adapted(self, n: int) -> Self:
-        """Set the turns to one round per client, if neither turns nor a table is given."""
+        """Set the turns to one round per client if neither turns nor a table are given."""
         turns = self.model_fields_set.intersection(("table", "period", "on"))
         return self if turns or self.period <= n else self.with_(period=n)
 
     def present(self, round: int, n: int) -> Tensor:
-        """Return the clients that are present in a round, as bool ``[n]``."""
+        """Return the clients that are available in a round, as bool ``[n]``."""
         if self.table is not None:
             return torch.tensor(self.table[(round - 1) % len(self.table)]) == 1
         return (round - 1 + torch.arange(n)) % self.period < self.on
 
     def check(self, n: int) -> None:
-        """Raise if the table has another width, or if a round has no available client."""
+        """Raise if the table has the wrong width, or if no client is available in some round."""
         super().check(n)
         for t, row in enumerate(self.table or (), 1):
             if len(row) != n:
@@ -74,16 +74,16 @@ class Availability(SizedSampler):
                 )
 
     def smallest(self, n: int) -> int | None:
-        """Return the smallest number of clients present in any round, if it is below the number of drawn clients."""
+        """Return the smallest number of clients available in any round, if it is below the number of drawn clients."""
         return min(self.size(n), *self._counts(n))
 
     def _counts(self, n: int) -> list[int]:
-        """Count the present clients in every round of a turn."""
+        """Count the available clients in every round of a turn."""
         turn = self.period if self.table is None else len(self.table)
         return [int(self.present(t, n).sum()) for t in range(1, 1 + turn)]
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Draw m of the present clients, or all of them."""
+        """Draw m of the available clients, or all of them if there are fewer."""
         present = self.present(ctx.round, ctx.n).nonzero()[:, 0]
         order = torch.randperm(len(present), generator=ctx.rng("cohort"))
         return present[order[: self.size(ctx.n)]].sort().values, state

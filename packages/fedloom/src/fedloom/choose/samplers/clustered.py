@@ -1,4 +1,4 @@
-"""Clustered sampling: draw one client from each of m distributions, so the mean of the cohort is unbiased."""
+"""Clustered sampling: one client is drawn from each of m distributions, so that the mean of the cohort is unbiased."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Distance = Literal["arccos", "l1", "l2"]
 
 
 class Gradients(NamedTuple):
-    """g ``[n, d]``: representative gradients G_i = w_i - w_t, zero before a client's first round."""
+    """g ``[n, d]``: representative gradients G_i = w_i - w_t, which are zero before a client's first round."""
 
     g: Tensor
 
@@ -28,11 +28,11 @@ class Clustered(SizedSampler):
 
     Reference: Y. Fraboni, R. Vidal, L. Kameni, M. Lorenzi, "Clustered Sampling: Low-Variance and Improved
     Representativity for Clients Selection in Federated Learning", ICML 2021, arXiv:2105.05883, Algorithm 1 (by sample
-    size) and 2 (by similarity of the representative gradients, Ward's method on the rows of the distance matrix).
+    size) and 2 (by similarity of the representative gradients, with Ward's method on the rows of the distance matrix).
 
     A client that is drawn from two distributions trains once and counts twice. A client whose m p_i is above 1 first
-    fills whole distributions by itself. The tree is cut into the largest subtrees whose mass is at most 1/m. All counts
-    are in samples, so the probabilities are exact. The server stores n d numbers.
+    fills whole distributions alone. The tree is cut into the largest subtrees whose mass is at most 1/m. All counts are
+    numbers of samples, so the probabilities are exact. The server stores n d numbers.
     """
 
     kind: ClassVar[str] = "clustered"
@@ -54,7 +54,7 @@ class Clustered(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """True: a client may be drawn from two distributions."""
+        """Always True: a client may be drawn from two distributions."""
         return True
 
     @property
@@ -63,22 +63,22 @@ class Clustered(SizedSampler):
         return self.masses == "samples"
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Note that sampling has no effect if every client takes part with equal masses."""
+        """Note that sampling has no effect if every client participates with equal mass."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
         reason = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
         return [f"sampler {self.kind!r} draws no client {reason}"]
 
     def smallest(self, n: int) -> int | None:
-        """Return None: a client may be drawn from several distributions."""
+        """Return None, because a client may be drawn from several distributions."""
         return None
 
     def init(self, ctx: Ctx) -> Gradients | Nothing:
-        """Return zero representative gradients: no client has taken part."""
+        """Return zero representative gradients, because no client has participated yet."""
         return Gradients(torch.zeros(ctx.n, ctx.layout.d)) if self.learns else Nothing()
 
     def distributions(self, state: Gradients | Nothing, ctx: Ctx) -> Tensor:
-        """Return m W_k(i) in samples, int64 ``[m, n]``: rows sum to sum_i n_i, columns to m n_i."""
+        """Return m W_k(i) in samples, int64 ``[m, n]``: rows sum to sum_i n_i, and columns to m n_i."""
         size, m = masses(ctx, self.masses), self.size(ctx.n)
         if not isinstance(state, Gradients):
             return filled(size, m, [[i] for i in size.argsort(descending=True, stable=True).tolist()], separate=False)
@@ -101,7 +101,10 @@ class Clustered(SizedSampler):
 
 
 def distances(g: Tensor, distance: Distance) -> Tensor:
-    """Return pairwise distances ``[n, n]`` of the rows of ``g [n, d]``, float64. The angle with a zero row is 0."""
+    """Return the pairwise distances ``[n, n]`` between the rows of ``g [n, d]``, as float64.
+
+    The angle with a row of zeros is 0.
+    """
     g = g.double().cpu()
     if distance == "l1":
         return torch.cdist(g, g, p=1.0)
@@ -114,15 +117,15 @@ def distances(g: Tensor, distance: Distance) -> Tensor:
 
 
 def subtrees(distance: Tensor, mass: Tensor, limit: int) -> list[list[int]]:
-    """Return the largest subtrees, with mass at most the limit, of Ward's tree on the rows of ``distance [n, n]``.
+    """Return the largest subtrees of Ward's tree on the rows of ``distance [n, n]`` whose mass is at most the limit.
 
     Args:
-        distance: its rows are the points, as in the paper's code.
-        mass: ``[n]`` integers, each at most the limit.
+        distance: matrix whose rows are the points, as in the paper's code.
+        mass: integers ``[n]``, each at most the limit.
         limit: largest mass of a subtree.
 
     Returns:
-        Groups of ids, heaviest first.
+        Groups of ids, the heaviest group first.
     """
     from scipy.cluster.hierarchy import linkage
     from scipy.spatial.distance import pdist
@@ -139,13 +142,13 @@ def subtrees(distance: Tensor, mass: Tensor, limit: int) -> list[list[int]]:
 
 
 def filled(size: Tensor, m: int, groups: list[list[int]], *, separate: bool) -> Tensor:
-    """Fill m distributions of mass sum(size) with m n_i of every client, int64 ``[m, n]``.
+    """Fill m distributions of mass sum(size) with m n_i samples of each client, int64 ``[m, n]``.
 
     Args:
-        size: ``[n]`` integers n_i.
+        size: integers n_i ``[n]``.
         m: distributions.
         groups: ids in the order in which they fill the distributions.
-        separate: each of the first groups gets a distribution to itself, while distributions are left.
+        separate: True to give each of the first groups a separate distribution, as long as distributions are left.
     """
     full, total = int(size.sum()), m * size
     w = torch.zeros(m, len(size), dtype=torch.long)

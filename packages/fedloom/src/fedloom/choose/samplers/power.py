@@ -14,20 +14,20 @@ from fedloom.local import Ctx, Nothing, Work
 
 
 class Losses(NamedTuple):
-    """loss ``[n]``: last loss that each client sent, infinite before its first reply."""
+    """loss ``[n]``: last loss that each client sent, infinite before the client's first reply."""
 
     loss: Tensor
 
 
 class PowerOfChoice(SizedSampler):
-    """Sampler that takes the m largest losses of d candidates drawn without replacement with probabilities n_i / n.
+    """Sampler that takes the m largest losses of d candidates, drawn without replacement with probabilities n_i / n.
 
     Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
-    AISTATS 2022, arXiv:2010.01243, Section 4: pow-d computes the loss of the global model over all samples
-    (``loss``), cpow-d over one mini-batch (``batch``), rpow-d remembers the last losses (``last``).
+    AISTATS 2022, arXiv:2010.01243, Section 4: pow-d computes the loss of the global model over all samples (``loss``),
+    cpow-d computes it on one mini-batch (``batch``), and rpow-d remembers the last losses (``last``).
 
     Deviations: rpow-d remembers the loss of a client's trained model on its last mini-batch, and not the mean over its
-    local steps. Ties, for instance among clients that never took part, are broken at random.
+    local steps. Ties, for instance among clients that have never participated, are broken at random.
     """
 
     kind: ClassVar[str] = "power-of-choice"
@@ -56,7 +56,7 @@ class PowerOfChoice(SizedSampler):
         return True
 
     def check(self, n: int) -> None:
-        """Raise if there are fewer candidates than clients of a round, or more candidates than clients."""
+        """Raise if there are fewer candidates than clients per round, or more candidates than clients in total."""
         super().check(n)
         if self.candidates is not None and not self.size(n) <= self.candidates <= n:
             raise ConfigError(
@@ -65,13 +65,13 @@ class PowerOfChoice(SizedSampler):
             )
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Note that the choice has no effect if every client takes part."""
+        """Note that the choice has no effect if every client participates."""
         if self.size(ctx.n) < ctx.n:
             return []
         return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part: set fraction or clients lower"]
 
     def init(self, ctx: Ctx) -> Losses | Nothing:
-        """Return infinite losses: no client has taken part."""
+        """Return infinite losses, because no client has participated yet."""
         return Losses(torch.full((ctx.n,), torch.inf, dtype=torch.float64)) if self.learns else Nothing()
 
     def query(self, state: Losses | Nothing, ctx: Ctx) -> Tensor:

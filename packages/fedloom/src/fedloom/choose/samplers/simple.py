@@ -1,4 +1,4 @@
-"""Stateless samplers: uniform, Bernoulli, by size, in turn."""
+"""Stateless samplers: uniform, Bernoulli, size-weighted, and in turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.local import Ctx, Nothing
 
 
 class Uniform(SizedSampler):
-    """A fixed number of clients, uniformly without replacement (McMahan et al. 2017, Algorithm 1)."""
+    """A fixed number of clients, drawn uniformly without replacement (McMahan et al. 2017, Algorithm 1)."""
 
     kind: ClassVar[str] = "uniform"
 
@@ -42,13 +42,14 @@ class Bernoulli(Sampler):
 
 
 class SizeWeighted(SizedSampler):
-    """Clients drawn with probabilities p_i = n_i / n, and their uniform mean.
+    """Clients drawn with probabilities p_i = n_i / n and averaged uniformly.
 
-    References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2.
-    X. Li et al., "On the Convergence of FedAvg on Non-IID Data", ICLR 2020, Scheme I (with replacement: unbiased).
+    References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2. X.
+    Li et al., "On the Convergence of FedAvg on Non-IID Data", ICLR 2020, Scheme I (with replacement: unbiased).
 
-    With replacement a client may be drawn more than once. It then trains once, and its share of the mean is multiplied.
-    Sums that a method accumulates over rounds or keeps per client, as FedDyn and FLAME do, count it once.
+    With replacement a client may be drawn more than once. The client then trains once, and its share of the mean is
+    multiplied by the number of draws. Sums that a method accumulates over rounds or stores per client, as FedDyn and
+    FLAME do, count the client once.
     """
 
     kind: ClassVar[str] = "size-weighted"
@@ -58,7 +59,7 @@ class SizeWeighted(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """True with replacement: a client may be drawn twice."""
+        """True with replacement, because a client may then be drawn twice."""
         return self.replacement
 
     @property
@@ -67,7 +68,7 @@ class SizeWeighted(SizedSampler):
         return True
 
     def smallest(self, n: int) -> int | None:
-        """Return None with replacement: a client may be drawn twice."""
+        """Return None with replacement, because a client may then be drawn twice."""
         return None if self.replacement else self.size(n)
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
@@ -77,11 +78,11 @@ class SizeWeighted(SizedSampler):
 
 
 class RoundRobin(SizedSampler):
-    """Draws clients in turn, by id: after n rounds every client has trained equally often."""
+    """Draws clients in turn, by id, so that after n rounds all clients have trained equally often."""
 
     kind: ClassVar[str] = "round-robin"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Return the m clients after the previous round's."""
+        """Return the m clients that follow the previous round's clients."""
         m = self.size(ctx.n)
         return ((torch.arange(m) + (ctx.round - 1) * m) % ctx.n).sort().values, state

@@ -1,4 +1,4 @@
-"""Columns with names of people, contact details, or text about people, found by name and by cells."""
+"""Columns with names of people, contact details, or text about people, detected by column name and by cells."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from fedloom.data.tables import is_number
 
 MIN_PATTERN_CELLS = 10
-"""Smallest number of cells whose pattern is checked. With fewer cells, most of them differ by chance."""
+"""Smallest number of cells for which the pattern is checked. With fewer cells, most of them may differ by chance."""
 MIN_PATTERN_SHARE = 0.8
 """Smallest share of a column's cells that must match a pattern. Real columns also contain remarks and typing errors."""
 MIN_DISTINCT_SHARE = 0.5
 """Smallest share of different cells at which text cannot be a category: two rows per level on average."""
+MIN_REPEATED_CELLS = 20
+"""Smallest number of different cells that are checked although they repeat, like the cells of a patient with several
+visits."""
+MIN_GIVEN_NAME_SHARE = 0.3
+"""Smallest share of different cells with a given name. Chosen: a column of names reaches it although rare names are not
+listed, and columns of places and products contain few given names."""
 MAX_PATTERN_CELLS = 2000
-"""Largest number of different cells whose pattern is checked. A share of 2,000 cells is known to 2.2 points (95 %)."""
+"""Largest number of different cells whose pattern is checked. With 2,000 cells, a share is known to within 2.2 points
+(95 %)."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -25,26 +32,81 @@ def words(text: str) -> frozenset[str]:
 
 NAME_COLUMNS = words(
     "firstname forename givenname surname lastname familyname maidenname middlename fullname patientname personname "
+    "fname lname patname ptname nextofkin contactperson "
     "vorname nachname familienname geburtsname patientenname zuname prenom nomdefamille nombre nombres apellido "
     "apellidos cognome sobrenome apelido voornaam achternaam imie nazwisko fornamn efternamn fornavn etternavn "
-    "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름"
+    "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름 الاسم שם"
 )
-"""Names of columns with names of people, in lower case, without spaces and accents."""
+"""Column names for names of people, in lower case, without spaces and accents."""
 POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
-"""Names of columns that may contain names of people, depending on their cells."""
+"""Column names that may stand for names of people, depending on the cells."""
 CONTACT_WORDS = {
     "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
-    "mobilenumber cellphone handy handynummer fax puhelin телефон 电话 電話",
+    "mobilenumber cellphone handy handynummer fax whatsapp puhelin телефон 电话 電話",
     "email addresses": "email emailaddress mail mailaddress correo courriel почта 邮箱",
     "addresses": "address streetaddress homeaddress street strasse straße anschrift adresse adres direccion domicilio "
-    "indirizzo endereco calle rue adress adresa адрес 地址 住所",
-    "insurance or identity numbers": "ssn socialsecuritynumber insurancenumber insuranceid insuranceno "
-    "healthcardnumber "
-    "nhsnumber nationalid versicherungsnummer versichertennummer versichertennr krankenversicherungsnummer kvnr nir "
-    "numerosecuritesociale cpf dni codicefiscale bsn pesel personnummer ahvnummer passport passportnumber снилс 身份证",
+    "indirizzo endereco calle rue adress adresa postcode postalcode zipcode plz codepostal адрес 地址 住所",
+    "insurance or identity numbers": "ssn socialsecuritynumber socialsecurityno insurancenumber insuranceid "
+    "insuranceno healthcardnumber medicarenumber medicareid medicalrecordnumber "
+    "nhsnumber nhsno nhs chinumber nationalid versicherungsnummer versichertennummer versichertennr versnr "
+    "krankenversicherungsnummer kvnr nir numerosecuritesociale cpf curp dni codicefiscale bsn pesel personnummer "
+    "henkilotunnus ahvnummer ahvnr aadhaar iban bic kontonummer accountnumber accountno creditcard creditcardnumber "
+    "passport passportnumber passportno reisepass licenseplate licenceplate kennzeichen driverslicense ipaddress снилс "
+    "身份证",
 }
 """Names of columns with contact details or identifiers of people."""
-EMAIL_PATTERN = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
+IDENTITY_KINDS = frozenset({"insurance or identity numbers", "phone or identity numbers"})
+"""Results of `personal` for a column whose number belongs to one person, so that equal numbers are one person."""
+WEB_PATTERN = re.compile(r"(https?://|www\.)\S+|(\d{1,3}\.){3}\d{1,3}", re.IGNORECASE)
+EMAIL_PATTERN = re.compile(r"([^@]*<)?[^@\s]+@[^@\s]+\.[^@\s]+>?")
+GIVEN_NAMES = words(
+    "james john robert michael william david richard joseph thomas charles christopher daniel matthew anthony mark "
+    "donald steven paul andrew kenneth george kevin brian edward ronald timothy jason jeffrey ryan jacob gary nicholas "
+    "eric jonathan stephen larry justin scott brandon benjamin samuel gregory patrick peter henry adam max oliver jack "
+    "harry mary patricia jennifer linda elizabeth barbara susan jessica sarah karen lisa nancy betty sandra margaret "
+    "ashley kimberly emily donna michelle carol amanda melissa deborah stephanie rebecca laura helen sharon cynthia "
+    "kathleen amy angela anna ruth brenda pamela nicole katherine samantha christine emma catherine olivia alice jane "
+    "hans klaus wolfgang jürgen günter uwe stefan andreas karl fritz otto heinz jens jan lars sven erik nils ole "
+    "ursula monika petra sabine renate ingrid heike gabriele birgit greta lena jean pierre jacques philippe michel "
+    "alain marie françoise monique isabelle sylvie nathalie jose juan carlos luis antonio manuel francisco pedro jorge "
+    "maria carmen ana isabel lucia elena giuseppe giovanni marco francesco luca giulia paolo joao piotr tomasz "
+    "katarzyna agnieszka ivan sergei dmitri olga natalia иван сергей александр пётр дмитрий анна мария елена ольга "
+    "mohammed mohamed muhammad ahmed ali fatima aisha hassan omar محمد أحمد علي فاطمة حسن priya rahul amit wei li ming "
+    "hiroshi yuki kenji mehmet ayşe mustafa"
+)
+"""Frequent given names, in lower case. A column needs only a share of them (`MIN_GIVEN_NAME_SHARE`)."""
+TITLE_PATTERN = re.compile(
+    r"(?i:dra?|prof|mrs?|ms|miss|herr|frau|mme|mlle|sra?|srta|dott(\.?ssa)?|pani?|hr|fr)\b\.?,?\s*"
+    r"(?i:med\.?|h\.?\s?c\.?|dr\.?)?\s*[^\W\d_a-z][^\d]*"
+)
+"""Pattern of the name of a person after a title."""
+LONE_NAME_COLUMNS = words(
+    "first last given family nom 氏 名 姓 mother father parent spouse partner guardian doctor physician nurse surgeon "
+    "consultant gp arzt hausarzt medecin mutter vater"
+)
+"""Names of columns with names of people, if every cell consists of words with a capital."""
+LONE_NAME_PATTERN = re.compile(r"([^\W\d_a-z]([^\W\d_]|[.'\u2019\-])+[ ,]*){1,4}")
+STREET_WORD_PATTERN = re.compile(
+    r"(stra(ß|ss)e|str\.|weg|platz|gasse|allee|ring|laan|straat|gatan)\b|\b(street|st|road|rd|avenue|ave|lane|drive|way|"
+    r"rue|via|calle|ul|ulica|boulevard|blvd|piazza|плошадь|улица|ул)\b",
+    re.IGNORECASE,
+)
+"""Pattern of a word that streets contain."""
+FREE_TEXT_COLUMNS = words(
+    "note notes comment comments remark remarks freetext bemerkung bemerkungen kommentar notiz notizen anmerkung "
+    "anamnese freitext remarque remarques commentaire observaciones comentario comentarios osservazioni uwagi opmerking"
+)
+"""Names of columns with free text, in lower case."""
+INITIALS_COLUMNS = words("initial initials initialen initiales iniciales iniziali kuerzel kürzel monogram")
+INITIALS_PATTERN = re.compile(r"([^\W\d_]\.?[ -]?){1,4}")
+IDENTITY_PATTERN = re.compile(
+    r"\d{3}-\d{2}-\d{4}"  # a social security number
+    r"|\d{3} \d{3} \d{4}|\d{4} \d{4} \d{4}|\d{3}\.\d{3}\.\d{3}-\d{2}|756\.\d{4}\.\d{4}\.\d{2}"
+    r"|[A-Z]{2}\d{2}( ?[A-Z\d]{4}){3,7}( ?[A-Z\d]{1,3})?"  # an account
+    r"|\+\d[\d ()/.\-]{7,}\d|\(\d{2,5}\) ?\d[\d -]{4,}\d"  # a phone
+    r"|\d{6}[-+A]\d{3,4}[A-Z]?|[A-Z]{2} ?\d{6} ?[A-D]|[A-Z]{6}\d{2}[A-Z]\d{2}[A-Z]\d{3}[A-Z]"
+)
+"""Pattern of numbers of a person, an account or a phone in a form that no measurement has."""
 PHONE_PATTERN = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
 PHONE_SIGN_PATTERN = re.compile(r"^[+0(]|[ ()/\-]")
 """Pattern of signs that distinguish a phone or insurance number from a measurement."""
@@ -53,14 +115,14 @@ MIN_PHONE_DIGITS = 7
 DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
-"""Pattern of the name of a person: at least two words of letters only, the first with a capital."""
+"""Pattern of a person's name: at least two words that consist of letters only, the first capitalized."""
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """Pattern of a street with a number, in either order."""
 MIN_WORD_SHARE = 0.2
-"""Smallest number of different texts without digits, per text, at which numbers with words may be addresses instead of
-sizes or labels."""
+"""Smallest number of different texts without digits, per text, from which on numbers with words may be addresses
+instead of sizes or labels."""
 MIN_SENTENCE_WORDS = 4
-"""Smallest number of words at which a cell is a sentence instead of the name of a level."""
+"""Smallest number of words for a cell to count as a sentence instead of the name of a level."""
 
 
 def plain_name(name: str) -> str:
@@ -74,32 +136,49 @@ def plain_name(name: str) -> str:
 
 
 def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
-    """Return the type of personal information in a column, for a sentence, or "" without such information.
+    """Return the type of personal information in a column, as part of a sentence, or "" if there is none.
 
     Args:
         name: name of the column.
-        cells: number of rows of every different cell that is not missing.
+        cells: number of rows for each different cell that is not missing.
         rows: number of rows whose cell is not missing.
     """
     texts = [cell.strip() for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
     if not texts:
         return ""
-    plain, parts = plain_name(name), {plain_name(word) for word in re.split(r"[\W_]+", name)}
-    different = len(cells) / rows
-    letters = [t for t in texts if not is_number(t)]
-    text = len(letters) >= MIN_PATTERN_SHARE * len(texts)
-    if text and any(plain.endswith(end) for end in NAME_COLUMNS if len(end) > 3 or plain == end):
+    plain, parts = plain_name(name), name_words(name)
+    different, text = len(cells) / rows, sum(not is_number(t) for t in texts) >= MIN_PATTERN_SHARE * len(texts)
+    if text and (any(plain.endswith(end) for end in NAME_COLUMNS if len(end) > 3 or not end.isascii())
+                 or parts & NAME_COLUMNS):  # fmt: skip
         return "names of people" if len(cells) > 2 else ""
     if rows < MIN_PATTERN_CELLS:
         return ""
     if _share(EMAIL_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "email addresses"
-    many = different >= MIN_DISTINCT_SHARE
+    if text and len(texts) >= MIN_PATTERN_CELLS and (kind := _find_names(texts)):
+        return kind
+    mostly = different >= MIN_DISTINCT_SHARE
+    many = mostly or len(cells) >= (MIN_PATTERN_CELLS if parts & LONE_NAME_COLUMNS else MIN_REPEATED_CELLS)
     for what, names in CONTACT_WORDS.items():
-        listed = names.split()
-        if many and (plain in listed or (parts & {*listed} and len(parts) <= 3)) and _reaches(what, texts, text):
+        if many and parts & {*names.split()} and _reaches(what, texts, text):
             return what
-    if not many or not letters:
+    if many and text:
+        if _share(WEB_PATTERN, texts) >= MIN_PATTERN_SHARE:
+            return "addresses of the web"
+        if _share(IDENTITY_PATTERN, texts) >= MIN_PATTERN_SHARE:
+            return "phone or identity numbers"
+        if parts & LONE_NAME_COLUMNS and _share(LONE_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
+            return "names of people"
+        if sum(bool(STREET_PATTERN.fullmatch(t) and STREET_WORD_PATTERN.search(t)) for t in texts) >= (
+            MIN_PATTERN_SHARE * len(texts)
+        ):
+            return "addresses"
+        if parts & INITIALS_COLUMNS and _share(INITIALS_PATTERN, texts) >= MIN_PATTERN_SHARE:
+            return "initials of people"
+        long = sum(len(t.split()) >= 2 * MIN_SENTENCE_WORDS for t in texts) >= MIN_DISTINCT_SHARE * len(texts)
+        if long or (parts & FREE_TEXT_COLUMNS and len(cells) >= MIN_REPEATED_CELLS):
+            return "free text"
+    if not mostly or all(map(is_number, texts)):
         return ""
     if sum(bool(PHONE_PATTERN.fullmatch(t) and PHONE_SIGN_PATTERN.search(t) and not DECIMAL_PATTERN.fullmatch(t) and
         not CALENDAR_DAY_PATTERN.fullmatch(t) and sum(map(str.isdigit, t)) >= MIN_PHONE_DIGITS)
@@ -107,7 +186,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return "phone or insurance numbers"
     if (
         text
-        and (parts & POSSIBLE_NAME_WORDS or plain in POSSIBLE_NAME_WORDS)
+        and parts & POSSIBLE_NAME_WORDS
         and sum(any(map(str.isdigit, t)) for t in texts) < MIN_DISTINCT_SHARE * len(texts)
     ):
         return "names of people"
@@ -122,12 +201,35 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
     )
 
 
+def name_words(name: str) -> frozenset[str]:
+    """Return the words of a column's name, and every two or three neighbors joined, as `plain_name` writes them.
+
+    >>> sorted(name_words("patientLastName2"))
+    ['last', 'lastname', 'name', 'patient', 'patientlast', 'patientlastname']
+    """
+    split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    parts = [plain_name(word) for word in re.split(r"[\W\d_]+", split) if word]
+    return frozenset("".join(parts[k:end]) for k in range(len(parts)) for end in range(k + 1, k + 4)[: len(parts) - k])
+
+
+def _find_names(texts: list[str]) -> str:
+    """Return "names of people" if cells are names after a title, or if many contain a given name, or ""."""
+    if _share(TITLE_PATTERN, texts) >= MIN_PATTERN_SHARE:
+        return "names of people"
+    short = [{*re.findall(r"[^\W\d_]+", t.casefold())} for t in texts if len(t.split()) <= MIN_SENTENCE_WORDS]
+    named = sum(bool(each & GIVEN_NAMES) for each in short)
+    return "names of people" if named >= max(MIN_GIVEN_NAME_SHARE * len(texts), 3) else ""
+
+
 def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
     return sum(pattern.fullmatch(text) is not None for text in texts) / len(texts)
 
 
 def _vary(texts: list[str]) -> bool:
-    """Return True if texts differ without their digits, like streets. ``12 months`` and ``Sample 12`` do not differ."""
+    """Return True if texts still differ without their digits, as street addresses do.
+
+    ``12 months`` and ``Sample 12`` do not differ.
+    """
     words = {"".join(c for c in t if not c.isdigit()) for t in texts}
     return len(words) >= MIN_WORD_SHARE * len(texts)
 

@@ -66,11 +66,15 @@ EMPTY_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
 def curve(run: Run, key: Key, statistic: str) -> Curve:
-    """Return ``mean``, ``worst10`` or ``variance`` over the benign clients of ``key.metric``, round by round."""
-    recorded = run.totals.get(key._replace(metric=f"{key.metric}/{statistic}"))
-    if recorded is not None:
-        return Curve(recorded.round, recorded.value)
+    """Return ``mean``, ``worst10`` or ``variance`` over the benign clients of ``key.metric``, round by round.
+
+    A run under secure sums records the mean over samples only, so this mean is then returned for ``mean``.
+    """
     points = run.benign(key)
+    for name in (statistic, "weighted") if statistic == "mean" and points is None else (statistic,):
+        recorded = run.totals.get(key._replace(metric=f"{key.metric}/{name}"))
+        if recorded is not None:
+            return Curve(recorded.round, recorded.value)
     return EMPTY_CURVE if points is None else over_clients(points, statistic, metric(key.metric).higher)
 
 

@@ -1,4 +1,4 @@
-"""Aggregators: combine the rows of a cohort into one vector. ``AGGREGATORS`` by kind."""
+"""Aggregators, which combine the rows of a cohort into one vector. ``AGGREGATORS`` by kind."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ State = dict[str, Tensor]
 """State of a rule between rounds, or {} if the rule is stateless."""
 
 MIN_RULE_ROWS = 7
-"""Number of rows that every rule with f = 1 accepts: 4 m + 7 suffice, since bulyan needs 4 f + 3."""
+"""Number of rows with which every rule with f = 1 works: 4 m + 7 are enough, because bulyan needs 4 f + 3."""
 
 
 class ClipRows(Value):
-    """Scale a client's row, all fields together, to a norm of at most `bound`.
+    """Scale each client's row, with all fields together, to a norm of at most `bound`.
 
     Use it for fields that are differences.
     """
@@ -34,7 +34,7 @@ class ClipRows(Value):
     bound: float = Field(10.0, gt=0, description="maximum norm of a client's concatenated fields")
 
     def rows(self, m: int) -> int:
-        """Return the number of rows that m rows become."""
+        """Return the number of rows that remain of m rows."""
         return m
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -45,14 +45,15 @@ class ClipRows(Value):
 class Bucketing(Value):
     """Means of random groups of `s` rows, the last perhaps smaller (Karimireddy, He and Jaggi, ICLR 2022, Algorithm 1).
 
-    A mean is weighted, and a group has the weight of its members, so the weighted mean of all rows does not change.
+    Each mean is weighted, and a group has the total weight of its members, so the weighted mean of all rows does not
+    change.
     """
 
     kind: Literal["bucketing"] = "bucketing"
     s: PositiveInt = Field(2, description="number of rows per group (section 6: 2)")
 
     def rows(self, m: int) -> int:
-        """Return the number of rows that m rows become."""
+        """Return the number of rows that remain of m rows."""
         return -(-m // self.s)
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -67,7 +68,7 @@ class Bucketing(Value):
 
 
 class NNM(Value):
-    """Nearest-neighbor mixing: every row becomes the mean of its m - f nearest rows, itself included.
+    """Nearest-neighbor mixing: every row is replaced by the mean of its m - f nearest rows, including itself.
 
     (Allouah et al., Fixing by Mixing, AISTATS 2023, Algorithm 2.) The primary field determines the neighbors.
     """
@@ -80,10 +81,10 @@ class NNM(Value):
     )
 
     def rows(self, m: int) -> int:
-        """Return the number of rows that m rows become.
+        """Return the number of rows that remain of m rows.
 
         Raises:
-            ConfigError: there are f rows or fewer.
+            ConfigError: there are at most f rows.
         """
         if self.f >= m:
             raise ConfigError(
@@ -106,17 +107,17 @@ Pre = Annotated[ClipRows | Bucketing | NNM, Field(discriminator="kind")]
 class Aggregator(Value, ABC):
     """Rule that combines the rows of a cohort into one vector. Rows must be finite.
 
-    Its state is an explicit dict of tensors that checkpoints contain. Empty for a stateless rule.
+    The state is an explicit dict of tensors, which checkpoints contain. It is empty for a stateless rule.
     """
 
     pre: tuple[Pre, ...] = Field((), description="transformations applied to the rows before the rule, in this order")
 
     weighted: ClassVar[bool] = False
-    """Uses the weigher's weights."""
+    """True if the rule uses the weigher's weights."""
 
     @property
     def linear(self) -> bool:
-        """The result is linear in the rows: it is a weighted mean."""
+        """True if the result is linear in the rows: it is a weighted mean."""
         return False
 
     def init(self, ctx: Cohort) -> State:
@@ -124,10 +125,10 @@ class Aggregator(Value, ABC):
         return {}
 
     def check(self, m: int) -> None:
-        """Raise if a cohort of m rows is too small for the rule, or too large to compute.
+        """Raise if a cohort of m rows is too small for the rule, or too large for its computation.
 
         Raises:
-            ConfigError: m is too small. The message names the smallest m.
+            ConfigError: m is too small. The message states the smallest allowed m.
         """
         for step in self.pre:
             m = step.rows(m)
@@ -138,7 +139,7 @@ class Aggregator(Value, ABC):
             raise refusal from None
 
     def _suggest_value(self, error: ConfigError, m: int) -> ConfigError:
-        """Return the error, with the largest number of attackers (or of used rows) for which m rows suffice."""
+        """Return the error, with the largest number of attackers (or used rows) for which m rows are enough."""
         for name in ("f", "k"):
             now = getattr(self, name, None)
             for smaller in range(min(now, m), -1, -1) if isinstance(now, int) else ():
@@ -151,14 +152,14 @@ class Aggregator(Value, ABC):
 
     @property
     def needs_client(self) -> bool:
-        """True if a certain client must be in every cohort."""
+        """True if a particular client must be in every cohort."""
         return False
 
     def check_cohort(self, ids: Tensor) -> None:
-        """Raise if `check` rejects the number of a round's clients ``ids [m]``, or if a required client is missing.
+        """Raise if `check` rejects the number of clients in a round, ``ids [m]``, or if a required client is missing.
 
         Raises:
-            ConfigError: the rule cannot work on this cohort.
+            ConfigError: the rule does not work with this cohort.
         """
         self.check(len(ids))
 
@@ -166,13 +167,13 @@ class Aggregator(Value, ABC):
         """Apply `check` to the m rows that reach the rule itself.
 
         Raises:
-            ConfigError: too few rows for the rule, or too many subsets of them.
+            ConfigError: there are too few rows for the rule, or too many subsets of them.
         """
 
     def adapted(self, m: int) -> Self:
-        """Return the rule with defaults that m rows allow: f becomes 0 if its default needs more rows.
+        """Return the rule with defaults that work for m rows: f becomes 0 if its default needs more rows.
 
-        `check` rejects a cohort that is too small even for f = 0.
+        `check` rejects a cohort that is too small even if f is 0.
         """
         if self._allows(m) or not self._allows(4 * m + MIN_RULE_ROWS):
             return self
@@ -195,17 +196,17 @@ class Aggregator(Value, ABC):
         """Aggregate every field. Return the aggregates and the new state.
 
         Args:
-            state: state after the last round.
-            rows: {field: [m, .]}.
-            weights: [m, 1], nonnegative with a positive sum. Only `weighted` rules read it.
-            primary: field on which selection rules decide.
-            ctx: client ids of the rows, and the server's generators.
+            state: state after the previous round.
+            rows: rows by field, {field: [m, .]}.
+            weights: weights [m, 1], nonnegative with a positive sum. Only `weighted` rules use them.
+            primary: field by which selection rules choose.
+            ctx: client ids of the rows, and the generators of the server.
 
         Returns:
             The aggregates {field: [.]} and the new state.
 
         Raises:
-            ConfigError: too few rows for the rule (see `check`).
+            ConfigError: there are too few rows for the rule (see `check`).
         """
         for step in self.pre:
             step.rows(len(weights))
@@ -220,12 +221,12 @@ class Aggregator(Value, ABC):
         """Apply the rule itself. Arguments as `apply`.
 
         Raises:
-            ConfigError: the rule cannot work on this cohort.
+            ConfigError: the rule does not work with this cohort.
         """
 
 
 def mixture(coefficients: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Sum the rows of every field times coefficients ``[m, 1]``, which is the weighted mean if they sum to 1."""
+    """Sum the rows of every field, multiplied by coefficients ``[m, 1]``: a weighted mean if they sum to 1."""
     return {name: (coefficients.T.to(r.dtype) @ r).squeeze(0) for name, r in rows.items()}
 
 

@@ -1,4 +1,4 @@
-"""Rules that weight rows once, by the primary field, and apply the weights to every field."""
+"""Rules that compute weights for the rows from the primary field, and apply these weights to every field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.aggregators._base import Aggregator, Rows, State, mixture, need
 from fedloom.rows.aggregators.vectors import Result, median
-from fedloom.rows.algebra import distances, norm
+from fedloom.rows.algebra import distances, norm, shortest
 from fedloom.rows.context import Cohort
 
 MOST_SUBSETS = 200_000
@@ -45,8 +45,8 @@ class Krum(Aggregator):
 class MultiKrum(Aggregator):
     """Weighted mean of the k rows with the smallest Krum scores. Needs m >= 2f + 3 and k <= m.
 
-    (Blanchard et al., NeurIPS 2017, section 4.) Public implementations differ: FLAME's uses distances without the
-    square, and k = 5.
+    (Blanchard et al., NeurIPS 2017, section 4.) Public implementations differ: FLAME's implementation uses distances
+    without the square, and k = 5.
     """
 
     weighted: ClassVar[bool] = True
@@ -73,7 +73,7 @@ class Bulyan(Aggregator):
     """Krum m - 2f times without replacement, then per coordinate the mean of the m - 4f values nearest the median.
 
     (El Mhamdi, Guerraoui and Rouault, ICML 2018, section 4.) Needs m >= 4f + 3. The first step uses the primary field,
-    and the second step every field. If few rows are left, a Krum score counts at least one neighbor.
+    and the second step uses every field. If few rows are left, a Krum score counts at least one neighbor.
     """
 
     kind: Literal["bulyan"] = "bulyan"
@@ -98,7 +98,7 @@ class Bulyan(Aggregator):
 
 
 class MDA(Aggregator):
-    """Weighted mean of the m - f rows with the smallest diameter, which is the largest distance between two of them.
+    """Weighted mean of the m - f rows with the smallest diameter, which is the largest distance between two rows.
 
     Needs m > 2f.
 
@@ -137,12 +137,12 @@ class MDA(Aggregator):
 
 
 class FLTrust(Aggregator):
-    """Rows scaled to the norm of a trusted row x_0 and weighted by the positive part of their cosine with it.
+    """Rows scaled to the norm of a trusted row x_0 and weighted by the positive part of their cosine with x_0.
 
-    (Cao et al., NDSS 2021, Algorithm 2: sum of relu(cos(x_i, x_0)) ||x_0|| / ||x_i|| x_i over the sum of relu(cos).)
-    In the paper the server trains x_0 on its own data. Here the client `root` provides x_0. It must be in every cohort
-    and, as in the paper, has no weight itself. If no cosine is positive, the result is x_0. Use it for rows that are
-    differences.
+    (Cao et al., NDSS 2021, Algorithm 2: sum of relu(cos(x_i, x_0)) ||x_0|| / ||x_i|| x_i over the sum of relu(cos).) In
+    the paper, the server trains x_0 on its own data. Here, the client `root` provides x_0. The root must be in every
+    cohort and, as in the paper, has no weight itself. If no cosine is positive, the result is x_0. Use this rule for
+    rows that are differences.
     """
 
     kind: Literal["fltrust"] = "fltrust"
@@ -179,10 +179,10 @@ class FLTrust(Aggregator):
         self.check_cohort(ctx.ids)
         at = (ctx.ids == self.root).nonzero().flatten().tolist()
         x = rows[primary]
-        lengths, trusted = norm(x), x[at[0]]
+        lengths, trusted = norm(x).clamp_min(shortest(x)), x[at[0]]
         cosines = (x @ trusted[:, None]) / (lengths * norm(trusted)).clamp_min(torch.finfo(x.dtype).tiny)
         scores = cosines.clamp_min(0).index_fill(0, torch.tensor(at, device=x.device), 0)
-        share = scores / scores.sum() * norm(trusted) / lengths.clamp_min(torch.finfo(x.dtype).tiny)
+        share = scores / scores.sum() * norm(trusted) / lengths
         alone = torch.zeros_like(share).index_fill(0, torch.tensor(at, device=x.device), 1)
         return mixture(share if scores.sum() > 0 else alone, rows), state
 
@@ -190,8 +190,8 @@ class FLTrust(Aggregator):
 def krum_order(far: Tensor, f: int) -> Tensor:
     """Return scores of the rows [m]: the sum of the m - f - 2 smallest distances (at least one) to other rows.
 
-    If one neighbor counts, two rows that are nearest to each other have equal scores. The more central row then comes
-    first.
+    If only one neighbor counts, two rows that are each other's nearest neighbors have equal scores. The more central
+    row then comes first.
     """
     neighbours = far.masked_fill(torch.eye(len(far), dtype=torch.bool, device=far.device), torch.inf).sort(1).values
     central = far.sum(1).argsort(stable=True)
@@ -199,7 +199,10 @@ def krum_order(far: Tensor, f: int) -> Tensor:
 
 
 def _only(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return coefficients [m, 1] of the weighted mean of the chosen rows. Uniform if no chosen row has weight."""
+    """Return coefficients [m, 1] of the weighted mean of the chosen rows.
+
+    The weights are uniform if no chosen row has a positive weight.
+    """
     member = torch.zeros_like(weights).index_fill(0, chosen, 1)
     mass = member * weights
     mass = mass if mass.sum() > 0 else member

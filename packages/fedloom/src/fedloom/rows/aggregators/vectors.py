@@ -1,4 +1,4 @@
-"""Rules that treat each field separately: the mean, coordinate-wise rules, and centers of whole vectors."""
+"""Rules that treat each field separately: the mean, coordinate-wise rules, and central points of whole vectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightedMean(Aggregator):
 
     @property
     def linear(self) -> bool:
-        """True if no transformation comes before it."""
+        """True if no transformation precedes the rule."""
         return not self.pre
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
@@ -31,9 +31,9 @@ class WeightedMean(Aggregator):
 
 
 class Median(Aggregator):
-    """Median of every coordinate.
+    """Median of each coordinate.
 
-    If m is even, it is the mean of the middle two (Yin et al., ICML 2018, Definition 1).
+    If m is even, it is the mean of the two middle values (Yin et al., ICML 2018, Definition 1).
     """
 
     kind: Literal["median"] = "median"
@@ -43,7 +43,7 @@ class Median(Aggregator):
 
 
 class TrimmedMean(Aggregator):
-    """Mean of every coordinate without its f smallest and f largest, m > 2f (Yin et al., ICML 2018, Definition 2)."""
+    """Mean of each coordinate without the f smallest and f largest, m > 2f (Yin et al., ICML 2018, Definition 2)."""
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
     f: int = Field(
@@ -58,7 +58,7 @@ class TrimmedMean(Aggregator):
 
 
 class GeometricMedian(Aggregator):
-    """Minimizer of sum w_i ||x - x_i||, by the smoothed Weiszfeld method from the mean.
+    """Minimizer of sum w_i ||x - x_i||, computed by the smoothed Weiszfeld method, starting from the mean.
 
     (Pillutla, Kakade and Harchaoui, IEEE TSP 2022, Algorithm 2: b_i = w_i / max(nu, ||x - x_i||), then x = sum b_i x_i
     / sum b_i; the paper runs 3 iterations.) Each field is computed separately.
@@ -86,10 +86,10 @@ class GeometricMedian(Aggregator):
 
 
 class CenteredClipping(Aggregator):
-    """v <- v + sum w_i (x_i - v) min(1, tau / ||x_i - v||) from the last aggregate v.
+    """v <- v + sum w_i (x_i - v) min(1, tau / ||x_i - v||), starting from the last aggregate v.
 
-    (Karimireddy, He and Jaggi, ICML 2021, Algorithm 2.) The state contains v of each field. Before the first round v is
-    the coordinate median of the rows. The paper starts at 0, which requires differences.
+    (Karimireddy, He and Jaggi, ICML 2021, Algorithm 2.) The state contains v for each field. Before the first round, v
+    is the coordinate-wise median of the rows. The paper starts at 0, which only suits differences.
     """
 
     weighted: ClassVar[bool] = True
@@ -110,6 +110,6 @@ class CenteredClipping(Aggregator):
 
 
 def median(rows: Tensor) -> Tensor:
-    """Return the coordinate median [d] of rows [m, d]."""
+    """Return the coordinate-wise median [d] of rows [m, d]."""
     ordered, m = rows.sort(0).values, len(rows)
     return torch.lerp(ordered[(m - 1) // 2], ordered[m // 2], 0.5)

@@ -15,10 +15,11 @@ Form = Literal["dense", "sparse", "lowrank"]
 
 @runtime_checkable
 class Prox(Protocol):
-    """A function f of R^d with prox_{t f}(v) = argmin_x f(x) + ||x - v||^2 / (2 t), row by row.
+    """A function f on R^d with prox_{t f}(v) = argmin_x f(x) + ||x - v||^2 / (2 t), applied row by row.
 
-    Functions of matrices and of parameters need the layout. The others ignore it. A class whose prox makes vectors
-    sparse or of low rank declares this in ``makes: ClassVar[Form]``. Messages then use and count that form.
+    Functions of matrices or of named parameters need the layout. All other functions ignore the layout. A class whose
+    prox makes vectors sparse or of low rank declares this in ``makes: ClassVar[Form]``. Messages then use this form and
+    count its bytes.
     """
 
     @property
@@ -43,6 +44,6 @@ class Prox(Protocol):
 
 
 def made_by(f: object) -> Form:
-    """Return the form that the prox of ``f`` gives a vector, ``f.makes``. The default is "dense"."""
+    """Return the form that the prox of ``f`` gives to a vector, ``f.makes``. The default is "dense"."""
     form: Form = getattr(f, "makes", "dense")
     return form

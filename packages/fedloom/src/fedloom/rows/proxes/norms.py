@@ -75,7 +75,10 @@ class ElasticNet(Value):
 
 
 class Linf(Value):
-    """f(x) = c max|x|. The prox is v - P(v), P the projection on the l1 ball of radius c t (Parikh and Boyd, 6.5.2)."""
+    """f(x) = c max|x|.
+
+    The prox is v - P(v), where P is the projection onto the l1 ball of radius c t (Parikh and Boyd, 6.5.2).
+    """
 
     convex: ClassVar[bool] = True
     kind: Literal["linf"] = "linf"
@@ -91,8 +94,9 @@ class Linf(Value):
 class GroupL1(Value):
     """f(x) = c sum_g s_g ||x_g||_2. The prox is x_g = v_g max(1 - c t s_g / ||v_g||, 0).
 
-    (Yuan and Lin, J. R. Statist. Soc. B 2006; Parikh and Boyd, 6.5.4.) Groups do not overlap: each parameter of the
-    layout ("parameter"), each output unit of each parameter ("unit"), or `by` consecutive scalars (fewer in the last).
+    (Yuan and Lin, J. R. Statist. Soc. B 2006; Parikh and Boyd, 6.5.4.) Groups do not overlap: a group is each parameter
+    of the layout ("parameter"), each output unit of each parameter ("unit"), or `by` consecutive scalars (fewer in the
+    last group).
     """
 
     convex: ClassVar[bool] = True
@@ -113,7 +117,7 @@ class GroupL1(Value):
         return v * _shrink_factor(lengths, self.c * t * scale)[..., ids]
 
     def _groups(self, x: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return norms [..., G] of the groups, their s_g [G], and the group [d] of each scalar."""
+        """Return the norms [..., G] of the groups, their factors s_g [G], and the group [d] of each scalar."""
         sizes = torch.tensor(self._sizes(x.shape[-1], layout), device=x.device)
         ids = torch.repeat_interleave(torch.arange(len(sizes), device=x.device), sizes)
         squares = x.new_zeros((*x.shape[:-1], len(sizes))).index_add(-1, ids, x.square())

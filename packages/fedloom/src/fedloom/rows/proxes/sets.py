@@ -1,6 +1,6 @@
-"""Closed convex sets: f is 0 in the set and infinite outside, so the prox is the projection for every t.
+"""Closed convex sets: f is 0 inside the set and infinite outside, so for every t, the prox is the projection.
 
-`f` counts a point as inside if its projection differs only by rounding (sqrt(eps) of its length).
+`f` counts a point as inside if the point differs from its projection only by rounding (sqrt(eps) of its length).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from fedloom.values import Value
 
 
 class ConvexSet(Value, ABC):
-    """The indicator function of a set, 0 inside and infinite outside. Its prox is the projection, for every t."""
+    """Indicator function of a set, which is 0 inside and infinite outside.
+
+    Its prox is the projection onto the set, for every t.
+    """
 
     convex: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Matrix functions: each acts on the matrix view of every layer, and leaves parameters with one dimension unchanged."""
+"""Matrix functions: each acts on the matrix view of every layer, and leaves one-dimensional parameters unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from fedloom.values import Value
 
 
 class Nuclear(Value):
-    """f(x) = c sum over layers of ||W||_*, the sum of singular values. The prox is SVT: S_{c t} of each singular value.
+    """f(x) = c sum over layers of ||W||_*, the sum of singular values.
+
+    The prox is singular value thresholding: S_{c t} of each singular value.
 
     (Cai, Candes and Shen, SIAM J. Optim. 2010, Theorem 2.1; FedSLR, section 3: the threshold is lambda eta_g per layer,
     a convolution [o, i, k, k] is the matrix [o k, i k].) Needs the layout.
@@ -39,7 +41,7 @@ class Nuclear(Value):
 
 
 class NuclearBall(ConvexSet):
-    """f = 0 if ||W||_* <= radius in every layer, else infinite. The prox projects every spectrum on the l1 ball.
+    """f = 0 if ||W||_* <= radius in every layer, else infinite. The prox projects every spectrum onto the l1 ball.
 
     (Parikh and Boyd, 6.7.3: an absolutely symmetric function of the singular values.) Needs the layout.
     """

@@ -41,7 +41,7 @@ PROX_PARTS: dict[str, type[Value]] = {
 
 
 def table_validator(registry: Mapping[str, type[Value]]) -> Callable[[Any], Any]:
-    """Return a validator that reads a table {kind, ...fields} and leaves a value unchanged."""
+    """Return a validator that converts a table {kind, ...fields} to a value and leaves a value unchanged."""
 
     def make(choice: object) -> Any:
         return make_kind("prox", registry, choice, "", base=Value) if isinstance(choice, Mapping) else choice
@@ -53,19 +53,18 @@ Part = Annotated[SerializeAsAny[Value], BeforeValidator(table_validator(PROX_PAR
 
 
 class Total(Value):
-    """The sum f = f_1 + ... + f_k.
+    """Sum f = f_1 + ... + f_k.
 
     A squared l2 norm can be combined exactly with any g: prox_{t (g + c||.||^2)}(v) = prox_{s g}(s v / t), s = t / (1 +
-    2 c t).
-    An l1 norm can be combined exactly with l2 or group l1, applying the prox of the l1 norm first (Yu, NeurIPS 2013),
-    and with a box. All other sums use the parallel Dykstra-like method (Combettes and Pesquet, Proximal Splitting
-    Methods in Signal Processing, 2011, Algorithm 10.31). It takes gradient steps on the dual, with momentum (Beck and
-    Teboulle, 2009) and restarts (O'Donoghue and Candes, 2015), until the parts agree: v - x is then t times a sum of
-    subgradients, up to the tolerance. A row that has converged does not change any more, so rows do not depend on each
-    other.
+    2 c t). An l1 norm can be combined exactly with l2 or group l1, applying the prox of the l1 norm first (Yu, NeurIPS
+    2013), and with a box. All other sums use the parallel Dykstra-like method (Combettes and Pesquet, Proximal
+    Splitting Methods in Signal Processing, 2011, Algorithm 10.31). It takes gradient steps on the dual, with momentum
+    (Beck and Teboulle, 2009) and restarts (O'Donoghue and Candes, 2015), until the parts agree: v - x is then t times a
+    sum of subgradients, up to the tolerance. A row that has converged does not change any more, so rows do not
+    influence each other.
 
     Raises:
-        ConfigError: the parts did not agree within the iterations, as when their sets do not meet.
+        ConfigError: the parts did not agree within the iterations, for example because their sets do not intersect.
     """
 
     kind: Literal["total"] = "total"
@@ -92,7 +91,7 @@ class Total(Value):
 
     @property
     def makes(self) -> Form:
-        """Form of the first part that has one."""
+        """Form of the first part that has a special form."""
         return next((form for form in map(made_by, self.parts) if form != "dense"), "dense")
 
     @property
@@ -105,7 +104,7 @@ class Total(Value):
     def _value(self, part: Prox, x: Tensor, layout: Layout | None) -> Tensor:
         """Return f_i at x.
 
-        If f_i(x) is infinite, use the nearest point of its set, if the point is within the tolerance.
+        If f_i(x) is infinite, f_i is evaluated at the nearest point of its set, if this point is within the tolerance.
         """
         value = part.f(x, layout)
         if not value.isinf().any():

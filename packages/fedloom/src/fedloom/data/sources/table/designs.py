@@ -1,4 +1,4 @@
-"""Columns of a table that control splits: subjects, time order, strata, and test rows."""
+"""Table columns that control splits: subjects, time order, strata, and test rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fedloom.data.sources._base import FileSource
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table.cells import Piece, shortened
 from fedloom.data.subjects.design import Design
-from fedloom.data.tables import number_of
+from fedloom.data.survey.facts import time_unit
+from fedloom.data.tables import level, number_of
 from fedloom.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
 """Default levels, in lower case, that mark a row of the test part."""
 TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
 """Levels, in lower case, that mark a row of the training part."""
+TRAINING_NAME_PATTERN = re.compile(r"(?<![a-z])(is_?)?(train(ing)?|dev|derivation|learn)(?![a-z])", re.IGNORECASE)
+"""Pattern of the name of a column in which 1 and yes mean training."""
 YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
+ZONE_PATTERN = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
 ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row. unlabelled = 'drop' leaves rows without one out"
 
 
@@ -65,11 +69,12 @@ class DesignOptions(FileSource):
         """Return a TOML date as text."""
         return since.isoformat() if isinstance(since, date) else since
 
-    @field_validator("strata", mode="before")
+    @field_validator("strata", "test_levels", mode="before")
     @classmethod
-    def _one_or_more(cls, strata: object) -> object:
-        """Return a single column name as a tuple."""
-        return (strata,) if isinstance(strata, str) else strata
+    def _one_or_more(cls, names: object) -> object:
+        """Return a single name as a tuple, and whole numbers, such as years, as text."""
+        several = names if isinstance(names, list | tuple) else (names,)
+        return tuple(level(name) if isinstance(name, int) else name for name in several)
 
     @model_validator(mode="after")
     def _design_fits(self) -> DesignOptions:
@@ -84,7 +89,7 @@ class DesignOptions(FileSource):
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The options that are set. Options of an agreement take precedence."""
+        """Options that are set. Options of an agreement take precedence."""
         agreed = getattr(self, "agreement", None)
         values = {name: getattr(self, name) for name in DesignOptions.option_names()}
         if agreed is not None:
@@ -92,9 +97,9 @@ class DesignOptions(FileSource):
         return {name: value for name, value in values.items() if value is not None and value != ()}
 
     def absent(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the options without columns that are not among the names.
+        """Return the options without columns that are not in the given names.
 
-        Test rows of the old table do not exist in a new table.
+        The old table's test rows do not exist in a new table.
         """
         unset: dict[str, Any] = {"test_column": None, "test_levels": (), "test_since": None}
         unset |= {role: None for role in ("subject", "order") if getattr(self, role) not in names}
@@ -107,7 +112,7 @@ class DesignOptions(FileSource):
 
 
 def check_roles(columns: Mapping[str, str | None]) -> None:
-    """Raise if one column has two roles.
+    """Raise if a column has two roles.
 
     Raises:
         ValueError: two options name the same column.
@@ -126,7 +131,7 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
 class OrderTimes(NamedTuple):
     """Times of rows, as numbers and as seconds since 1970.
 
-    NaN for a cell that is not a number or a date, respectively.
+    A cell that is not a number, or not a date, is NaN.
     """
 
     numbers: GrowingRows
@@ -134,16 +139,16 @@ class OrderTimes(NamedTuple):
 
 
 class DesignReading:
-    """Columns that become a `Design` after all cells were read.
+    """Columns that are combined into a `Design` once all cells have been read.
 
     Args:
-        options: options of the source, see `DesignOptions.chosen`.
+        options: options of the source (see `DesignOptions.chosen`).
 
     Attributes:
         columns: columns that must exist.
-        complete: columns without missing cells.
+        complete: columns that must not contain missing cells.
         coded: columns that are read as levels.
-        strata: columns of strata.
+        strata: columns that define the strata.
         no_features: columns that are not features.
     """
 
@@ -157,9 +162,10 @@ class DesignReading:
         self.no_features = {*self.complete} - {*self.strata}
         self._moments = OrderTimes(GrowingRows((), np.float64), GrowingRows((), np.float64))
         self._odd: tuple[int, object] | None = None
+        self._zones = set[bool]()
 
     def add(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
-        """Add a piece of the column of times."""
+        """Add a piece of the time column."""
         if piece.column != self.order:
             return
         rooms = [cast("NDArray[np.float64]", rows.at(piece.start, len(missing))) for rows in self._moments]
@@ -167,12 +173,14 @@ class DesignReading:
             room[:] = np.nan
         for k in np.flatnonzero(~missing).tolist():
             number, second = number_of(piece.cells[k]), seconds_of(piece.cells[k])
+            if number is None and second is not None and (shown := str(piece.cells[k]).strip()):
+                self._zones |= {ZONE_PATTERN.search(shown) is not None} if ":" in shown else set()
             rooms[0][k], rooms[1][k] = (np.nan if v is None else v for v in (number, second))
             if number is None and second is None and self._odd is None:
                 self._odd = piece.start + k, piece.cells[k]
 
     def wrong(self, first: int) -> Iterator[str]:
-        """Yield errors in the column of times. ``first`` is the number of the first row."""
+        """Yield errors in the time column. ``first`` is the number of the first row."""
         if self.order is None:
             return
         if self._odd is not None:
@@ -189,8 +197,8 @@ class DesignReading:
         """Return the design of the rows to keep ``[N]``. None if no option is set.
 
         Raises:
-            ConfigError: a level of the column of test rows means neither yes nor no.
-            DataError: no row is marked, or every row is marked.
+            ConfigError: a level in the test row column means neither yes nor no.
+            DataError: no row is marked, or all rows are marked.
         """
         if not self._options:
             return None
@@ -216,9 +224,26 @@ class DesignReading:
         return bool((np.isnan(numbers) & ~np.isnan(seconds)).any())
 
     def times(self) -> Iterator[NDArray[np.float64]]:
-        """Yield the time of each row ``[N]``, NaN for missing cells. Nothing is yielded if the times are unknown."""
+        """Yield the time of each row ``[N]``, with NaN for missing cells.
+
+        Nothing is yielded if the times are unknown.
+        """
         if self.order is not None:
             yield cast("NDArray[np.float64]", self._moments[self._dates].done())
+
+    def notes(self) -> Iterator[str]:
+        """Yield notes on times that hardly say which rows are later."""
+        for times in self.times():
+            valid = times[~np.isnan(times)]
+            first, last = (float(valid.min()), float(valid.max())) if len(valid) else (0.0, 0.0)
+            if len(valid) > 1 and first == last:
+                yield f"{self.order!r} is the same in every row, so no row is later than another. Leave out order"
+            elif not self._dates and time_unit("", np.array([first])) and time_unit("", np.array([last])) and (
+                time_unit("", np.array([first])) != time_unit("", np.array([last]))
+            ):  # fmt: skip
+                yield f"{self.order!r} contains both seconds and milliseconds since 1970. Write all times in one unit"
+        if self._zones == {True, False}:
+            yield f"{self.order!r}: times without a time zone are read as UTC, but other rows have a zone"
 
     def _mark_held_out(self, coded: Mapping[str, Coded], keep: Tensor, order: Tensor | None) -> Tensor | None:
         since, dates = self._options.get("test_since"), self._dates
@@ -256,11 +281,16 @@ class DesignReading:
                 f"test_column: {self._marked!r} contains {odd[0]!r}, which means neither yes nor no. "
                 f"List the levels that mark test rows in test_levels. The column has {shown}"
             )
+        if not named and TRAINING_NAME_PATTERN.search(self._marked or ""):
+            raise ConfigError(
+                f"test_column: {self._marked!r} has the name of a mark of training rows. List the levels of test "
+                f"rows in test_levels. The column has {shown}"
+            )
         return {*named} or {name for name in names if name.lower() in TEST_LEVELS}
 
 
 def seconds_of(cell: object) -> float | None:
-    """Return seconds since 1970 of a date, a time or its text in ISO 8601. None for any other cell.
+    """Return the number of seconds since 1970 of a date, a time or its text in ISO 8601. None for any other cell.
 
     >>> seconds_of("1970-01-02"), seconds_of("1970-01-01T00:01"), seconds_of("1971"), seconds_of("2.1.1970")
     (86400.0, 60.0, 31536000.0, None)

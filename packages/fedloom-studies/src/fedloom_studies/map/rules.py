@@ -1,0 +1,130 @@
+"""Aggregation rules under attack: which method with which rule is better than local training and FedAvg."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from fedloom.errors import ConfigError
+from fedloom.formats import fixed
+from fedloom.rundir import file_name
+from fedloom_studies.map.judge import SetupVerdict, judge
+from fedloom_studies.map.measure import CellWork, hide_progress
+from fedloom_studies.map.records import (
+    DONE_STATUS,
+    FAILED_STATUS,
+    NOT_APPLICABLE,
+    CellRecord,
+    new_record,
+    read_records,
+    record_cell,
+)
+from fedloom_studies.map.setups import REFERENCE_METHODS, rule_cells, rule_settings
+from fedloom_studies.map.statements import MAP_FOLDER, NO_DIFFERENCE, enumerated, rivals_of, signed, write_percent
+from fedloom_studies.reproduce import TimeBudget
+from fedloom_studies.reproduce import summary as summaries
+
+Records = Mapping[tuple[str, str], CellRecord]
+
+
+def measure(
+    chosen_in: Records, file: Path, out: Path, data_dir: Path | None, budget: TimeBudget, say: Callable[[str], object]
+) -> bool:
+    """Run the methods with rules under attack that a file of records lacks. Return True if all of them ended.
+
+    Args:
+        chosen_in: records of the map, with the settings of the methods.
+        file: records of the methods with rules, read and written.
+        out: folder of the run directories.
+        data_dir: folder of data sets.
+        budget: time that the runs may take.
+        say: function called for every method with a rule.
+    """
+    recorded = read_records(file)
+    for name, cell in rule_cells():
+        source = chosen_in.get((rule_settings(), cell.method))
+        if (cell.setup.name, name) in recorded or source is None:
+            continue
+        folder = out / file_name(cell.setup.name) / file_name(name)
+        work = CellWork(cell, folder, data_dir, budget, lambda _rounds: hide_progress(0), None)
+        try:
+            with summaries.count_spent_time(folder, "cell"):
+                fields = work.run_fields(cell.setup.seeds, source.chosen)
+        except ConfigError as refused:
+            record = new_record(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
+        else:
+            if fields is None:
+                return False
+            reason, minutes = fields.pop("reason"), summaries.spent(folder)["cell"] / 60
+            status = FAILED_STATUS if reason else DONE_STATUS
+            record = new_record(cell, status, reason, minutes, chosen=dict(source.chosen), **fields)
+        record_cell(replace(record, method=name), file)
+        say(f"{name}, {cell.setup.name}: {record.status}{record.reason and f': {record.reason}'}")
+    return True
+
+
+def judge_rules(records: Records) -> dict[str, SetupVerdict]:
+    """Return the judged methods with rules by attack, for attacks with results of both local and FedAvg."""
+    setups = {cell.setup.name: cell.setup for _, cell in rule_cells()}
+    verdicts = {name: judge(setup, records) for name, setup in setups.items()}
+    return {name: j for name, j in verdicts.items() if j.reference}
+
+
+def recommendation(verdicts: Mapping[str, SetupVerdict]) -> str:
+    """Return the sentences on the methods with rules that are better than the baseline, and on the best worst case."""
+    better = {attack: [s for s in rivals_of(j) if s.better] for attack, j in verdicts.items()}
+    won = [f"`{found[0].method}` under {attack} ({signed(found[0].gain or NO_DIFFERENCE)} points)"
+           for attack, found in better.items() if found]  # fmt: skip
+    none = enumerated([attack for attack, found in better.items() if not found] or [""])
+    parts = [f"**Better than the baseline: {enumerated(won)}.**"] if won else []
+    parts += [f"**No method with any rule is better than the baseline under {none}.**"] if none else []
+    means = {attack: {s.method: s.figures["mean"].mean for s in j.standings} for attack, j in verdicts.items()}
+    common = set.intersection(*(set(of_attack) for of_attack in means.values()))
+    lowest = {name: min((of[name], attack) for attack, of in means.items()) for name in sorted(common)}
+    best = max(common - {*REFERENCE_METHODS}, key=lambda name: lowest[name], default="")
+    if best:
+        (points, attack), alone = lowest[best], lowest[REFERENCE_METHODS[0]][0]
+        parts.append(
+            f"`{best}` has the best worst case: {fixed(100 * points, 1)} % under {attack}. Local training has at least "
+            f"{fixed(100 * alone, 1)} % under every attack."
+        )
+    return " ".join(parts)
+
+
+def advise_rule(records: Records) -> str:
+    """Return the paragraph of the map's page on methods with rules, or the command that runs them."""
+    verdicts = judge_rules(records)
+    link = f"[Four rules and three attacks]({MAP_FOLDER}/attack.md#aggregation-rules-under-attack)"
+    return f"{link}: {recommendation(verdicts) if verdicts else 'not run. Command: `fedloom map --rules`'}"
+
+
+def rules_section(records: Records) -> Iterator[str]:
+    """Yield the lines of the attacked setup's page on aggregation rules."""
+    verdicts = judge_rules(records)
+    yield from ("## Aggregation rules under attack", "")
+    if not verdicts:
+        yield from ("Not run. Command: `fedloom map --rules`", "")
+        return
+    yield (
+        f"{recommendation(verdicts)} The baseline is the better of local training and FedAvg with the mean. Four of 20 "
+        f"clients attack. The settings are chosen in *{rule_settings()}*, which has the same clients and no attackers. "
+        "The table shows the honest clients' mean accuracy in percent after 40 rounds (equal rounds for all methods), "
+        "with the plain 95 % interval over seeds. The verdict beside it is the verdict against the baseline of this "
+        "attack, by moderated t tests with Holm's correction over the column."
+    )
+    yield from ("", f"| method and rule | {' | '.join(verdicts)} |", f"|---{'|---' * len(verdicts)}|")
+    names = dict.fromkeys(name for name, _ in rule_cells())
+    for name in names:
+        cells = []
+        for j in verdicts.values():
+            s = j.of(name)
+            verdict = f", {s.verdict}" if s and s.gain else ", baseline" if s else ""
+            cells.append(f"{write_percent(s.figures['mean'])}{verdict}" if s else "-")
+        if any(cell != "-" for cell in cells):
+            yield f"| {name} | {' | '.join(cells)} |"
+    yield ""
+    for record in records.values():
+        if record.status != DONE_STATUS and record.setup == next(iter(verdicts)):
+            yield f"- {record.method} is {record.status}: {record.reason}"
+    yield ""
