@@ -172,7 +172,7 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
         except RequestException as error:
             failures.append(f"{address}: {type(error).__name__}")
         except ValueError:
-            failures.append(f"{address}: the file has another digest than {digest[:19]}..., so it was not kept")
+            failures.append(f"{address}: the file does not have the digest {digest[:19]}..., so it was not kept")
         except OSError as error:
             raise DataError(f"{name}: {place / file} cannot be written: {error}") from error
     raise DataError(
