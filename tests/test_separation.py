@@ -158,7 +158,7 @@ def test_only_the_columns_of_a_null_vector_are_named(kind: str) -> None:
     sum_of[:, 3] = 2 * x[:, 0] - x[:, 2] + 7
     twice = x.copy()
     twice[:, 1], twice[:, 3] = -x[:, 0], 1 - x[:, 2]
-    for columns, sentence in ((sum_of, "columns age, drug and ward depend on each other. Leave one of them out"),
+    for columns, sentence in ((sum_of, "columns age, drug and ward depend on each other. Leave one of these"),
                               (twice, "columns age and crp; so do drug and ward depend on each other")):  # fmt: skip
         with pytest.raises(DataError) as caught:
             fit(columns, y, kind)
@@ -170,7 +170,7 @@ def test_a_column_that_rounds_to_a_spread_is_still_the_same_in_every_row() -> No
     x = table(rng, 240)
     x[:, 3] = 0.1
     for kind in KINDS:
-        with pytest.raises(DataError, match="ward has the same value in every row. Leave it out"):
+        with pytest.raises(DataError, match="ward has the same value in every row. Leave this column out"):
             fit(x, outcome(rng, x, kind), kind)
 
 

@@ -144,8 +144,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             places.setdefault(owner if owner in self.models_ else None, []).append(k)
         if None in places and None not in self.models_:
             raise DataError(
-                f"{self.method} has no global model. Give the groups of all rows, which must be "
-                f"groups of the fit: {', '.join(map(repr, list(self.models_)[:8]))}"
+                f"{self.method} has no global model. Pass groups with the group of each row; every "
+                f"group must be a group of the fit: {', '.join(map(repr, list(self.models_)[:8]))}"
             )
         out = np.concatenate([self.models_[owner].scores(rows[torch.tensor(index)]) for owner, index in places.items()])
         return np.asarray(out[np.argsort(np.concatenate(list(places.values())))])
@@ -249,7 +249,7 @@ def _groups(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
         shown = f"{type(groups).__name__} {np.shape(groups)}" if hasattr(groups, "shape") else repr(groups)
         raise DataError(f"{what} must be a list with an entry for each row, got {shown:.60}") from None
     if len(labels) != rows:
-        raise DataError(f"{what} has {len(labels)} entries for {rows} rows. Give one for each")
+        raise DataError(f"{what} has {len(labels)} entries for {rows} rows. Pass one entry per row")
     return labels
 
 
@@ -261,7 +261,7 @@ def _labels(what: str, values: ArrayLike, rows: int) -> Some:
     """
     labels = _groups(values, rows, what)
     if missing := [k for k, label in enumerate(labels.tolist()) if is_absent(label)]:
-        raise DataError(f"{what}: row {missing[0]} has no value ({len(missing)} such rows). Give one for each")
+        raise DataError(f"{what}: row {missing[0]} has no value ({len(missing)} such rows). Pass a value for each row")
     return labels
 
 

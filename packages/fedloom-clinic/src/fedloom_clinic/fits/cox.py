@@ -345,7 +345,7 @@ def newton(
             raise no_finite_fit(direction, names, intercepts, MIN_SUPPORT_SHARE, exact=separation is None)
     if not ended:
         raise DataError(
-            f"the fit has not converged after {MAX_NEWTON_STEPS} steps. Look at the columns {', '.join(names)}"
+            f"the fit has not converged after {MAX_NEWTON_STEPS} steps. Check the columns {', '.join(names)}"
         )
     return beta, here
 
@@ -369,17 +369,17 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
     """
     rows = np.concatenate(parts)
     if not np.isfinite(rows).all():
-        odd = names[int((~np.isfinite(rows)).any(0).argmax())]
-        raise DataError(f"{odd} has cells that are missing or infinite. Repair them, or leave these rows out")
+        broken = names[int((~np.isfinite(rows)).any(0).argmax())]
+        raise DataError(f"{broken} has cells that are missing or infinite. Repair them, or leave these rows out")
     same = (rows == rows[:1]).all(0)
     if same.any():
-        raise DataError(f"{names[int(same.argmax())]} has the same value in every row. Leave it out")
+        raise DataError(f"{names[int(same.argmax())]} has the same value in every row. Leave this column out")
     width = np.ptp(rows, 0)
     if not ((width > MIN_COLUMN_WIDTH) & (width < 1 / MIN_COLUMN_WIDTH)).all():
         odd = int((~((width > MIN_COLUMN_WIDTH) & (width < 1 / MIN_COLUMN_WIDTH))).argmax())
         raise DataError(
             f"{names[odd]} spans {width[odd]:.3g}, and double precision loses squares of such numbers. Give it in "
-            "another unit"
+            "a different unit"
         )
 
 
@@ -412,7 +412,7 @@ def _check(sites: Sequence[SurvivalSite]) -> None:
     for k, site in enumerate(sites):
         wrong = ~((site.time >= 0) & np.isfinite(site.time))
         if wrong.any():
-            raise DataError(f"site {k}: {int(wrong.sum())} times are negative or not finite. Repair them")
+            raise DataError(f"site {k}: {int(wrong.sum())} times are negative or not finite. Repair these times")
         if not np.isin(site.event, (0, 1)).all():
             raise DataError(f"site {k}: events must be 0 or 1, got {np.unique(site.event)[:5].tolist()}")
     if not any(site.event.any() for site in sites):

@@ -161,7 +161,10 @@ def fit_glm(
         exact = at(beta)
         spent = len(beta) if ridge is None else float(np.trace(inverse @ exact.information))
         if count <= spent:
-            raise DataError(f"{count} rows for {len(beta)} coefficients leave no residual. Leave columns out")
+            raise DataError(
+                f"{count} rows for {len(beta)} coefficients leave no degrees of freedom for the "
+                "residuals. Leave columns out"
+            )
         residual = sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value
         scale = max(residual, 0.0) / (count - spent)  # rounding may leave a perfect fit less than 0
     back = np.eye(len(beta))  # coefficients as they are measured are linear in these
@@ -226,5 +229,5 @@ def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[s
         if any((site.y == end).all() for end in ends):
             raise DataError(
                 f"site {name}: the target is {site.y[0]:g} in every row, so its intercept has no "
-                "finite value. Give all sites one intercept, or leave the site out"
+                "finite value. Use one intercept for all sites, or leave the site out"
             )
