@@ -116,7 +116,7 @@ def test_a_thousand_workers_of_a_comparison_and_of_a_search_are_a_few_processes(
 def test_a_process_that_may_have_no_others_refuses_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of multiprocessing.Pool, where runs that take all cores take one."""
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="2 workers cannot start, because this process may not start others"):
+    with pytest.raises(ConfigError, match="2 workers cannot start, because this process may not start other processes"):
         WorkerPool([triple], 2)
     assert pools.cores() == 1
     assert [*WorkerPool([triple], pools.cores()).map(triple, torch.ones(1), [Task(0, torch.ones(1))])]

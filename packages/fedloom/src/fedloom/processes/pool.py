@@ -99,9 +99,9 @@ class WorkerPool:
     ) -> None:
         if workers > 1 and multiprocessing.current_process().daemon:
             raise ConfigError(
-                f"{workers} workers cannot start, because this process may not start others, like the "
-                "processes of multiprocessing.Pool. Use workers = 1, or "
-                "concurrent.futures.ProcessPoolExecutor instead of that pool"
+                f"{workers} workers cannot start, because this process may not start other processes, "
+                "like the processes of multiprocessing.Pool. Use workers = 1, or "
+                "concurrent.futures.ProcessPoolExecutor instead of multiprocessing.Pool"
             )
         self._handlers = handlers
         self._down = Buffer(down_bytes if workers > 1 else 0)
