@@ -1,17 +1,17 @@
-"""Split conformal prediction: a threshold of scores, shared or per client, from histograms of scores.
+"""Split conformal prediction: a threshold on scores, shared or per client, from histograms of scores.
 
-References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei,
-L. Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
+References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei, L.
+Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
 Bins that too few clients reach are merged. A first question counts the clients that reach the whole range, its halves,
-and so on. Neighbours are merged until they cover a range that enough clients reach, from the largest scores down, and
-all parties derive the same bins from this sum.
+and so on. Neighboring ranges are merged until they cover a range that enough clients reach, beginning with the largest
+scores, and all parties derive the same bins from this sum.
 
-A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. With n
-calibration rows, the threshold is the end of the bin that contains the score of rank ceil((n + 1) (1 - alpha)). If a
-new row follows the distribution of the calibration rows, its set contains its class with a probability from 1 - alpha
-to 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared threshold gives this for the pooled rows of all clients, not at
-each client.
+A set contains each class whose probability is at least 1 - threshold (see `fedloom predict --set-threshold`). With n
+calibration rows, the threshold is the end of the bin that contains the score with rank ceil((n + 1) (1 - alpha)). If a
+new row follows the distribution of the calibration rows, the probability that its set contains its class is between 1 -
+alpha and 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared threshold guarantees this for the pooled rows of all
+clients, but not at each client.
 
 Calibration rows are drawn from the test part, which was not used to choose the round, the model or settings. The other
 test rows measure the coverage.
@@ -41,18 +41,19 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 EVERY_CLASS = 2.0
-"""Threshold above all scores: too few calibration rows allow no smaller threshold, so sets contain every class."""
+"""Threshold above all scores: with too few calibration rows, no smaller threshold is possible, so sets contain every
+class."""
 
 
 class Calibrated(NamedTuple):
     """Known results.
 
     Attributes:
-        terms: public facts of the analysis.
+        terms: public facts about the analysis.
         owners: number S of thresholds.
-        reached: ``[S, B]`` clients that reach each range of bins.
+        reached: number of clients that reach each range of bins ``[S, B]``.
         thresholds: ``[S]`` thresholds.
-        rows: ``[S]`` calibration rows.
+        rows: number of calibration rows ``[S]``.
         covered: totals of the last question.
     """
 
@@ -65,7 +66,7 @@ class Calibrated(NamedTuple):
 
 
 class Conformal(Analysis):
-    """Thresholds for sets that contain the true class with a chosen probability, and their coverage."""
+    """Thresholds for sets that contain the true class with a chosen probability, and the coverage of these sets."""
 
     kind: ClassVar[str] = "conformal"
     tasks: ClassVar = ("binary", "classification")
@@ -183,7 +184,7 @@ class Conformal(Analysis):
         return ranges_of_bins(self.bins)
 
     def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[list[int]]:
-        """Return the ends of the merged bins of every owner, from 0 to the number of bins.
+        """Return the ends of the merged bins of each owner, from 0 to the number of bins.
 
         Raises:
             Refused: too few clients have calibration rows.
@@ -196,7 +197,7 @@ class Conformal(Analysis):
     def _threshold(self, counts: Tensor, ends: Sequence[int]) -> float:
         """Return the end of the bin that contains the score of the wanted rank.
 
-        With too few rows it is above all scores.
+        With too few rows, the result is above all scores.
         """
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
         if rank > counts.sum():
@@ -235,7 +236,7 @@ def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
 
 
 def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:
-    """Return 1 for every range ``[B]`` of bins in which a client has enough subjects, else 0.
+    """Return 1 for each range of bins ``[B]`` in which a client has enough subjects, else 0.
 
     Args:
         bin_of: bin of every row ``[N]``.
@@ -248,13 +249,15 @@ def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, in
 
 
 def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
-    """Return the ends of merged bins, from 0 to the number of bins. Each has a range that enough clients reach.
+    """Return the ends of merged bins, from 0 to the number of bins.
+
+    Each merged bin contains a range that enough clients reach.
 
     Args:
-        reached: ``[B]`` number of clients that reach each range.
-        ranges: ranges of bins, see `ranges_of_bins`.
+        reached: number of clients that reach each range ``[B]``.
+        ranges: ranges of bins (see `ranges_of_bins`).
         rules: agreed rules.
-        what: description of the rows, for messages.
+        what: description of the rows, used in messages.
 
     Raises:
         Refused: too few clients reach the range of all bins.

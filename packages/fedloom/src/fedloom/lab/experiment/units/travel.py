@@ -180,12 +180,12 @@ def worker_name() -> str:
 
 
 def receive_data(experiment: str, data: bytes | None) -> bool:
-    """Store the data that came with a unit and return True if the data of the experiment are available.
+    """Store the data that came with a unit, and return True if the data of the experiment are available.
 
     The result is also True if the experiment needs no data.
 
     Raises:
-        DataError: the data belong to another experiment.
+        DataError: the data belong to a different experiment.
     """
     digest = tomllib.loads(experiment)["travel"]["data"]
     if data is not None:
@@ -229,7 +229,7 @@ def read_federation(experiment: str, seed: int) -> Federation:
 
 
 def _localise(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with the path of this worker's data: the same, or in the folder of FEDLOOM_DATA."""
+    """Return the document with the path of this worker's data: the same path, or a path in the folder FEDLOOM_DATA."""
     path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
     here = Path(folder or ".") / path.name
     if len(path.parts) < 2 or path.exists() or folder is None or not here.exists():
