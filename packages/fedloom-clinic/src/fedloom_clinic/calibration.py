@@ -23,7 +23,7 @@ from fedloom.analyses.tables import NUMBER_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import merges
-from fedloom_clinic.conformal import ends_of_bins, flag_ranges, probabilities_of, ranges_of_bins
+from fedloom_clinic.conformal import check_reached, ends_of_bins, flag_ranges, probabilities_of, ranges_of_bins
 
 
 class ScoredBins(NamedTuple):
@@ -55,6 +55,8 @@ class Calibration(Analysis):
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         if question.name == "bins" and len(question.values["reached"]) != len(self._ranges):
             raise Refused(f"reached of a question has {len(self._ranges)} numbers")
+        if question.name == "bins":
+            check_reached(question.values["reached"], self._ranges, len(terms.sizes))
 
     def question(self, state: ScoredBins) -> Question | None:
         if state.reached is None:
@@ -92,7 +94,7 @@ class Calibration(Analysis):
         if state.reached is None:
             return state._replace(reached=total)
         if not total.any():
-            raise DataError("no client has test rows; give the partition a test part")
+            raise DataError("no client has test rows; set a test fraction in the partition")
         return state._replace(total=total)
 
     def result(self, state: ScoredBins) -> pa.Table:

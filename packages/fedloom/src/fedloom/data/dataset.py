@@ -375,11 +375,12 @@ def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
         if bool(odd.any()):
             yield f"events must be 1, or 0 if the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
     elif task == "multilabel":
-        odd = ((y != 0) & (y != 1)).any(1)
+        odd = ((y != 0) & (y != 1) & (y != -1)).any(1) | (y == -1).all(1)
         if bool(odd.any()):
+            first = int(odd.int().argmax())
             yield (
-                f"every label must be 1 or 0, present or not. {int(odd.sum())} samples have others (first: sample "
-                f"{int(odd.int().argmax())}, {y[int(odd.int().argmax())].tolist()}). Repair them, or leave them out"
+                f"every label must be 1 or 0, present or not, or -1 if it is unknown. {int(odd.sum())} samples have "
+                f"others, or no known label (first: sample {first}, {y[first].tolist()}). Repair or remove them"
             )
     elif task == "count":
         odd = ((y < 0) | (y != y.floor())).any(1)

@@ -311,7 +311,7 @@ class Federation:
             return torch.zeros(self.n, 0, dtype=torch.int64)
         owner, y = self.owner(part), self.targets(self.parts[part].index)
         if not self.data.classed:
-            return y.new_zeros(self.n, classes).index_add(0, owner, y).long()
+            return y.new_zeros(self.n, classes).index_add(0, owner, y.clamp(min=0)).long()
         if self.data.each:
             owner = owner.repeat_interleave(self.data.y.shape[1])[y >= 0]
             y = y[y >= 0]

@@ -149,7 +149,9 @@ def subjects_of(data: Dataset) -> Tensor | None:
 
 
 def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
-    """Return 1 for each row, and 1 in each kind of row with a minimum count: a class, or events.
+    """Return 1 for each row, and 1 in each kind of row with a minimum count: a class, events, or a label.
+
+    Rows with a label and rows without the label are two kinds.
 
     If subjects are known, a row counts as its fraction of the subject's rows of that kind, so a sum over rows is at
     most the number of subjects.
@@ -172,6 +174,8 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
         kinds += [(classes == k).any(1).float() for k in range(2 if task == "binary" else outputs)]
     if task == "survival":
         kinds.append((y[:, 1] > 0).float())
+    if task == "multilabel":
+        kinds += [(labels == value).float() for labels in y.T for value in (0, 1)]
     counts = torch.stack(kinds, 1).double()
     if units is None:
         return counts

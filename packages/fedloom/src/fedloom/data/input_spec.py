@@ -217,7 +217,7 @@ class InputSpec(Value):
         if tuple(x.shape[1:]) != self.shape:
             last = x.ndim == 4 and (x.shape[3], *x.shape[1:3]) == self.shape
             raise DataError(
-                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model needs {_text(self.shape)}"
+                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
                 + (". The channels are last: pass numpy.moveaxis(x, -1, 1)" if last else "")
             )
         refuse_other_numbers(x, name, self.pixels, original_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -85,13 +86,14 @@ class Records:
 
     def table(self) -> pa.Table:
         """Table with the columns round, client, model, part, metric, value. Sorted."""
-        items = sorted(self.items, key=lambda r: (*r[:4], not r.total))
+        items = sorted(self.items, key=lambda r: (r[:4], not r.total))
+        keys = dict(zip(Record._fields, zip(*items, strict=True), strict=True)) if items else {}
         place = pa.array(np.repeat(np.arange(len(items)), [len(r.values) for r in items]))
         ids = None if self.ids is None else self.ids.numpy()
         clients = [[FEDERATION_CLIENT] if r.total else np.arange(len(r.values)) if ids is None else ids for r in items]
 
         def column(name: str, kind: pa.DataType) -> pa.Array:
-            return pa.array([getattr(r, name) for r in items], kind).take(place)
+            return pa.array(keys.get(name, ()), kind).take(place)
 
         return pa.table(
             {
@@ -131,9 +133,12 @@ class Records:
     @classmethod
     def read_tensors(cls, tensors: dict[str, Tensor]) -> Records:
         """Read records from the result of `tensors`."""
-        keys = json.loads(bytes(tensors["keys"].tolist()).decode())
-        pieces = np.split(tensors["values"].numpy(), np.cumsum([k[-1] for k in keys])[:-1]) if keys else []
-        items = (Record(k[0], k[1], k[2], k[3], values, total=k[4]) for k, values in zip(keys, pieces, strict=True))
+        keys, values = json.loads(tensors["keys"].numpy().tobytes()), tensors["values"].numpy()
+        ends = accumulate(k[-1] for k in keys)
+        items = (
+            Record(k[0], k[1], k[2], k[3], values[end - k[-1] : end], total=k[4])
+            for k, end in zip(keys, ends, strict=True)
+        )
         return cls(items, tensors.get("ids"))
 
 

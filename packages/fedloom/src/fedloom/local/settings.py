@@ -39,7 +39,7 @@ def _checked_optimizer(name: str) -> str:
     if is_path(name):
         find_class(name, "optimizer", torch.optim.Optimizer)
     elif name not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, OPTIMIZERS)}, or an import path")
+        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, OPTIMIZERS)}, or use an import path")
     return name
 
 
@@ -112,20 +112,23 @@ class LocalSGD(Value):
         if isinstance(self.batch_size, int) and self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 or 'full', got {self.batch_size}")
         if self.schedule == "exponential" and "decay" not in self.model_fields_set:
-            raise ValueError("schedule 'exponential' needs decay, its factor per round")
+            raise ValueError("schedule 'exponential' needs decay, the factor of the learning rate per round")
         if self.steps is not None and "epochs" in self.model_fields_set:
-            raise ValueError("give epochs or steps, but not both")
+            raise ValueError("set epochs or steps, but not both")
         if self.optimizer == "sgd":
             for key in ("optimizer_options", "optimizer_state"):
                 if key in self.model_fields_set and getattr(self, key) not in ({}, "fresh"):
                     raise ValueError(
-                        f"{key} belongs to optimizers other than plain sgd. Name one, as optimizer = 'torch.optim:SGD'"
+                        f"{key} can be used only with optimizers other than plain sgd. Name an "
+                        "optimizer, such as optimizer = 'torch.optim:SGD'"
                     )
         elif self.momentum:
-            raise ValueError(f"momentum belongs to plain sgd. For {self.optimizer!r}, set it in optimizer_options")
+            raise ValueError(
+                f"momentum can be used only with plain sgd. For {self.optimizer!r}, set momentum in optimizer_options"
+            )
         for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
-                raise ValueError(f"optimizer_options: {key} is a key of [local]. Set it there")
+                raise ValueError(f"optimizer_options: {key} is a key of [local]. Set {key} there")
             if key in MOMENTUM_RANGES and self.has_momentum and not (_is_number(value) and MOMENTUM_RANGES[key](value)):
                 limit = "less than 1" if key == "momentum" else "1"
                 raise ValueError(f"optimizer_options: {key} must be a number from 0 to {limit}, got {value!r}")
@@ -182,13 +185,15 @@ class LocalSGD(Value):
         key = "epochs" if self.steps is None else "steps"
         if not getattr(self, key):
             raise ConfigError(
-                f"local.{key} = 0 trains nothing", rule="no-local-step", fix=f"set {{local.{key} = 1}}, or more"
+                f"local.{key} = 0 trains nothing",
+                rule="no-local-step",
+                fix=f"set {{local.{key} = 1}}, or use a larger number",
             )
         if self.lr < MIN_STEP_SIZE:
             raise ConfigError(
                 f"local.lr = {self.lr:g} is 0 in float32 and trains nothing",
                 rule="step-size-zero",
-                fix="set a larger learning rate, as {local.lr = 0.1}",
+                fix="set a larger learning rate, such as {local.lr = 0.1}",
             )
         if self.lr_at(rounds) == 0:
             longer = (

@@ -66,5 +66,5 @@ def largest(smooth: Tensor, give: str) -> Tensor:
     smooth = smooth.clamp(max=MAX_SMOOTHNESS_RATIO * median) if bool(median > 0) else smooth
     constant = float(smooth.max())
     if not 0 < constant < math.inf:
-        raise ConfigError(f"the smoothness cannot be measured, got {constant:g}. Give {give}")
+        raise ConfigError(f"the smoothness constant cannot be measured, got {constant:g}. Set {give}")
     return smooth.max(0).values

@@ -91,7 +91,7 @@ class GuidedOption(Construction):
     def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
         if each:
             raise Refused(
-                f"model.guided compares one representation of a sample with classes, but {POSITIONS_REASON}",
+                f"model.guided compares the representation of a whole sample with classes, but {POSITIONS_REASON}",
                 rule="guided-needs-one-label",
                 fix="leave {model.guided} out",
             )

@@ -33,7 +33,7 @@ class Hub(OfTokens):
     @model_validator(mode="after")
     def _one_of_two(self) -> Hub:
         if (self.name is None) == ("model_type" not in self.config):
-            raise ValueError("give either name, or config with a model_type such as 'bert'")
+            raise ValueError("set either name, or config with a model_type such as 'bert'")
         return self
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
@@ -53,7 +53,8 @@ class Hub(OfTokens):
         tokens = body.get_input_embeddings().num_embeddings
         if tokens < vocabulary:
             raise ConfigError(
-                f"model hub: {what!r} knows {tokens} tokens, but the data contain {vocabulary}. Use its tokenizer"
+                f"model hub: {what!r} knows {tokens} tokens, but the data contain {vocabulary} "
+                "tokens. Use the tokenizer of the model"
             )
         module = Headed(body.float(), outputs, Pick(each, self.pool == "last"))
         try_out(module, (length,), outputs, what, (vocabulary, each))

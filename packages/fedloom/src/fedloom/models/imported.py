@@ -110,10 +110,13 @@ def describe_model(model: object) -> ModelSpec | None:
         lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
         if lazy:
             raise ConfigError(
-                f"model {type(model).__name__!r} has lazy parameters ({', '.join(lazy)}). Call it on a sample first"
+                f"model {type(model).__name__!r} has lazy parameters ({', '.join(lazy)}). Call the "
+                "model on a sample first"
             )
         if any(value.is_meta for value in model.state_dict().values()):
-            raise ConfigError(f"model {type(model).__name__!r} has no weights (device meta). Initialize them first")
+            raise ConfigError(
+                f"model {type(model).__name__!r} has no weights (device meta). Initialize the weights first"
+            )
         kinds = {type(module): None for module in model.modules() if not type(module).__module__.startswith("torch")}
         text = "".join(map(text_of, {type(model): None, **kinds}))
         digest = hashlib.blake2b(f"{model!r} {text}".encode(), digest_size=8)
@@ -140,8 +143,8 @@ def wrap_model(model: object) -> ModelSpec:
     spec = describe_model(model)
     if spec is None:
         raise ConfigError(
-            "model must be a name, an nn.Module, a class or function that makes one, or a specification of "
-            f"fl.models, got {model!r}"
+            "model must be a name, an nn.Module, a class or function that returns an nn.Module, or a "
+            f"model specification of fl.models, got {model!r}"
         )
     return spec
 
@@ -163,15 +166,20 @@ def _build(
     except Exception as error:
         raise ConfigError(
             f"model {name!r} could not be created with options {dict(options)}: {error}. fedloom "
-            f"calls it with {' and '.join(facts)} if it has parameters of these names"
+            f"passes {' and '.join(facts)} if the class or function has parameters with these names"
         ) from error
     if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
         raise ConfigError(f"model {name!r} must return an nn.Module with parameters, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
-        raise ConfigError(f"model {name!r} is TorchScript, which is not trained here. Give the nn.Module it came from")
+        raise ConfigError(
+            f"model {name!r} is TorchScript, which fedloom cannot train. Pass the nn.Module from which it was made"
+        )
     odd = [n for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
     if odd:
-        raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}). Give real and imaginary parts")
+        raise ConfigError(
+            f"model {name!r} has complex parameters ({', '.join(odd)}). Use real and imaginary parts as "
+            "separate parameters"
+        )
     if tokens == (0, True) and len(shape) > 2:
         module.register_forward_hook(_flatten_pixels)
     lazy = any(isinstance(p, UninitializedParameter) for p in module.parameters())
@@ -244,8 +252,9 @@ def try_out(
                 module.eval()(samples[:1])
         except ValueError as error:
             raise ConfigError(
-                f"model {path!r} fails on a single sample: layers without running statistics ({', '.join(names)}), "
-                f"{error}. Make them with track_running_stats=True, or use GroupNorm or LayerNorm"
+                f"model {path!r} fails on a single sample: layers without running statistics "
+                f"({', '.join(names)}), {error}. Create these layers with track_running_stats=True, "
+                "or use GroupNorm or LayerNorm"
             ) from error
         finally:
             module.train(training)
@@ -267,8 +276,8 @@ def try_out(
     if trains and not (graded or torch.is_inference_mode_enabled() or _trains(module, samples)):
         raise ConfigError(
             f"model {path!r} returns outputs without a gradient in any parameter, for example after "
-            "detach(), no_grad() or round(). Compute them from the parameters with differentiable "
-            "functions"
+            "detach(), no_grad() or round(). Compute the outputs from the parameters with "
+            "differentiable functions"
         )
 
 

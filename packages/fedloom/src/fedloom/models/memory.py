@@ -122,7 +122,7 @@ class MemoryOption(Construction):
         if each or not classed:
             what = POSITIONS_REASON if each else "this task has no classes"
             raise Refused(
-                f"model.memory recalls the classes of samples, but {what}",
+                f"model.memory stores samples with their classes, but {what}",
                 rule="memory-needs-classes",
                 fix="leave {model.memory} out",
             )

@@ -82,14 +82,14 @@ class MixtureOption(Construction):
     def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
         if not classed:
             raise Refused(
-                "model.mixture mixes probabilities of classes, but this task has no classes",
+                "model.mixture mixes class probabilities, but this task has no classes",
                 rule="mixture-needs-classes",
                 fix="leave {model.mixture} out",
             )
         for key in ("class_weights", "loss"):
             if key in task_keys:
                 raise Refused(
-                    "model.mixture always uses -log of probabilities as its loss",
+                    "model.mixture always uses -log of the probabilities as its loss",
                     rule="mixture-has-a-loss",
                     fix=f"leave {{task.{key}}} out",
                 )

@@ -73,7 +73,9 @@ class CNN(ModelSpec):
         for name in ("kernel", "padding", "pool"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != count:
-                raise ValueError(f"{name} needs one value, or {count} values like channels, got {len(value)}")
+                raise ValueError(
+                    f"{name} needs one value, or {count} values (one per entry of channels), got {len(value)}"
+                )
         if min(_each(self.padding, count)) < 0:
             raise ValueError(f"padding must be >= 0, got {self.padding}")
         if self.norm == "group" and any(width % self.groups for width in self.channels):

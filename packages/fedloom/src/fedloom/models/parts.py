@@ -120,7 +120,8 @@ def penultimate(module: nn.Module) -> str:
         raise ConfigError(
             f"{type(module).__name__} has no layer before {last!r}",
             rule="representation-missing",
-            fix="put a layer before it, as torch.nn.Flatten(), or give the module an attribute penultimate = 'NAME'",
+            fix="put another layer before this layer, such as torch.nn.Flatten(), or set an attribute "
+            "penultimate = 'NAME' on the module",
         )
     return before[-1]
 
@@ -156,9 +157,9 @@ def _head(module: nn.Module) -> str:
         raise ConfigError(
             f"{type(module).__name__} has no linear layer that could be its head",
             rule="head-missing",
-            fix="put a layer before it: torch.nn.Sequential(torch.nn.Flatten(), layer)"
+            fix="put a layer before this layer: torch.nn.Sequential(torch.nn.Flatten(), layer)"
             if bare
-            else "give the module an attribute head = 'name of a submodule'",
+            else "set an attribute head = 'name of a submodule' on the module",
         )
     return linear[-1]
 

@@ -121,7 +121,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
                 if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):
                     raise
                 raise ConfigError(
-                    f"the model is larger than the memory of this machine. Make it smaller: {self!r}"
+                    f"the model does not fit into the memory of this machine. Make the model smaller: {self!r}"
                 ) from None
 
     def _network(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
@@ -157,8 +157,8 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             ConfigError: the model returns one output per sample.
         """
         raise ConfigError(
-            f"model {type(self).__name__} gives one output per sample, but these samples have a label "
-            "per position. Give your own module"
+            f"model {type(self).__name__} returns one output per sample, but these samples have a "
+            "label per position. Pass your own module"
         )
 
 
@@ -185,7 +185,7 @@ def load_weights(module: nn.Module, file: str) -> None:
         saved = load(content)
     except SafetensorError as error:
         raise ConfigError(
-            f"model weights {file}: not a readable safetensors file ({error}). Give another file"
+            f"model weights {file}: not a readable safetensors file ({error}). Use another file"
         ) from None
     initial = module.state_dict()
     for name in [*initial, *saved]:
@@ -193,7 +193,7 @@ def load_weights(module: nn.Module, file: str) -> None:
         if saved_shape != initial_shape:
             raise ConfigError(
                 f"model weights {file}: {name!r} is {saved_shape} in the file and {initial_shape} in "
-                "the model. Give weights of the same architecture, vocabulary and classes"
+                "the model. Use weights of the same architecture, vocabulary and classes"
             )
     module.load_state_dict(saved)
 
@@ -209,11 +209,11 @@ def weights_content(weights: str) -> bytes:
         content = regular(Path(file).expanduser()).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"model weights {file}: not a readable safetensors file ({error}). Give another file"
+            f"model weights {file}: not a readable safetensors file ({error}). Use another file"
         ) from None
     got = hashlib.sha256(content).hexdigest()
     if got != (wanted or got):
-        raise ConfigError(f"model weights {file}: its SHA-256 is {got}, but {wanted} is required. Get the right file")
+        raise ConfigError(f"model weights {file}: the SHA-256 is {got}, but {wanted} is required. Use the right file")
     return content
 
 

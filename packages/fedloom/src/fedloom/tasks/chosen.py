@@ -219,7 +219,7 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
         raise ConfigError(
             f"task.class_weights contains {len(weights)} numbers for {len(classes)} classes ({', '.join(classes[:8])})",
             rule="class-weights-of-other-classes",
-            fix="give {task.class_weights} one number per class, in this order",
+            fix="set {task.class_weights} to one number per class, in this order",
         )
 
 
@@ -248,7 +248,7 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 @lru_cache(maxsize=64)
 def _warn_of_metric(_name: str, sentence: str) -> None:
     """Log once per process that a metric is not a number."""
-    TASK_LOG.warning("%s. The value is NaN there, and the run continues", sentence)
+    TASK_LOG.warning("%s. The value is NaN in these cases, and the run continues", sentence)
 
 
 def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
@@ -264,7 +264,7 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
         if len(size):
             raise CodeError(
                 f"{what} {scorer.display_name!r} must return one number for a batch, got shape "
-                f"{[*size]}. Reduce it, for example to its mean"
+                f"{[*size]}. Reduce the result, for example to its mean"
             )
         return float(value)
     except FedloomError:

@@ -136,20 +136,24 @@ def label_metrics(
     Args:
         wanted: names among the metrics of `fedloom.tasks.MultiLabel`.
         z: logits ``[N, k]``.
-        y: 1 for a label that is present, else 0, ``[N, k]``.
+        y: 1 for a label that is present, 0 for a label that is absent, -1 for an unknown label, ``[N, k]``.
         owner: ``[N]`` clients.
         n: number of clients.
         names: names of the labels, for metrics by label.
     """
-    guess = (z > 0).double()
-    true, guessed, hits = (owner_total(values, owner, n) for values in (y, guess, y * guess))
+    known = y >= 0
+    guess, present = (z > 0).double() * known, y.clamp(min=0)
+    true, guessed, hits = (owner_total(values, owner, n) for values in (present, guess, present * guess))
     figures = label_counts(true, guessed, hits, names)
     if any(name.endswith(("_auroc", "_auprc")) for name in wanted):
-        each = [torch.stack(ranking(scores, label, owner, n)) for scores, label in zip(z.T, y.T, strict=True)]
+        each = [
+            torch.stack(ranking(scores[some], label[some], owner[some], n))
+            for scores, label, some in zip(z.T, y.T, known.T, strict=True)
+        ]
         for name, values in zip(("auroc", "auprc"), torch.stack(each, -1), strict=True):
             figures[f"macro_{name}"] = values.nanmean(-1)
             figures |= {class_metric_name(f"label_{name}", label): values[:, k] for k, label in enumerate(names)}
-    figures["exact_match"] = owner_mean((guess == y).all(1).double(), owner, n)
+    figures["exact_match"] = owner_mean((guess == present).all(1).double(), owner, n)
     return {name: values for name, values in figures.items() if name.partition("[")[0] in wanted}
 
 

@@ -200,9 +200,10 @@ class Binary(TaskKind):
 
 
 class MultiLabel(TaskKind):
-    """Several labels per sample, each of which is present or not.
+    """Several labels per sample, each of which is present, absent or unknown.
 
-    The loss is the mean of the logistic losses over the k labels, in nats.
+    The loss is the sum of the logistic losses over the known labels, divided by k, in nats. A target of -1 is unknown,
+    and no metric counts it.
 
     Metrics: ``loss``. ``micro_f1`` is F1 over all pairs of sample and label. ``macro_f1`` is the mean F1 over the
     labels that a client's targets contain. ``macro_auroc`` and ``macro_auprc`` are means over the labels for which they
@@ -222,12 +223,13 @@ class MultiLabel(TaskKind):
         return len(self.labels)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Logistic loss: sum_j (log(1 + exp(z_j)) - y_j z_j) / k."""
-        return (functional.softplus(output) - y.to(output.dtype) * output).mean(-1)
+        """Logistic loss over the known labels: sum_j (log(1 + exp(z_j)) - y_j z_j) / k."""
+        every = functional.softplus(output) - y.to(output.dtype) * output
+        return torch.where(y < 0, 0.0, every).mean(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return (sigmoid(z) - y) / k."""
-        return (output.sigmoid() - y.to(output.dtype)) / self.outputs
+        """Return (sigmoid(z) - y) / k, and 0 for an unknown label."""
+        return torch.where(y < 0, 0.0, output.sigmoid() - y.to(output.dtype)) / self.outputs
 
     def predict(self, output: Tensor) -> Tensor:
         """Return 1 for each label with a positive logit, else 0, ``[..., b, k]``."""

@@ -26,13 +26,13 @@ def _metric(choice: object) -> str | Function:
     measure = function(choice, "metric")
     if measure.short in METRICS:
         raise ValueError(
-            f"metric {measure.short!r} has the name of a metric of fedloom. Give the name "
-            f"{measure.short!r} for the metric of fedloom, or rename your function, for example "
+            f"metric {measure.short!r} has the name of a metric of fedloom. To use fedloom's metric, "
+            f"pass the name {measure.short!r}; to use your own, rename your function, for example to "
             f"my_{measure.short}"
         )
     if not measure.short.isidentifier():
         raise ValueError(
-            f"metric {measure.short!r} has no name. Define it as a function with a name, def my_metric(...)"
+            f"metric {measure.short!r} has no name. Define the metric as a named function, def my_metric(...)"
         )
     return measure
 

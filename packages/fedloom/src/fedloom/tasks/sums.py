@@ -46,9 +46,9 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
         return torch.cat([count, base.loss(z, y).sum()[None], gap[None], bins, *counts])
     target = wide(y)
     if isinstance(base, MultiLabel):
-        guess = base.predict(z).double()
+        guess, present = base.predict(z).double() * (target >= 0), target.clamp(min=0)
         return torch.cat(
-            [count, base.loss(z, target).sum()[None], target.sum(0), guess.sum(0), (target * guess).sum(0)]
+            [count, base.loss(z, target).sum()[None], present.sum(0), guess.sum(0), (present * guess).sum(0)]
         )
     if isinstance(base, Regression):
         error = z - target

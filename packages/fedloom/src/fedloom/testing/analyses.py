@@ -236,7 +236,7 @@ def check_analysis(
     check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
     schema, rows, _ = clients_of(clients, analysis)
     if len(rows) < 2:
-        raise ConfigError("the laws of sums need at least two clients. Give a federation or a mapping of clients")
+        raise ConfigError("the laws of sums need at least two clients. Pass a federation or a mapping of clients")
     members = tuple(rows.values())
     terms = AnalysisTerms(schema, torch.tensor([len(client) for client in members]), rules or Rules())
     terms = replace(terms, published=tuple(analysis.publish(client, terms) for client in members))

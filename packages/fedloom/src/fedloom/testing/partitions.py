@@ -201,7 +201,9 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
             raise
         hold(PARTITION_LAWS, case, partition, Partition, without, f" on {where}")
     if len(refusals) == len(cases):
-        raise ConfigError(f"{partition!r} rejects every data set: {'; '.join(refusals)}. Give a suitable one as data=")
+        raise ConfigError(
+            f"{partition!r} rejects every data set: {'; '.join(refusals)}. Pass a suitable data set as data="
+        )
 
 
 @cache

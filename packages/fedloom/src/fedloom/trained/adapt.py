@@ -80,7 +80,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     if has_type(rounds, bool) or not has_type(rounds, int, np.integer) or not 1 <= rounds <= MAX_ROUNDS:
         raise ConfigError(f"rounds must be a whole number from 1 to {MAX_ROUNDS:,}, got {rounds!r:.80}")
     if side.local.lr_at(t + rounds) == 0:
-        raise ConfigError(f"the learning rate is 0 in round {t + rounds} by the run's schedule. Give lr")
+        raise ConfigError(f"the learning rate is 0 in round {t + rounds} according to the schedule of the run. Set lr")
     fed = fed.to(dtype=recipe.dtype)
     module = recipe.build()
     oracle = make_oracle(module, task_of(fed.data, recipe.objective), fed)

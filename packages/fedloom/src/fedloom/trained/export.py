@@ -85,7 +85,7 @@ def export_model(
     check_threshold(model.recipe.facts, threshold)
     if threshold is not None and format != "onnx":
         raise ConfigError(
-            f"{format} contains no class that a threshold could decide. Export to onnx, or decide by the probabilities"
+            f"{format} contains no class for which a threshold could decide. Export to onnx, or use the probabilities"
         )
     path = check_model_file(path, format, force=force)
     module, ranks = merge_adapters(model.module()), dict[str, int]()
@@ -164,7 +164,7 @@ class Program:
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
             raise DataError(
-                "rows: the program accepts only bytes (uint8), got floats. Give (x * "
+                "rows: the program accepts only bytes (uint8), got floats. Pass (x * "
                 "255).round().astype('uint8'), or predict with the original model, which also "
                 "accepts floats from 0 to 1"
             )
@@ -210,7 +210,7 @@ def _quietly() -> Iterator[None]:
             root = root.__cause__
         raise ConfigError(
             f"this model cannot be exported as a graph ({cause_of(root).splitlines()[0]}). Use "
-            "safetensors, which stores its parameters"
+            "safetensors, which stores only the parameters"
         ) from error
 
 

@@ -129,7 +129,7 @@ class Model:
         facts = self.recipe.facts
         if facts.table is not None and self.fitted is None:
             raise ConfigError(
-                "each client scaled its columns by itself, and this model has no scaling. Give a client, or use adapt"
+                "each client scaled its columns by itself, but this model has no scaling. Choose a client, or use adapt"
             )
         return RawModel(
             self.module() if module is None else module, facts, self.fitted, self.recipe.dtype, self.calibration
@@ -359,7 +359,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
         return file
     except (OSError, SafetensorError) as error:
         raise LayoutError(
-            f"{path}: not a readable file of models ({error}). Write it again with 'fedloom run'"
+            f"{path}: not a readable file of models ({error}). Write the file again with 'fedloom run'"
         ) from None
 
 
@@ -399,6 +399,6 @@ def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
     name = next(n for n in [*shapes_wanted, *shapes_in_file] if shapes_wanted.get(n) != shapes_in_file.get(n))
     texts = [list(of[name]) if name in of else "nothing" for of in (shapes_in_file, shapes_wanted)]
     raise LayoutError(
-        f"{path}: is a model with another layout: {name!r} is {texts[0]} in the file and {texts[1]} "
-        "in the run's model. Give a model of this run"
+        f"{path}: is a model with a different layout: {name!r} is {texts[0]} in the file and "
+        f"{texts[1]} in the run's model. Use a model of this run"
     )

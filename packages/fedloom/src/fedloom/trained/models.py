@@ -98,7 +98,7 @@ class Models:
         """
         self._check(kind)
         if client is None and kind != "global":
-            raise ConfigError(f"{kind} models belong to clients. Give a client: {self.clients_phrase()}")
+            raise ConfigError(f"{kind} models belong to clients. Choose a client: {self.clients_phrase()}")
         place = None if client is None else self._place(client)
         row, statistics = self._read_rows_and_statistics(kind, None if place is None else torch.tensor([place]))
         row, statistics = (row, statistics) if kind == "global" else (row[0], statistics[0])
@@ -129,7 +129,7 @@ class Models:
         if kind is None:
             kind = "global" if client is None else next((k for k in MOST_PERSONAL_FIRST if k in self.kinds()), "global")
         if client is None and "global" not in self.kinds():
-            raise ConfigError(f"{self.about['method']} has no global model. Give a client: {self.clients_phrase()}")
+            raise ConfigError(f"{self.about['method']} has no global model. Choose a client: {self.clients_phrase()}")
         model, fitted = self.model(kind, client), self.fitted
         table = model.recipe.facts.table
         if table is None or model.fitted is not None or fitted is None:
@@ -335,7 +335,7 @@ class Modules:
 def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float | None) -> LocalSGD:
     """Return the settings with a different round length, or with a constant step size for all rounds."""
     if epochs is not None and steps is not None:
-        raise ConfigError("give epochs or steps, but not both")
+        raise ConfigError("set epochs or steps, but not both")
     fields = {name: getattr(local, name) for name in local.model_fields_set}
     if epochs is not None or steps is not None:
         fields = {k: v for k, v in fields.items() if k not in ("epochs", "steps")}
@@ -346,5 +346,5 @@ def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float |
     try:
         changed.check(1)
     except ConfigError as error:
-        raise error.refixed("give adapt at least one epoch or step, and a step size such as 0.01") from None
+        raise error.refixed("set at least one epoch or step in adapt, and a step size such as 0.01") from None
     return changed

@@ -35,7 +35,7 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
         raise LayoutError(f"{path}: does not contain a single model. It contains {', '.join(sorted(tensors)[:5])}")
     if isinstance(model, ModelSpec):
         if "rows" not in tensors:
-            raise LayoutError(f"{path}: does not describe the data of its model. Give the module itself")
+            raise LayoutError(f"{path}: does not describe the data of its model. Pass the module itself")
         return Model.load(path, model).module()
     module = copy.deepcopy(model).cpu().eval()
     if "rows" not in tensors:

@@ -38,7 +38,7 @@ class Predictions:
         kept: columns that are passed through unchanged.
         threshold: probability from which on the second class of a binary task is predicted. None: 1/2.
         far: columns whose median is far outside the training data, for example because the unit differs.
-        set_threshold: threshold from a conformal analysis, for sets of classes. None: no sets.
+        set_threshold: threshold from a conformal analysis, for sets of classes or intervals of numbers. None: neither.
     """
 
     facts: InputSpec
@@ -69,17 +69,22 @@ class Predictions:
         return [[name for name, one in zip(names, row, strict=True) if one] for row in inside]
 
     def decided(self, threshold: float | None, set_threshold: float | None = None) -> Predictions:
-        """Return the predictions with a different threshold, and with sets of classes from a conformal threshold.
+        """Return the predictions with a different threshold, and with sets or intervals from a conformal threshold.
 
         Raises:
-            ConfigError: `check_threshold` raises, or the predictions are not one class per row.
+            ConfigError: `check_threshold` raises, or the predictions are not one class or one number per row.
         """
         check_threshold(self.facts, threshold)
-        if set_threshold is not None and (not self.facts.classed or self.not_padding is not None):
-            raise ConfigError(f"sets are of classes, one per row, and the models predict a {self.facts.task}")
+        single = self.facts.classed or (self.facts.task == "regression" and self.scores.shape[1:] == (1,))
+        if set_threshold is not None and (not single or self.not_padding is not None):
+            raise ConfigError(
+                "a conformal threshold is for one class or one number per row, and the models predict "
+                + (f"a {self.facts.task}" if self.not_padding is None else "one class per position")
+            )
         if set_threshold is not None and not set_threshold > 0:
             raise ConfigError(
-                f"a threshold of sets is above 0, got {set_threshold:g}; the table of the analysis conformal has it"
+                f"the threshold of the sets must be greater than 0, got {set_threshold:g}; the table "
+                "of the analysis conformal contains the threshold"
             )
         return replace(self, threshold=threshold, set_threshold=set_threshold)
 
@@ -87,8 +92,9 @@ class Predictions:
         """Return the predictions as a table, one row per sample.
 
         Its columns are ``row`` (from 1), ``file`` for images, kept columns, ``model``, ``prediction [<k>]`` (for
-        several labels ``prediction of <label>``), ``set`` if sets of classes are predicted, and ``probability of <c>``.
-        With a label per position, there is one row per position, with ``position`` counted from 1, without padding.
+        several labels ``prediction of <label>``), with a conformal threshold ``set`` (for a number ``prediction from``
+        and ``prediction to``), and ``probability of <c>``. With a label per position, there is one row per position,
+        with ``position`` counted from 1, without padding.
         """
         scores = self.scores
         rows, owners = np.arange(1, len(scores) + 1), np.array(self.models, object)
@@ -105,7 +111,11 @@ class Predictions:
             return pa.table({**columns, **decided, **each})
         if not self.facts.classed:
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
-            return pa.table(columns | dict(zip(names, scores.T, strict=True)))
+            columns |= dict(zip(names, scores.T, strict=True))
+            if self.set_threshold is not None:
+                columns["prediction from"] = scores[:, 0] - self.set_threshold
+                columns["prediction to"] = scores[:, 0] + self.set_threshold
+            return pa.table(columns)
         each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
         labels = self.labels if self.not_padding is None else self.labels[row, position]
         sets = {} if self.set_threshold is None else {"set": [" | ".join(row) for row in self.sets]}
@@ -190,8 +200,8 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
     unknown_sites = ", ".join(f"{site!r} ({count} rows)" for site, count in list(strange.items())[:8])
     if strange and "global" not in models.kinds():
         raise ConfigError(
-            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so give "
-            "a client of the run"
+            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so "
+            "choose a client of the run"
         )
     groups = [
         (torch.tensor(some), models.ready(kind_of_sites if site else "global", site or None))
@@ -293,7 +303,7 @@ def evaluated(
     kinds = [models.kinds_for(rows.sites, client) if kind is None else [kind] for models in runs]
     if not any(kinds):
         names = ", ".join(str(models.about["method"]) for models in runs)
-        raise ConfigError(f"{names} has no global model. Give --client for a personal one")
+        raise ConfigError(f"{names} has no global model. Add --client to use a personal model")
     for models, one in ((models, one) for models, some in zip(runs, kinds, strict=True) for one in some):
         choice = assigned(models, rows, one, client)
         new = models.fitted is not None and set(choice.owners) == {"global"}

@@ -110,11 +110,11 @@ class Scaling(nn.Module):
         scale = self.scale_of_bytes if samples.dtype == torch.uint8 else self.scale
         if scale is None:
             raise DataError(
-                "samples are bytes (uint8), but the model was trained on floats. Give floats as in training"
+                "samples are bytes (uint8), but the model was trained on floats. Pass floats as in training"
             )
         if self.scale_of_bytes is not None and not (scale is self.scale_of_bytes or samples.is_floating_point()):
             raise DataError(
-                f"samples are {samples.dtype}, but the model was trained on bytes. Give uint8, or floats from 0 to 1"
+                f"samples are {samples.dtype}, but the model was trained on bytes. Pass uint8, or floats from 0 to 1"
             )
         return samples.to(self.dtype) * scale + self.shift
 
@@ -146,6 +146,6 @@ def check_threshold(facts: InputSpec, threshold: float | None) -> None:
         ConfigError: the threshold is not between 0 and 1, or the task is neither binary nor multilabel.
     """
     if threshold is not None and facts.task not in ("binary", "multilabel"):
-        raise ConfigError(f"a threshold decides between two classes, but this is a {facts.task}. Leave it out")
+        raise ConfigError(f"a threshold decides between two classes, but this is a {facts.task}. Leave threshold out")
     if threshold is not None and not 0 <= threshold <= 1:
         raise ConfigError(f"threshold must be a probability from 0 to 1, got {threshold}")

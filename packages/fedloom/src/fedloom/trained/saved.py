@@ -156,8 +156,8 @@ class SavedModels:
         present_kinds = [kind for kind in MODEL_CHOICES if self._path(kind).is_file()]
         if not present_kinds:
             raise RunDirError(
-                f"{folder} contains no models of {method}, seed {seed}. They are written at the end "
-                "of a run. Run the experiment again to finish it"
+                f"{folder} contains no models of {method}, seed {seed}. The models are written at the "
+                "end of a run. Run the experiment again to finish the run"
             )
         self._kinds = present_kinds
         for name in (*present_kinds, *(file.stem for file in folder.glob("base-*.safetensors"))):
@@ -231,7 +231,7 @@ class SavedModels:
             }
         except KeyError as error:
             raise LayoutError(
-                f"{self._path('server')}: belongs to another method, because it contains no {error}"
+                f"{self._path('server')}: belongs to a different method, because it contains no {error}"
             ) from None
         return ServerSide(
             algorithm, self._local, server_fields["server"], server_fields["kept"], shares, sizes, rounds, recipe.seed

@@ -21,10 +21,12 @@ from fedloom.data.sources.table.checks import doubtful, doubtful_levels
 from fedloom.data.sources.table.levels import alike
 from fedloom.data.sources.table.targets import unlike
 from fedloom.data.subjects.copies import image_copies
-from fedloom.data.survey.findings import NEAR_COPIES_NOTE
+from fedloom.data.survey.findings import NEAR_COPIES_NOTE, note_near_copies
 from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 
+MOST_COMPARED_COLUMNS = 64
+"""Number of first columns among which near copies are searched."""
 MOST_NOTED = 2**24
 """Largest number of values in a data set that is still searched for notes: 64 MiB of float32."""
 MAX_EXACT_INTEGER = 2**24
@@ -283,6 +285,10 @@ def noted(data: Dataset) -> Dataset:
     data = noted_copies(data)
     if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
         return data
+    if x.ndim in (2, 3):
+        units = None if data.design is None or data.design.subject is None else data.design.units
+        numbers = [column.double().numpy() for column in x.flatten(1).T[:MOST_COMPARED_COLUMNS]]
+        data = replace(data, notes=(*data.notes, *note_near_copies(numbers, units)))
     if x.ndim != 2 or _is_wide(x):
         largest = float(x.abs().max())
         note = (

@@ -119,7 +119,7 @@ class Collector:
         y = y.ravel()
         if len(x) != len(y):
             raise DataError(
-                f"{where}: user {user!r} has {len(x)} entries in x and {len(y)} in y. Make the numbers equal"
+                f"{where}: x of user {user!r} has length {len(x)}, but y has length {len(y)}. Make both equal"
             )
         if len(y) == 0:
             raise DataError(f"{where}: user {user!r} has no sample. Remove the user")

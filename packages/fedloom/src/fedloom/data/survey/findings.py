@@ -100,7 +100,7 @@ def findings(
         return
     every = {**features, **{name: column for name, (column, _) in outcome.items()}}
     yield from _copies(every if units is None else {**every, "": ReadColumn(units.astype(np.float64))})
-    yield from _near_copies([c.values for c in features.values() if not c.names], units)
+    yield from note_near_copies([c.values for c in features.values() if not c.names], units)
     rows = _sample(count, len(features))
     for name, column in features.items():
         yield from _numbered(name, column, count)
@@ -227,7 +227,7 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
         )
 
 
-def _near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
+def note_near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
     """Yield a note on rows that are much closer to one another than to other rows, such as augmented copies."""
     fine = [v for v in numbers if not np.isnan(v).any() and len(np.unique(v)) >= 0.5 * len(v) and v.std() > 0][:8]
     if len(fine) > 1 and (close := near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):

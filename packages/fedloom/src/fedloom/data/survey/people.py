@@ -155,8 +155,8 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return ""
     if _share(EMAIL_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "email addresses"
-    if text and len(texts) >= MIN_PATTERN_CELLS and (found := _find_names(texts)):
-        return found
+    if text and len(texts) >= MIN_PATTERN_CELLS and (kind := _find_names(texts)):
+        return kind
     mostly = different >= MIN_DISTINCT_SHARE
     many = mostly or len(cells) >= (MIN_PATTERN_CELLS if parts & LONE_NAME_COLUMNS else MIN_REPEATED_CELLS)
     for what, names in CONTACT_WORDS.items():

@@ -37,8 +37,8 @@ def ruled(rule: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         if not error.rule:
-            found = _WITH_FIX.fullmatch(str(error))
-            why, cure = (found["why"], found["fix"]) if found else ("", str(error))
+            sentence = _WITH_FIX.fullmatch(str(error))
+            why, cure = (sentence["why"], sentence["fix"]) if sentence else ("", str(error))
             error.rule, error.fix = rule, _DOTTED.sub(lambda match: f"{{{match[0]}}}", cure)
             error.args = (f"{why}. {capitalize(worded(error.fix))}" if why else worded(error.fix),)
         raise

@@ -131,7 +131,7 @@ class Oracle(ABC):
         raise Refused(
             "accuracy needs classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use the loss, or take another method",
+            fix="use the loss, or choose another method",
         )
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
@@ -143,7 +143,7 @@ class Oracle(ABC):
         raise Refused(
             "rates of groups need a task with two classes",
             rule="method-needs-classes",
-            fix="use the accuracy or the loss",
+            fix="use the accuracy or the loss instead",
         )
 
     def class_counts(self, ids: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Oracle(ABC):
         raise Refused(
             "class counts need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use a method without them",
+            fix="use a method that needs no class counts",
         )
 
     def add_terms_(
@@ -172,7 +172,10 @@ class Oracle(ABC):
         Raises:
             ConfigError: there is no representation, or the loss is not a mean over samples.
         """
-        raise Refused(f"oracle {self.name!r} has no representation for a term. Use a method without terms")
+        raise Refused(
+            f"gradient engine {self.name!r} has no representation to which a term could apply. Use a "
+            "method without terms"
+        )
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
         """Return the mean representation ``[m, c, k]`` of each class in the training parts, 0 for a missing class.
@@ -183,7 +186,7 @@ class Oracle(ABC):
         raise Refused(
             "means by class need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use a method without them",
+            fix="use a method that needs no class counts",
         )
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
@@ -195,5 +198,5 @@ class Oracle(ABC):
         raise Refused(
             "features by class need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use a method without them",
+            fix="use a method that needs no class counts",
         )

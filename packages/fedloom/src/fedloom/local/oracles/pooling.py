@@ -97,4 +97,4 @@ class Pooled(TorchDispatchMode):
 def hooked(layer: nn.Module) -> bool:
     """Return True if a hook observes the layer's inputs or outputs."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(layer, name) for name in hooks)
+    return "forward" in vars(layer) or any(getattr(layer, name) for name in hooks)

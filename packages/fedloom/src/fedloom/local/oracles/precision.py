@@ -45,7 +45,7 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
     choice = "engine.precision = 'bf16'"
     if dtype is not torch.float32:
         raise Refused(
-            f"{choice} keeps rows in float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}",
+            f"{choice} keeps client rows in float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}",
             rule="precision-of-float64",
             fix="set {engine.dtype = 'float32'}",
         )

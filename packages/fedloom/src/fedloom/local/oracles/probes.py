@@ -99,7 +99,11 @@ def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
     with forked(fed.device):
         _tried(probe, fed)
     now = trainable(probe)
-    return [n for n, (mark, value) in marks.items() if not mark.is_same(now[n]) or not torch.equal(now[n], value)]
+    return [
+        name
+        for name, (mark, value) in marks.items()
+        if not mark.is_same(now[name]) or not torch.equal(now[name].nan_to_num(), value.nan_to_num())
+    ]
 
 
 def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None = None) -> list[str]:

@@ -181,7 +181,9 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
     if not math.isfinite(value):
-        raise ConfigError(f"task: loss {name!r} is {value} on {len(y)} samples of the first model. It must be finite")
+        raise ConfigError(
+            f"task: loss {name!r} is {value} on {len(y)} samples with the initial model. The loss must be finite"
+        )
     with torch.enable_grad():
         leaf = outputs.detach().requires_grad_()
         try:
@@ -190,13 +192,16 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             untrained = [[*tensor.shape] for tensor in _leaves(loss) if tensor is not leaf] if real else []
             gradient = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0] if real else None
         except Exception as error:
-            raise ConfigError(f"task: the gradient of loss {name!r} fails: {cause_of(error)}") from error
+            raise ConfigError(f"task: the gradient of loss {name!r} cannot be computed: {cause_of(error)}") from error
         if gradient is None:
             raise ConfigError(
-                f"task: loss {name!r} has no gradient. Compute it from the outputs by torch's real functions"
+                f"task: loss {name!r} has no gradient. Compute the loss from the outputs with "
+                "PyTorch's real-valued functions"
             )
     if not bool(gradient.isfinite().all()):
-        raise ConfigError(f"task: the gradient of loss {name!r} is not finite on {len(y)} samples of the first model")
+        raise ConfigError(
+            f"task: the gradient of loss {name!r} is not finite on {len(y)} samples with the initial model"
+        )
     if untrained:
         raise ConfigError(
             f"task: loss {name!r} is computed from tensors that no client trains, of shape "
@@ -209,12 +214,13 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             f"example because outputs {[*outputs.shape]} and targets {[*y.shape]} broadcast to "
             f"{[len(y), len(y)]}",
             rule="loss-broadcasts",
-            fix="give outputs and targets the same shape in {task.loss}",
+            fix="make {task.loss} use outputs and targets of the same shape",
         )
     doubled = number(task.objective.loss, "loss", torch.cat([outputs, outputs]), torch.cat([y, y]))
     if value and math.isclose(doubled, 2 * value, rel_tol=1e-4):
         raise ConfigError(
-            f"task: loss {name!r} is a sum: {value:.4g} on {len(y)} samples, {doubled:.4g} on each of them twice",
+            f"task: loss {name!r} is a sum instead of a mean: {value:.4g} on {len(y)} samples, "
+            f"{doubled:.4g} if each sample occurs twice",
             rule="loss-is-a-sum",
             fix="return the mean over the batch from {task.loss}",
         )

@@ -167,7 +167,7 @@ def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> It
             yield (
                 f"row {first + int(rows[0])}, column {column!r}: a label is 1 or 0, present or not, got "
                 f"{values[rows[0]]:g} ({len(rows)} such rows). Repair them, or name their marker in missing, with "
-                "unlabelled = 'drop'"
+                "unlabelled = 'keep' (or 'drop')"
             )
 
 

@@ -234,9 +234,9 @@ class DesignReading:
     def notes(self) -> Iterator[str]:
         """Yield notes on times that hardly say which rows are later."""
         for times in self.times():
-            known = times[~np.isnan(times)]
-            first, last = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
-            if len(known) > 1 and first == last:
+            valid = times[~np.isnan(times)]
+            first, last = (float(valid.min()), float(valid.max())) if len(valid) else (0.0, 0.0)
+            if len(valid) > 1 and first == last:
                 yield f"{self.order!r} is the same in every row, so no row is later than another. Leave out order"
             elif not self._dates and time_unit("", np.array([first])) and time_unit("", np.array([last])) and (
                 time_unit("", np.array([first])) != time_unit("", np.array([last]))

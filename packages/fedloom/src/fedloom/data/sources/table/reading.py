@@ -112,9 +112,12 @@ class TableSource(DesignOptions):
     impute: bool = Field(
         default=False, description="allow missing cells. Each client fills them from its training part"
     )
-    unlabelled: Literal["refuse", "drop"] = Field(
+    unlabelled: Literal["refuse", "drop", "keep"] = Field(
         default="refuse",
-        description="treatment of rows without a target or client: raise an error, or leave the rows out",
+        description=(
+            "treatment of rows without a target or client: raise an error, or leave the rows out. In a multilabel "
+            "task, 'keep' keeps rows with some known labels"
+        ),
     )
     scale: bool = Field(default=True, description="center and scale numeric columns by each client's training part")
     centre: float = Field(default=0.0, description="number subtracted from the regression target")
@@ -155,6 +158,8 @@ class TableSource(DesignOptions):
                 "each given once, set task = 'multilabel'. For several numbers, run one experiment "
                 "for each"
             )
+        if self.unlabelled == "keep" and not several:
+            raise ValueError("unlabelled = 'keep' works only for task = 'multilabel'. Take 'drop'")
         return self
 
     @model_validator(mode="after")
@@ -375,11 +380,14 @@ class _Reading:
         """Report missing cells that no option allows."""
         spec, column = self.spec, piece.column
         special = column in self.measured or column in self.special or column in self.design.complete
-        if (column in spec.drop and not special) or (spec.unlabelled == "drop" if special else spec.impute):
+        several = self.task == "multilabel" and column in self.labels
+        allowed = ("drop", "keep") if several else ("drop",)
+        if (column in spec.drop and not special) or (spec.unlabelled in allowed if special else spec.impute):
             return
         cure = "repair it, name the column in drop, or set impute = true for a feature"
         if special:
             cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
+            cure += ", or 'keep' to train on the other labels of these rows" if several else ""
         self.problems.add_gaps(piece, missing, cure)
 
     def done(self) -> Dataset:
@@ -417,6 +425,10 @@ class _Reading:
         refuse(where, [*sentences, *wrong, *self.design.wrong(problems.first)])
         regression = task == "regression"
         numeric = [*self._targets.values()] or [label]
+        if spec.unlabelled == "keep":
+            labels = np.stack(numeric)
+            known = ~np.isnan(labels).all(0)  # rows without any label are left out
+            numeric = [*np.where(np.isnan(labels) & known, -1.0, labels)]
         whole = [*numeric, *(coded[c][0] for c in self.special), *self.design.times()]
         keep = torch.from_numpy(~np.isnan(whole).any(0))
         values = torch.from_numpy(self._numbers)
