@@ -43,7 +43,7 @@ CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
 INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
 """Names that, by convention in survival data, mean 1 = event, 0 = censored. ``censored`` may mean the opposite."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Smallest probability that a censored time is longer than a time that ended with an event, from which on the convention counts as confirmed.
+"""Smallest probability of a longer censored time than event time at which the convention counts as confirmed.
 
 Among the 14 public tables with an event whose key was written beforehand, the probability is at least this high in 5.
 In no table is it equally far on the other side (it is 0.31 or more), where 0 and 1 would be confused.

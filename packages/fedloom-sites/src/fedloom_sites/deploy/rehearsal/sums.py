@@ -1,4 +1,4 @@
-"""Attacks on secure sums: a dishonest server tries to get a sum of one site, or mostly of one site."""
+"""Attacks on secure sums: a dishonest server tries to obtain a sum of one site, or mostly of one site."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Secure
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
-"""Seconds after which a series of sums ends. Chosen, so that a rehearsal ends while a person waits."""
+"""Number of seconds after which a series of sums ends. It was chosen so that a rehearsal ends while a person waits."""
 NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
 
 
