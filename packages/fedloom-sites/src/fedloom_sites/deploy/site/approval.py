@@ -1,6 +1,6 @@
-"""Approval of a run at a site, by the digest of all agreed settings.
+"""Approval of a run at a site, identified by the digest of all agreed settings.
 
-If approval is required, the site trains only after approval.
+If approval is required, the site does not train before it is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def approve(site: Site, digest: str) -> Path:
     The file contains the digest and the time.
 
     Raises:
-        ConfigError: the digest belongs to another run.
+        ConfigError: the digest belongs to a different run.
     """
     check_approved_digest(site, digest)
     path = site.folder / APPROVAL_FILE
@@ -34,7 +34,7 @@ def approve(site: Site, digest: str) -> Path:
 
 
 def check_approved_digest(site: Site, digest: str) -> None:
-    """Raise if a digest differs from the digest of the site's settings.
+    """Raise an error if a digest differs from the digest of the site's settings.
 
     Raises:
         ConfigError: the digests differ. The message names both digests.
