@@ -162,7 +162,9 @@ class MaskedAnswers:
                 counts = (*own[:2], *(counts or own)[2:]) if sizes[0] else ABSENT_COUNTS
         return self._under_masks(envelope, np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
 
-    def _computed_once(self, compute: Callable[[], tuple[Integers, tuple[int, ...]]]) -> tuple[Integers, tuple[int, ...]]:
+    def _computed_once(
+        self, compute: Callable[[], tuple[Integers, tuple[int, ...]]]
+    ) -> tuple[Integers, tuple[int, ...]]:
         """Return the result of a function, or its result for an earlier message of the session.
 
         Whether rows have changed since the earlier message must not show in an answer.
