@@ -369,8 +369,8 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
     """
     rows = np.concatenate(parts)
     if not np.isfinite(rows).all():
-        odd = names[int((~np.isfinite(rows)).any(0).argmax())]
-        raise DataError(f"{odd} has cells that are missing or infinite. Repair them, or leave these rows out")
+        broken = names[int((~np.isfinite(rows)).any(0).argmax())]
+        raise DataError(f"{broken} has cells that are missing or infinite. Repair them, or leave these rows out")
     same = (rows == rows[:1]).all(0)
     if same.any():
         raise DataError(f"{names[int(same.argmax())]} has the same value in every row. Leave this column out")

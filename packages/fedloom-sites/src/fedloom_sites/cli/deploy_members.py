@@ -67,11 +67,13 @@ def add(
         change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")
         say(
-            f"keys of {name}: SHA-256 {change.keys}. Send both digests to every site through a channel other than this folder"
+            f"keys of {name}: SHA-256 {change.keys}. Send both digests to every site through a channel other than "
+            "this folder"
         )
         _say_steps(
             directory, change, place,
-            f"Send {change.folder / 'site'} only to {name}, through a secure channel. There it becomes {place.home / 'site'}, "
+            f"Send {change.folder / 'site'} only to {name}, through a secure channel. There it becomes "
+            f"{place.home / 'site'}, "
             f"or {directory / 'sites' / name} for a trial on this machine",
             name, resumes=False,
         )  # fmt: skip
@@ -111,7 +113,8 @@ def rotate(
         say(f"new keys of {name}: SHA-256 {change.keys}")
         _say_steps(
             directory, change, place,
-            f"Send {change.folder / 'site'} only to {name}, through a secure channel, instead of 'approval'. Approve it "
+            f"Send {change.folder / 'site'} only to {name}, through a secure channel, instead of 'approval'. "
+            "Approve it "
             "there, and restart the site. On the running server, revoke the former key: fedloom deploy revoke "
             f"{place.home / 'server'} {name}",
             name,
@@ -128,7 +131,8 @@ def _place(directory: Path) -> Any:
 
 def _say_amendment(change: Any) -> None:
     say(
-        f"{change.folder}: an amended agreement; digest {change.digest}. Send this digest through a channel other than this folder"
+        f"{change.folder}: an amended agreement; digest {change.digest}. Send this digest through a channel other "
+        "than this folder"
     )
 
 
