@@ -193,7 +193,7 @@ def test_what_is_no_penalty_is_a_sentence() -> None:
         ({"penalty": "firth", "strength": 0.1}, "has no strength"),
         ({"penalty": "ridge", "strength": 0}, "greater than 0"),
         ({"penalty": "ridge", "strength": float("nan")}, "greater than 0"),
-        ({"penalty": "ridge", "strength": "much"}, "a number greater than 0, or 'cv'"),
+        ({"penalty": "ridge", "strength": "much"}, "a finite number greater than 0, or 'cv'"),
     ):
         for fit in (lambda **w: fit_cox(SITES, **w), lambda **w: fit_glm(glm_sites(EVENT), "logistic", **w)):
             with pytest.raises(ConfigError, match=sentence):
@@ -262,7 +262,7 @@ def test_penalties_obey_the_laws_and_what_is_none_is_a_sentence(kind: str) -> No
     without = ["union"] if kind == "cox" else []
     fl.testing.check_analysis(analysis_of(kind, {"penalty": "firth", **more}), data, without=without)
     ridge = {"penalty": "ridge", "strength": "cv"}
-    with pytest.raises(Refused, match="give a strength as a number, or agree on a smaller least count"):
+    with pytest.raises(Refused, match="Give a strength as a number, or agree on a smaller min_subjects"):
         fl.analyze(kind, data, rules={"min_subjects": 9, "min_clients": 2}, **ridge, **more)
     for options, sentence in (
         ({"penalty": "ridge"}, "go together"), ({"penalty": "firth", "strength": 0.1}, "go together"),

@@ -335,8 +335,9 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
     count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
     if count[ranges[0]] < needed:
         raise Refused(
-            f"{count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, and {needed} must; agree on a "
-            "smaller least count, or give the partition a larger test part"
+            f"{count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, and {needed} must",
+            rule="small-cells",
+            fix="agree on a smaller min_subjects or min_clients, or give the partition a larger test part",
         )
     starts, top = list[int](), ranges[0][1]
     for low, high in sorted(ranges, reverse=True):  # from the largest scores, where thresholds are

@@ -144,7 +144,9 @@ def divided_clients(terms: AnalysisTerms) -> list[bool]:
     if sum(able) < needed:
         raise Refused(
             f"{sum(able)} clients have {terms.rules.min_subjects} subjects of every column and outcome in each of "
-            f"{CV_FOLDS} folds, and {needed} must; give a strength as a number, or agree on a smaller least count"
+            f"{CV_FOLDS} folds, and {needed} must",
+            rule="small-cells",
+            fix="give a strength as a number, or agree on a smaller min_subjects or min_clients",
         )
     return able
 

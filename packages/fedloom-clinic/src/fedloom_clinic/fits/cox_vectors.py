@@ -183,8 +183,9 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
     if not ends:
         raise Refused(
             f"{int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a bin, "
-            f"but {fewest} must have them even if {missing} are missing. Agree on wider bins or on a "
-            "smaller minimum count"
+            f"but {fewest} must have them even if {missing} are missing",
+            rule="small-cells",
+            fix="agree on wider bins or on a smaller minimum count",
         )
     if terms.stratify:
         return terms
