@@ -99,7 +99,8 @@ class Conformal(Analysis):
         super().check(schema, setting)
         if setting is not None and setting.evaluate.select_on == "test":
             raise Refused(
-                "conformal thresholds are of rows that chose no round, and this run selects on test",
+                "conformal thresholds need rows that were not used to choose the round, but this run "
+                "selects the round on test",
                 rule="analysis-selects-on-test",
                 fix="set {evaluate.select_on = 'validation'}",
             )
@@ -195,7 +196,7 @@ class Conformal(Analysis):
         if state.thresholds is not None:
             return state._replace(covered=total.view(3, -1))
         if not total.any():
-            raise DataError("no client has test rows for calibration. Give the partition a test part")
+            raise DataError("no client has test rows for calibration. Set a test fraction in the partition")
         ends = self._ends(state.reached, state.terms)
         counts = total.split([len(of) - 1 for of in ends])
         limits = [self._threshold(row, of, state.terms.schema) for row, of in zip(counts, ends, strict=True)]
@@ -335,9 +336,10 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
     count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
     if count[ranges[0]] < needed:
         raise Refused(
-            f"{count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, and {needed} must",
+            f"only {count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, but {needed} clients are "
+            "needed",
             rule="small-cells",
-            fix="agree on a smaller min_subjects or min_clients, or give the partition a larger test part",
+            fix="agree on a smaller minimum count, or set a larger test fraction in the partition",
         )
     starts, top = list[int](), ranges[0][1]
     for low, high in sorted(ranges, reverse=True):  # from the largest scores, where thresholds are

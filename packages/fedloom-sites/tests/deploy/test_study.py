@@ -170,14 +170,17 @@ def test_snapshots_belong_to_the_data_and_differ_by_enough_subjects(tmp_path: Pa
     table = home / "cohort.csv"
     said = call("deploy", "snapshot", home, "--date", "2026-12-01")
     assert "snapshot of 2026-12-01: 40 subjects" in said
-    assert "this experiment reads it" in said
+    assert "this experiment reads this snapshot" in said
     first = read_site(home / "site.toml")
     assert Path(first.data["path"] if "path" in first.data else first.data["source"]).read_bytes() == table.read_bytes()
-    for day, sentence in (("2026-12-01", "must be of a later date"), ("tomorrow", "must be as 2026-12-01")):
+    for day, sentence in (("2026-12-01", "must have a later date"), ("tomorrow", "must have the form 2026-12-01")):
         with pytest.raises(ConfigError, match=sentence):
             declare(home, day)
     grow(table, 3, 7)
-    with pytest.raises(ConfigError, match="differs from that of 2026-12-01 in 3 subjects, at least 5 or none"):
+    with pytest.raises(
+        ConfigError,
+        match="differs from the snapshot of 2026-12-01 in 3 subjects, but the difference must be 0 or at least 5",
+    ):
         declare(home, "2026-12-02")
     text = table.read_text().splitlines(keepends=True)
     table.write_text("".join([text[0], *reversed(text[1:])]))

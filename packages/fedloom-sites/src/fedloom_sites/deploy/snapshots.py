@@ -67,7 +67,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
     try:
         date.fromisoformat(day)
     except ValueError:
-        raise ConfigError(f"the date of a snapshot must be as 2026-12-01, got {day!r:.40}") from None
+        raise ConfigError(f"the date of a snapshot must have the form 2026-12-01, got {day!r:.40}") from None
     key = "path" if "path" in live.data else "source"
     source = Path(live.data[key])
     if not source.is_file() and not source.is_dir():
@@ -78,7 +78,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
         earlier: list[dict[str, Any]] = record["snapshots"]
         if earlier and day <= earlier[-1]["day"]:
             raise ConfigError(
-                f"the last snapshot is of {earlier[-1]['day']}. A new one must be of a later date, got {day}"
+                f"the last snapshot has the date {earlier[-1]['day']}. A new snapshot must have a later date, got {day}"
             )
         make_folder(memory / SNAPSHOTS_FOLDER, mode=0o700)
         draft = memory / SNAPSHOTS_FOLDER / f".draft{source.suffix}"
@@ -120,7 +120,7 @@ def check_snapshot(site: Site) -> str:
     path = Path(site.data["path" if "path" in site.data else "source"])
     if earlier is None or _digest(path) != earlier["digest"]:
         what = "was never declared" if earlier is None else "has changed since it was declared"
-        raise ConfigError(f"the snapshot of {site.snapshot} {what}. Declare another one: fedloom deploy snapshot")
+        raise ConfigError(f"the snapshot of {site.snapshot} {what}. Create another snapshot: fedloom deploy snapshot")
     return site.snapshot
 
 
@@ -154,8 +154,9 @@ def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[s
         apart = max(len(here - before), len(before - here))
         if 0 < apart < least:
             raise ConfigError(
-                f"the snapshot of {day} differs from that of {one['day']} in {apart} subjects, at least {least} or "
-                "none are needed. Wait until more have changed"
+                f"the snapshot of {day} differs from the snapshot of {one['day']} in {apart} "
+                f"subjects, but the difference must be 0 or at least {least} subjects. Wait until "
+                "more subjects have changed"
             )
 
 
@@ -163,7 +164,7 @@ def _record(memory: Path) -> dict[str, Any]:
     record = read_checked(memory / RECORD_FILE)
     if record is None and (memory / RECORD_FILE).exists():
         raise RunDirError(
-            f"{memory / RECORD_FILE} is damaged, so earlier snapshots are not known. Restore it from a backup"
+            f"{memory / RECORD_FILE} is damaged, so earlier snapshots are not known. Restore this file from a backup"
         )
     return record or {"salt": secrets.token_hex(16), "snapshots": []}
 
