@@ -133,15 +133,15 @@ def test_the_page_of_choices_has_what_the_map_and_the_papers_found(monkeypatch: 
         named = re.findall(r"^\| (\S+) \|.*(?:\| |, )better[, ]", parts[gradients], re.MULTILINE)
         return {*named} - {"centralized"}
 
-    assert "on the map nothing is better than FedAvg there" in text
-    assert "on the map nothing is better" in text
-    assert "with two labels a client the map is inconclusive" in text
-    assert "Under flipped signs the map is inconclusive" in text
+    assert "on the map, no method is better than FedAvg for such clients" in text
+    assert "because no method is better on the map" in text
+    assert "for two labels per client, the map is inconclusive" in text
+    assert "For flipped signs, the map is inconclusive" in text
     setups = ("iid", "quantity", "labels", "fashion-labels", "attack")
     assert [name for name in setups if better(name)] == []
-    assert "the first two are better than `local` at equal rounds and at equal gradients" in text
+    assert "the first two methods are better than `local` after equal rounds and after equal gradients" in text
     assert {"cfl", "ifca"} <= better("groups") & better("groups", gradients=True)
-    assert "these are better than `local` on the map at equal rounds" in text
+    assert "on the map, these methods are better than `local` after equal rounds" in text
     assert {"pfedme", "lpgd", "fedrep"} <= better("groups")
     assert {"fedopt", "pfedme"} <= better("cross-device")
 

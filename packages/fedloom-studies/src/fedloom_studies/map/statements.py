@@ -106,7 +106,11 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
         "evidence against a method."
     )
     return "\n\n".join(
-        [f"{first} In the other federations, these methods are better:" if rest else first, *rest, *([last] if tested else [])]
+        [
+            f"{first} In the other federations, these methods are better:" if rest else first,
+            *rest,
+            *([last] if tested else []),
+        ]
     )
 
 
