@@ -308,8 +308,8 @@ def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
     found = judged(**wild)
     assert (recommended(found), found.decides) == (None, False)
     (row,) = [line for line in advice([found], {}) if "iid" in line]
-    wanted = f"{found.needed} seeds are needed to detect 3 points"
-    assert row == f"| [IID clients](map/iid.md) | inconclusive | {wanted} | - | - | - |"
+    needed = f"{found.needed} seeds are needed to detect 3 points"
+    assert row == f"| [IID clients](map/iid.md) | inconclusive | {needed} | - | - | - |"
     other = judged(**{m: [2 * v for v in values] for m, values in wild.items()})
     assert other.needed > found.needed  # of the spread
     moved = judged(**{m: [v + (m == "pfedme") for v in values] for m, values in wild.items()})
@@ -904,7 +904,7 @@ def test_what_is_asked_for_and_cannot_be(here: Path) -> None:
     assert "did you mean 'fedprox'" in called("--method", "fedprx", code=2)
     assert "did you mean 'iid'" in called("--setup", "iidd", code=2)
     assert "a time such as" in called("--budget", "soon", "--setup", "iid", code=2)
-    assert "--space needs one --method" in called("--space", "space.toml", code=2)
+    assert "--space works only with exactly one --method" in called("--space", "space.toml", code=2)
     RECORDS.parent.mkdir(parents=True)
     for line in ("{}", "[]", "no"):
         RECORDS.write_text(line + "\n")

@@ -129,7 +129,7 @@ REASONS = {
         "The clients keep duals or control variates for one global model, so personal models contradict them.",
     ),
     "prox": (
-        "the server's prox computes its model, and",
+        "its server computes the model with a prox",
         "The model is the result of the server's prox, which a mixture of clients' models would bypass.",
     ),
     "smaller": (
@@ -551,8 +551,9 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
   uploads something else. Compressors use error feedback.
 - Parts of the model that are not sent (personal layers) are not compressed, noised or counted.
 - If a `delta` is set, `gaussian-noise` and `private-mean` reject aggregation weights and samplers that require
-  noise-free values from clients. They also reject methods that upload a label or a count without noise: {named(lambda
-  method: exact_fields(type(method)))}.
+  noise-free values from clients. They also reject methods that upload a label or a count without noise: {
+    named(lambda method: exact_fields(type(method)))
+}.
 
 ### Local training
 
@@ -606,7 +607,7 @@ PAIR_REASONS = {
     ),
     "one row": ("needs m >", "The rule needs several uploads, but every upload is a separate server update."),
     "single models": (
-        "mixtures of single models, which noise on a mean does not protect",
+        "mixtures of single models, but noise on a mean does not protect",
         "Personalized aggregation sends mixtures of single models, which noise on a mean does not protect.",
     ),
 }

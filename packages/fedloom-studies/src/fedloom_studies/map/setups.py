@@ -111,7 +111,7 @@ def rule_cells() -> Iterator[tuple[str, Cell]]:
         for rule, aggregator in declared["aggregators"].items():
             document = {**base.document, "attack": forged} | ({"aggregator": aggregator} if rule != "mean" else {})
             setup = replace(base, name=attack, title=attack, trials=1, document=document)
-            for method in methods_of("gradients"):
+            for method in declared["methods"]:
                 if rule == "mean":
                     yield method, Cell(setup, method)
                 elif method not in REFERENCE_METHODS[:1]:
@@ -212,13 +212,22 @@ class Cell:
         parts = entry.parts if isinstance(entry, Preset) else [entry]
         trees = [ast.parse(inspect.getsource(sys.modules[part.__module__])) for part in parts]
         for node in (node for tree in trees for node in ast.walk(tree)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                node.body = [statement for statement in node.body if not _is_text(statement)]
             if isinstance(node, ast.Call):
                 node.keywords = [keyword for keyword in node.keywords if keyword.arg != "description"]
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 node.exc.args = []
         return hashlib.sha256("".join(map(ast.unparse, trees)).encode()).hexdigest()[:16]
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Return True for a docstring of a module, class, function, attribute or constant."""
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 def space_from(path: Path, method: str) -> dict[str, Any]:
