@@ -58,6 +58,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     yield ""
     yield (
+        "All methods train for equal rounds. [Another table](#at-equal-gradients) compares them at equal gradients. "
         "Gains are in points, and the largest gains come first. The interval of the gain over the baseline decides "
         "the verdict. The next two columns are means without a test. *Inconclusive*: no method is better, and the "
         f"seeds are too few to rule out a gain of {WANTED_POINTS} points."
