@@ -359,7 +359,7 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
     assert asked(client, MEANS).counters == ANSWERED_COUNTS
     for place, question, sentence in (
         (1, MEANS, "asks 'spreads', got 'means'"), (2, SPREADS, "asks 'step', got 'spreads'"),
-        (3, step, "has at most 3 steps, so step 3 is too many"), (0, SPREADS, "asks 'means'"),
+        (3, step, "has at most 3 steps, so there is no step 3"), (0, SPREADS, "asks 'means'"),
         (1, Question("spreads", {"centre": numbers(0, 0)}), "5 numbers, got 2"),
         (1, Question("spreads", {"centre": numbers(0, 0, 0, 0, float("nan"))}), "not a question"),
         (2, replace(step, values={**step.values, "spread": numbers(1, 1, 0, 1, 1)}),
@@ -491,8 +491,8 @@ def test_a_column_that_few_subjects_vary_in_is_left_out(tmp_path: Path) -> None:
 
 def test_figures_of_single_clients_and_unagreed_ranges_are_refused_beforehand(tmp_path: Path) -> None:
     for task, choice, masked, sentence in (
-        ("binary", {"kind": "table-1", "group": "client"}, True, "shows figures of single clients"),
-        ("survival", {"kind": "cox"}, True, "cox agree on time bins, and it has none. Give"),
+        ("binary", {"kind": "table-1", "group": "client"}, True, "shows results of single clients"),
+        ("survival", {"kind": "cox"}, True, "cox needs agreed time bins, but it has no time bins. Set"),
         ("survival", {"kind": "cox"}, False, "time bins"),
     ):  # fmt: skip
         here = deployed(tmp_path / f"{choice['kind']}-{masked}", task, choice, masked=masked)

@@ -420,7 +420,7 @@ def test_what_is_no_part_is_refused() -> None:
         check_aggregator("median")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did you mean 'knowledge'"):
         check_attack(ALIE(), without=["knowlege"])
-    with pytest.raises(ConfigError, match=r"no column 'hospital'.*Give a suitable one as data="):
+    with pytest.raises(ConfigError, match=r"no column 'hospital'.*Pass a suitable data set as data="):
         check_partition(fl.partitions.by_column(column="hospital"))
     with pytest.raises(ConfigError, match="accepts no cohort of up to 30 rows.*smaller f"):
         check_aggregator(fl.aggregators.Krum(f=20))

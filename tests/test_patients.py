@@ -321,6 +321,6 @@ def test_reference_models_are_scikit_learns(run: Path) -> None:
     scores = {r["metric"]: r["value"] for r in found if (r["client"], r["model"]) == (1, "logistic regression")}
     assert scores["auroc"] == pytest.approx(roc_auc_score(y[test], risk))
     assert scores["loss"] == pytest.approx(log_loss(y[test], risk), rel=1e-6)
-    with pytest.raises(Refused, match="classes or measurements of a table"):
+    with pytest.raises(Refused, match="classes or measurements in a table"):
         check_references(fl.partitions.iid(clients=2)(fl.load("digits"), seed=0))
     assert "Reference models" in (run / "report.html").read_text()

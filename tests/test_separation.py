@@ -158,7 +158,7 @@ def test_only_the_columns_of_a_null_vector_are_named(kind: str) -> None:
     sum_of[:, 3] = 2 * x[:, 0] - x[:, 2] + 7
     twice = x.copy()
     twice[:, 1], twice[:, 3] = -x[:, 0], 1 - x[:, 2]
-    for columns, sentence in ((sum_of, "columns age, drug and ward depend on each other. Leave one of them out"),
+    for columns, sentence in ((sum_of, "columns age, drug and ward depend on each other. Leave one of these"),
                               (twice, "columns age and crp; so do drug and ward depend on each other")):  # fmt: skip
         with pytest.raises(DataError) as caught:
             fit(columns, y, kind)
@@ -170,7 +170,7 @@ def test_a_column_that_rounds_to_a_spread_is_still_the_same_in_every_row() -> No
     x = table(rng, 240)
     x[:, 3] = 0.1
     for kind in KINDS:
-        with pytest.raises(DataError, match="ward has the same value in every row. Leave it out"):
+        with pytest.raises(DataError, match="ward has the same value in every row. Leave this column out"):
             fit(x, outcome(rng, x, kind), kind)
 
 
@@ -203,3 +203,31 @@ def test_what_the_sentence_advises_gives_a_fit(tmp_path: Path) -> None:
         text.replace('client_column = "site"', 'client_column = "site"\ndrop = ["marker"]')
     )
     assert "logistic regression" in call("glm", tmp_path / "t.toml")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "linear"])
+def test_numbers_that_no_fit_can_use_are_named_with_their_column(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    x = table(rng, 240)
+    y = [rng.normal(size=240)] if kind == "linear" else outcome(rng, x, kind)
+    for bad, said in (
+        (x * [1e-200, 1, 1, 1], "age spans .*another unit"),
+        (x * [1e200, 1, 1, 1], "age spans .*another unit"),
+        (np.where(np.arange(240)[:, None] == 5, [1, np.nan, 1, 1], x), "crp has cells that are missing or infinite"),
+        (np.where(np.arange(240)[:, None] == 5, [1, 1, 1, np.inf], x), "ward has cells that are missing or infinite"),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(DataError, match=said):
+                fit(bad, y, kind)
+    with pytest.raises(DataError, match="missing or infinite|not finite|must be 0 or 1"):
+        fit(x, [np.where(np.arange(240) == 7, np.nan, y[0]), *y[1:]], kind)
+
+
+def test_a_target_that_columns_determine_has_errors_of_zero_and_no_nan() -> None:
+    two, three = np.arange(240) % 2.0, (np.arange(240) % 3 == 0) * 1.0
+    both = (np.arange(240) % 6 == 0) * 1.0
+    fitted = fit_glm([GlmSite(np.stack([two, three, both], 1), both)], "linear", ["a", "b", "c"])
+    np.testing.assert_allclose(fitted.beta, [0, 0, 0, 1], atol=1e-12)
+    assert np.isfinite(fitted.se).all()
+    assert (fitted.se < 1e-6).all()

@@ -283,7 +283,7 @@ def test_adapting_gives_the_new_client_a_baseline(run: Path) -> None:
         ({"event": "gone"}, "no column 'gone'"),
         ({"event": "prio"}, "events must be 1, or 0"),
         ({"event": "none"}, "0 in every row"),
-        ({"event": "arrest", "centre": 3.0}, "Leave them out"),
+        ({"event": "arrest", "centre": 3.0}, "Leave centre and unit out"),
     ],
 )
 def test_what_is_no_time_to_event_is_a_sentence(keys: dict[str, Any], sentence: str) -> None:
@@ -382,9 +382,9 @@ def test_what_cannot_be_summed_is_a_sentence(run: Path) -> None:
             fit_secure_cox(sites, bad)
     with pytest.raises(ConfigError, match="must increase"):
         fit_secure_cox(sites, terms._replace(ends=terms.ends[::-1]))
-    with pytest.raises(ConfigError, match="bins of 1e-09 for times up to 24 are more than 10000"):
+    with pytest.raises(ConfigError, match="bins of width 1e-09 for times up to 24 are more than 10000"):
         agreement_on(sites, 1e-9, 1, "efron")
     said = call("cox", run / "rossi.toml", "--bins", "8", "--min-events", "3")
     assert "of 114 events are censored" in said
     assert "with exact times" in said
-    assert "Leave one out" in call("cox", run / "rossi.toml", "--bins", "8", "--stratify", code=2)
+    assert "Leave one of the two options out" in call("cox", run / "rossi.toml", "--bins", "8", "--stratify", code=2)

@@ -3,11 +3,12 @@
     python studies/benchmarks/composite.py                                      # prints the tables
     python studies/benchmarks/composite.py --page studies/pages/composite.md    # writes the page
 
-Sparse logistic regression and low-rank regression (`fedloom.data.problems`), all clients in every round, one full
-gradient a local step. The optimum is that of accelerated proximal gradients, to 1e-10. Every method solves the same
-problem, FIAELT's sum with n times the weight; its step is the one of those given with the smallest KKT residual. GPGD
-(FedAvg, then the prox) and LPGD (a prox in every local step) are FedSLR's alternatives, whose limits are others than
-the optimum; with L1, FedSLR's components are its S+S. Gradients are counted in passes over the training samples.
+Both problems, sparse logistic regression and low-rank regression, come from `fedloom.data.problems`. All clients take part
+in every round, and a local step uses one full gradient. The reference optimum is computed with accelerated proximal gradients
+to 1e-10. Every method solves the same problem, and FIAELT's sum uses n times the weight. For each method, the table shows the
+step size with the smallest KKT residual. GPGD (FedAvg, then the proximal operator) and LPGD (the proximal operator in every
+local step) are alternatives from the FedSLR paper, and their limits differ from the optimum. With L1, both components of FedSLR
+are sparse. Gradients are counted in passes over the training samples.
 """
 
 from __future__ import annotations
@@ -130,7 +131,11 @@ def finding(problem: str, rows: Sequence[Row]) -> str:
     ]
     verb = "reaches" if len(there) == 1 else "reach"
     reached = f"{', '.join(there) or 'No methods'} {verb} the optimum of {problem} (KKT residual below 1e-8)."
-    return f"{reached} The others end at a relative distance from it: {', '.join(away)}." if away else reached
+    return (
+        f"{reached} The other methods end at a relative distance from the optimum: {', '.join(away)}."
+        if away
+        else reached
+    )
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -145,7 +150,7 @@ def page(problems: Mapping[str, Sequence[Row]], rounds: int, clients: int) -> st
     lines += [f"- {finding(problem, rows)}" for problem, rows in problems.items()]
     lines += [
         "",
-        f"Made by `studies/benchmarks/composite.py --rounds {rounds} --page`; {clients} clients, {rounds} rounds.",
+        f"`studies/benchmarks/composite.py --rounds {rounds} --page` writes this page, with {clients} clients and {rounds} rounds.",
     ]
     lines += ["", (__doc__ or "").rpartition("\n\n")[2].strip(), ""]
     for problem, rows in problems.items():

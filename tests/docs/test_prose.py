@@ -1,7 +1,7 @@
 """The style of the pages: plain sentences, short paragraphs and pages, and code that fits the column of the site.
 
 CONTRIBUTING.md explains the eight rules with examples. ``prose.toml`` lists the pages that still break them, and its
-numbers only fall.
+counts may only decrease.
 """
 
 from __future__ import annotations

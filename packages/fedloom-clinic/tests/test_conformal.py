@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -105,20 +106,80 @@ def test_bins_that_too_few_clients_reach_are_merged(trained: Result, least: int)
         fl.analyze("conformal", trained, rules={**rules, "min_subjects": 500})
 
 
-def test_it_obeys_the_laws(trained: Result) -> None:
+@pytest.fixture(scope="module")
+def numbers() -> Result:
+    """A regression at five clients."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 3))
+    y = 20 + 4 * x @ [1.0, -0.5, 0.2] + 2 * rng.normal(size=600)
+    frame = pd.DataFrame(x, columns=list("abc")).assign(y=y, site=np.arange(600) % 5)
+    data = fl.Dataset.create(frame, "y", client_column="site", task="regression")
+    fed = fl.partitions.natural(test=0.5)(data, seed=0)
+    return fl.simulate("fedavg-ft", fed, rounds=5, model=fl.models.Softmax(), local=fl.LocalSGD(lr=0.05))
+
+
+def residuals(result: Result, client: int) -> np.ndarray:
+    """Absolute residuals of all test rows of a client, by the global model."""
+    fed = result.job.eval_fed
+    rows = fed.indices("test", client)
+    outputs = result.job.oracle.run(result.models.rows("global"), fed.fetch(rows)).double()
+    return (outputs - fed.data.y[rows].view(-1, 1)).abs().flatten().numpy()
+
+
+def test_intervals_of_numbers_have_the_exact_quantiles_but_for_a_bin(numbers: Result) -> None:
+    found = fl.analyze("conformal", numbers, calibration_fraction=1 - 1e-9, by_client=True, max_error=50.0, bins=5000)
+    table = found.table.to_pandas()
+    for client in range(5):
+        own = np.sort(residuals(numbers, client))
+        exact = own[math.ceil((len(own) + 1) * 0.9 - 1e-9) - 1]
+        assert 0 <= table.threshold[client] - exact <= 50 / 5000 + 1e-9
+    shared = fl.analyze("conformal", numbers).table.to_pandas()
+    assert shared.interval_width[0] == 2 * shared.threshold[0]
+    predictions = Predictions(numbers.models.recipe.facts, np.array([[1.0], [2.0]]), ["global"] * 2)
+    written = predictions.decided(None, 0.5).table()
+    assert written["prediction from"].to_pylist() == [0.5, 1.5]
+    assert written["prediction to"].to_pylist() == [1.5, 2.5]
+
+
+def test_mean_coverage_of_intervals_is_the_theorems(numbers: Result) -> None:
+    """As for sets, and a threshold beyond the bins is infinite: every interval covers."""
+    tables = [fl.analyze("conformal", numbers, draw=draw, max_error=50.0).table.to_pandas() for draw in range(100)]
+    coverage, rows = (np.array([table[name][0] for table in tables]) for name in ("coverage", "rows"))
+    slack = 3 * coverage.std() / 10
+    assert 0.9 - slack <= coverage.mean() <= 0.9 + np.mean(1 / (rows + 1)) + 0.02 + slack
+    beyond = fl.analyze("conformal", numbers, max_error=1e-3).table.to_pandas()
+    assert (beyond.threshold[0], beyond.coverage[0]) == (math.inf, 1.0)
+
+
+@pytest.mark.slow
+def test_thresholds_are_those_of_crepes(numbers: Result) -> None:
+    crepes = pytest.importorskip("crepes")
+    table = fl.analyze(
+        "conformal", numbers, calibration_fraction=1 - 1e-9, by_client=True, max_error=50.0, bins=50_000
+    ).table.to_pandas()
+    for client in range(5):
+        reference = crepes.ConformalRegressor().fit(residuals(numbers, client))
+        low, high = reference.predict_int(np.zeros(1), confidence=0.9)[0]
+        assert table.threshold[client] == pytest.approx((high - low) / 2, abs=50 / 50_000 + 1e-9)
+
+
+def test_it_obeys_the_laws(trained: Result, numbers: Result) -> None:
     fl.testing.check_analysis(Conformal(), trained)
+    fl.testing.check_analysis(Conformal(), numbers)
     fl.testing.check_analysis(Conformal(by_client=True), trained, without=["union"])
 
 
 def test_what_it_cannot_be_of_is_a_sentence(trained: Result) -> None:
     wrong = Predictions(trained.models.recipe.facts, np.zeros((1, 10)), ["global"])
-    with pytest.raises(ConfigError, match="threshold of sets is above 0, got 0"):
+    with pytest.raises(ConfigError, match="threshold of the sets must be greater than 0, got 0"):
         wrong.decided(None, 0.0)
-    with pytest.raises(ConfigError, match="reads the models of a run"):
+    with pytest.raises(ConfigError, match="needs the trained models of a run"):
         fl.analyze("conformal", fl.load("digits"))
+    with pytest.raises(Refused, match="leave max_error out|Leave max_error out"):
+        fl.analyze("conformal", trained, max_error=3.0)
     fed = fl.partitions.iid(clients=3)(fl.load("digits"), seed=0)
     chosen = fl.simulate("fedavg", fed, rounds=1, evaluate=Evaluate(select_on="test"))
-    with pytest.raises(Refused, match="selects on test"):
+    with pytest.raises(Refused, match="selects the round on test"):
         fl.analyze("conformal", chosen)
     plain = fl.simulate("fedavg", fed, rounds=1)
     with pytest.raises(Refused, match="no personal model"):

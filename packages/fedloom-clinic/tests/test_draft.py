@@ -175,7 +175,7 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
         (
             "same.csv",
             b"a,y\n" + b"1,2\n" * 20,
-            "no column looks like the target. Name one with --target; columns: a, y",
+            "no column looks like the target. Name the column with --target; columns: a, y",
         ),
         ("a.xls", b"PK\x03\x04", "a.xls: is a spreadsheet in an older format. Save the spreadsheet as .xlsx"),
     ],
@@ -193,7 +193,7 @@ def test_what_is_asked_for_must_fit(tmp_path: Path) -> None:
     for options, sentence in (
         (("--target", "il"), "did you mean 'ill'"),
         (("--client-column", "wardd"), "did you mean 'ward'"),
-        (("--client-column", "ill", "--target", "ill"), "cannot be the target and the site"),
+        (("--client-column", "ill", "--target", "ill"), "cannot be both the target and the site"),
         (("--target", "five"), "is the same in every row"),
         (("--target", "name"), "differs in every row"),
         (("--client-column", "name"), "0 of the 240 sites of --client-column name have at least 5 rows"),
@@ -208,11 +208,11 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [["a", "y"], *zip(np.round(AGE, 2), ILL, strict=True)])
     path.with_suffix(".toml").write_text("mine")
     init_again: Callable[..., Any] = lambda *more: RUNNER.invoke(app, ["init", str(path), *more])  # noqa: E731
-    assert "already exists. Give --force" in init_again().output
+    assert "already exists. Add --force" in init_again().output
     assert path.with_suffix(".toml").read_text() == "mine"
     assert init_again("--out", str(tmp_path / "deep" / "other.toml")).exit_code == 0
     assert init_again("--force").exit_code == 0
-    assert "is a folder. Give --out the path of the experiment file" in init_again("--out", str(tmp_path)).output
+    assert "is a folder. Set --out to the path of the experiment file" in init_again("--out", str(tmp_path)).output
     assert parse(drafted(path)).head.name == "t"
 
 
@@ -397,7 +397,7 @@ def init_again(path: Path, *options: str, code: int = 0) -> str:
 @pytest.mark.parametrize(
     ("event", "time", "first", "options", "sentence"),
     [
-        ("status", "week", 1, ("--event", "status"), "must be 1 for an event and 0 for no event"),
+        ("status", "week", 1, ("--event", "status"), "must contain 1 for an event and 0 for no event"),
         ("status", "span", 0, ("--event", "status"), "no column looks like the time of --event status"),
         ("status", "week", 0, ("--event", "state"), "no column 'state'"),
     ],

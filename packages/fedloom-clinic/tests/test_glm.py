@@ -65,7 +65,7 @@ def test_what_cannot_be_fitted_is_a_sentence() -> None:
         ),
         (good._replace(x=np.hstack([good.x, good.x[:, :1]])), "logistic", "depend on each other|not converged"),
         (good._replace(y=order.astype(float)), "logistic", "no finite fit|not converged"),
-        (GlmSite(good.x[:4], np.arange(4.0)), "linear", "leave no residual"),
+        (GlmSite(good.x[:4], np.arange(4.0)), "linear", "leave no degrees of freedom"),
     ):
         with pytest.raises(DataError, match=sentence):
             fit_glm([bad], family)

@@ -180,7 +180,7 @@ def test_init_names_the_patient_or_the_site_and_never_both(tmp_path: Path) -> No
         ],
     )
     assert chosen.exit_code != 0
-    assert "site. Name two columns" in chosen.output
+    assert "site. Name two different columns" in chosen.output
     frame.assign(stay_id=stay).to_csv(tmp_path / "u.csv", index=False)
     assert Survey(tmp_path / "u.csv").subjects(["died"])[0] == ["subject_id"]
     for name in ("subject", "patient", "user"):  # a column of few is a site by its rows, and no subject

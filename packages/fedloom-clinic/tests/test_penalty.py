@@ -262,13 +262,14 @@ def test_penalties_obey_the_laws_and_what_is_none_is_a_sentence(kind: str) -> No
     without = ["union"] if kind == "cox" else []
     fl.testing.check_analysis(analysis_of(kind, {"penalty": "firth", **more}), data, without=without)
     ridge = {"penalty": "ridge", "strength": "cv"}
-    with pytest.raises(Refused, match="give a strength as a number, or agree on a smaller least count"):
+    with pytest.raises(Refused, match="set strength to a number, or agree on a smaller minimum count"):
         fl.analyze(kind, data, rules={"min_subjects": 9, "min_clients": 2}, **ridge, **more)
     for options, sentence in (
-        ({"penalty": "ridge"}, "go together"), ({"penalty": "firth", "strength": 0.1}, "go together"),
-        ({"penalty": "ridge", "strength": 0.0}, "above 0"), ({"penalty": "ridge", "strength": float("nan")}, "finite"),
+        ({"penalty": "ridge"}, "be set together"), ({"penalty": "firth", "strength": 0.1}, "be set together"),
+        ({"penalty": "ridge", "strength": 0.0}, "greater than 0"),
+        ({"penalty": "ridge", "strength": float("nan")}, "finite"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=sentence):
             fl.analyze(kind, data, **options)
-    with pytest.raises(ConfigError, match="give stratify = true, or a strength as a number"):
+    with pytest.raises(ConfigError, match="set stratify = true, or set strength to a number"):
         fl.analyze("cox", tables()["cox"], **ridge)

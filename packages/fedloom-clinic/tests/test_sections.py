@@ -6,13 +6,16 @@ import csv
 import io
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 import fedloom as fl
 from fedloom.errors import RunDirError
+from fedloom.formats import significant
 from fedloom.lab import report
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.sections import plain_section
+from fedloom_clinic.sections import tables
 
 TABLE = "site,dose,days,died\n" + "".join(
     f"{'abc'[k % 3]},{(k * 7 % 11) / 3:.2f},{1 + k * 5 % 17},{int(k % 4 > 0)}\n" for k in range(90)
@@ -39,6 +42,46 @@ def test_a_section_of_the_package_and_a_plain_table(run: Path) -> None:
     assert "Cox regression</h2>" in page
     assert "Table 1</h2>" in page
     assert "90 rows of all sites" in page
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Runs of two methods and two seeds with the analyses of models, of classes and of numbers."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "t.csv").write_text(TABLE)
+    folders = []
+    for target, task, kinds in (("died", "binary", ("calibration", "conformal", "pooled-importance", "glm", "ridge")),
+                          ("dose", "regression", ("conformal",))):  # fmt: skip
+        document = {
+            "rounds": 2, "seeds": [0, 1], "partition": {"kind": "natural", "test": 0.4},
+            "data": {"source": str(folder / "t.csv"), "target": target, "task": task, "client_column": "site"},
+            "method": [{"algorithm": "fedavg"}, {"algorithm": "fedavg-ft"}],
+            "analysis": [{"kind": kind} for kind in kinds],
+        }  # fmt: skip
+        fl.experiment.Plan(fl.experiment.parse(document), folder / target).run()
+        folders.append(folder / target)
+    return folders[0], folders[1]
+
+
+def test_analyses_of_models_and_regressions_have_sections_with_means_over_seeds(trained: tuple[Path, Path]) -> None:
+    page = report.write_report([trained[0]], trained[0] / "report.html").read_text()
+    for title, words in (
+        ("Calibration", "Brier score"), ("Conformal sets", "Classes in a set"),
+        ("Importance of columns", "Metric before"),
+        ("Generalized linear model", "Standard error"), ("Ridge regression", "Coefficient"),
+    ):  # fmt: skip
+        assert f"{title}</h2>" in page
+        assert f">{words}</th>" in page
+    runs = read_runs([trained[0]])
+    section = tables.conformal(runs, [], "")
+    recorded = pq.read_table(trained[0] / "conformal.parquet").to_pandas()
+    means = recorded.groupby("method", sort=False).coverage.mean()
+    assert section.body.count("<tr") == 3
+    assert all(f">{significant(value)}<" in section.body for value in means)
+    numbers = tables.conformal(read_runs([trained[1]]), [], "")
+    assert "Width of the interval" in numbers.body
+    assert "Classes in a set" not in numbers.body
+    assert tables.calibration(read_runs([trained[1]]), [], "") is None
 
 
 def test_a_plain_table_has_every_recorded_cell(run: Path) -> None:

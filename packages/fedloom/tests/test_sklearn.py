@@ -135,7 +135,7 @@ def test_what_cannot_be_learned_is_a_sentence() -> None:
     with pytest.raises(DataError, match="groups has 3 entries for 180 rows"):
         made.fit(X, Y, groups=["a", "b", "c"])
     for gap in (None, float("nan")):
-        with pytest.raises(DataError, match=r"groups: row 2 has no value \(178 such rows\). Give one for each"):
+        with pytest.raises(DataError, match=r"groups: row 2 has no value \(178 such rows\). Pass a value for each"):
             made.fit(X, Y, groups=np.array([1.0, 2.0, *[gap] * 178], dtype=object))
     with pytest.raises(DataError, match="one class, 'ill'"):
         made.fit(X, ["ill"] * 180)

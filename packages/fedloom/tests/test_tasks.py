@@ -334,7 +334,7 @@ WRONG: list[tuple[Task, dict[str, object], str]] = [
     (TASKS[2], {"metrics": ("brier",)}, "'brier' is not defined for a regression. Allowed: loss, mae, rmse, r2"),
     (TASKS[1], {"metrics": ("auroc_ovr",)}, "not defined for a binary"),
     (TASKS[1], {"metrics": (top_gap, top_gap)}, "two metrics are called 'top_gap'"),
-    (TASKS[1], {"metrics": (lambda output, y: 0.0,)}, "has no name. Define it as a function"),
+    (TASKS[1], {"metrics": (lambda output, y: 0.0,)}, "has no name. Define the metric as a named function"),
     (TASKS[0], {"class_weights": (1.0, 2.0)}, r"contains 2 numbers for 4 classes \(a, b, c, d\)"),
     (TASKS[0], {"class_weights": {"e": 1.0}}, "unknown class 'e'; allowed: a, b, c, d"),
     (TASKS[2], {"class_weights": "balanced"}, "needs classes"),

@@ -147,7 +147,9 @@ def test_every_value_refuses_in_our_words() -> None:
                 assert not re.search(r"\[type=|pydantic", text), text
         with pytest.raises(ConfigError, match=f"(?m)^{value.__name__}: unknown key 'nonsense'; "):
             value(nonsense=1)
-        with pytest.raises(ConfigError, match=f"^{value.__name__} needs its options by name, got 1. Allowed:"):
+        with pytest.raises(
+            ConfigError, match=f"^{value.__name__} needs its options as keyword arguments, got 1. Allowed:"
+        ):
             value(1)
     assert refused > 2000
 

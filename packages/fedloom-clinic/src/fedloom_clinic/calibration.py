@@ -94,7 +94,7 @@ class Calibration(Analysis):
         if state.reached is None:
             return state._replace(reached=total)
         if not total.any():
-            raise DataError("no client has test rows; give the partition a test part")
+            raise DataError("no client has test rows; set a test fraction in the partition")
         return state._replace(total=total)
 
     def result(self, state: ScoredBins) -> pa.Table:

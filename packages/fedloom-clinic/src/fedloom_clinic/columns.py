@@ -47,18 +47,18 @@ def require_columns(schema: Schema, what: str) -> None:
     """
     if not names_of(schema):
         raise ConfigError(
-            f"{what}: {schema.name} has no column left beside the target",
+            f"{what}: {schema.name} has no column except the target",
             rule="analysis-no-column",
-            fix="keep a column: name fewer in {data.drop}",
+            fix="keep at least one column: name fewer columns in {data.drop}",
         )
 
 
 def missing_target_range(name: str) -> ConfigError:
     """Return the error of an analysis whose sites have not agreed on the range of the target."""
     return ConfigError(
-        f"sites of the analysis {name} agree on the range of the target, and the agreement has none",
+        f"the analysis {name} needs an agreed range of the target, but the agreement has no such range",
         rule="analysis-target-range",
-        fix="give target_range = [LOWEST, HIGHEST] in the agreement",
+        fix="set target_range = [LOWEST, HIGHEST] in the agreement",
     )
 
 
@@ -107,8 +107,8 @@ def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     kept: Mask = support >= needed
     if not kept.any():
         raise Refused(
-            f"every column has fewer than {terms.rules.min_subjects} subjects with a rare value at "
-            f"{needed} clients. Agree on a smaller minimum count"
+            f"for every column, fewer than {needed} clients have {terms.rules.min_subjects} subjects "
+            "with a rare value. Agree on a smaller minimum count"
         )
     return kept
 

@@ -7,7 +7,9 @@ Bins that too few clients reach are merged. A first question counts the clients 
 and so on. Neighbours are merged until they cover a range that enough clients reach, from the largest scores down, and
 all parties derive the same bins from this sum.
 
-A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. With n
+A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. In a
+regression, scores are absolute residuals, and the set is the interval of the prediction plus and minus the threshold
+(J. Lei et al., JASA 2018). With n
 calibration rows, the threshold is the end of the bin that contains the score of rank ceil((n + 1) (1 - alpha)). If a
 new row follows the distribution of the calibration rows, its set contains its class with a probability from 1 - alpha
 to 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared threshold gives this for the pooled rows of all clients, not at
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 EVERY_CLASS = 2.0
-"""Threshold above all scores: too few calibration rows allow no smaller threshold, so sets contain every class."""
+"""Threshold above all scores: too few calibration rows allow no smaller threshold, so sets contain every class. In a
+regression the threshold is infinite then, and also if it would be beyond the last bin."""
 
 
 class Calibrated(NamedTuple):
@@ -65,22 +68,27 @@ class Calibrated(NamedTuple):
 
 
 class Conformal(Analysis):
-    """Thresholds for sets that contain the true class with a chosen probability, and their coverage."""
+    """Thresholds for sets or intervals that contain the truth with a chosen probability, and their coverage."""
 
     kind: ClassVar[str] = "conformal"
-    tasks: ClassVar = ("binary", "classification")
+    tasks: ClassVar = ("binary", "classification", "regression")
     questions: ClassVar = {"reached": {}, "scores": {"reached": 2}, "coverage": {"thresholds": 1}}
     uses_models: ClassVar[bool] = True
 
     alpha: float = Field(
-        0.1, gt=0, lt=1, description="target fraction of rows whose class is missing from their prediction set"
+        0.1, gt=0, lt=1, description="target fraction of rows whose prediction set or interval misses the truth"
     )
-    model_kind: Literal["global", "personal"] = Field("global", description="model whose probabilities are used")
+    model_kind: Literal["global", "personal"] = Field("global", description="model whose predictions are used")
     by_client: bool = Field(
         False, description="use a separate threshold for each client. Clients then reveal their own histograms"
     )
     calibration_fraction: float = Field(0.5, gt=0, lt=1, description="fraction of the test rows for calibration")
-    bins: int = Field(1000, ge=10, le=100_000, description="number of equal bins of scores from 0 to 1")
+    bins: int = Field(
+        1000, ge=10, le=100_000, description="number of equal bins of scores from 0 to 1, or of residuals"
+    )
+    max_error: float | None = Field(
+        None, gt=0, description="largest residual in the bins (regression only; None: the width of the agreed range)"
+    )
     draw: int = Field(0, ge=0, description="seed of the draw of calibration rows")
 
     @property
@@ -91,9 +99,33 @@ class Conformal(Analysis):
         super().check(schema, setting)
         if setting is not None and setting.evaluate.select_on == "test":
             raise Refused(
-                "conformal thresholds are of rows that chose no round, and this run selects on test",
+                "conformal thresholds need rows that were not used to choose the round, but this run "
+                "selects the round on test",
                 rule="analysis-selects-on-test",
                 fix="set {evaluate.select_on = 'validation'}",
+            )
+
+        if schema.task == "regression" and len(schema.target_ranges) != 1:
+            raise Refused(
+                f"the analysis conformal gives an interval of one number, and {schema.name} has "
+                f"{len(schema.target_ranges)} targets",
+                rule="conformal-targets",
+                fix="train on one target, {data.target = 'NAME'}, or leave the analysis out",
+            )
+        if schema.task != "regression" and self.max_error is not None:
+            raise Refused(
+                f"max_error is of the residuals of a regression, and the task of {schema.name} is {schema.task}",
+                rule="conformal-max-error",
+                fix="leave max_error out",
+            )
+
+    def check_sites(self, schema: Schema, *, masked: bool) -> None:
+        super().check_sites(schema, masked=masked)
+        if schema.task == "regression" and self.max_error is None and schema.target_ranges[0] is None:
+            raise Refused(
+                "sites of the analysis conformal agree on the range of residuals, and the target has no range",
+                rule="conformal-range",
+                fix="give the analysis max_error, or give the target a range in the agreement",
             )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
@@ -132,18 +164,16 @@ class Conformal(Analysis):
             ends = self._ends(question.values["reached"], terms)
             return Bounds.counts(sum(len(of) - 1 for of in ends), most)
         rows = torch.full((owners,), most, dtype=torch.float64)
-        high = torch.cat([rows, rows, most * len(terms.schema.classes) * torch.ones(owners)])
+        high = torch.cat([rows, rows, most * max(len(terms.schema.classes), 1) * torch.ones(owners)])
         return Bounds.between(torch.zeros(3 * owners), high, 1.0)
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        owners, classes = self.start(terms).owners, len(terms.schema.classes)
+        owners = self.start(terms).owners
         place = client.place if self.by_client else 0
         test = client.select(client.part == DATA_PARTS.index("test"))
         drawn = self._draws(test) < self.calibration_fraction
         some = test.select(~drawn if question.name == "coverage" else drawn)
-        p = probabilities_of(some, classes, self.model_kind)
-        label = some.y[:, 0].long()
-        score = 1 - p[torch.arange(len(some)), label]
+        score, every = self._scores(some, terms)
         fine = (score * self.bins).long().clamp(max=self.bins - 1)
         if question.name == "reached":
             flags = torch.zeros(owners, len(self._nodes), dtype=torch.float64)
@@ -156,8 +186,8 @@ class Conformal(Analysis):
             histograms[place] = torch.bincount(of, minlength=len(histograms[place])).double()
             return torch.cat(histograms)
         counts = torch.zeros(3, owners, dtype=torch.float64)
-        limit = question.values["thresholds"][place]
-        counts[:, place] = torch.tensor([len(some), int((score <= limit).sum()), int((1 - p <= limit).sum())]).double()
+        limit = question.values["thresholds"][place] / self._unit(terms.schema)
+        counts[:, place] = torch.tensor([len(some), int((score <= limit).sum()), int((every <= limit).sum())]).double()
         return counts.flatten()
 
     def step(self, state: Calibrated, total: Tensor, info: Info) -> Calibrated:
@@ -166,10 +196,10 @@ class Conformal(Analysis):
         if state.thresholds is not None:
             return state._replace(covered=total.view(3, -1))
         if not total.any():
-            raise DataError("no client has test rows for calibration. Give the partition a test part")
+            raise DataError("no client has test rows for calibration. Set a test fraction in the partition")
         ends = self._ends(state.reached, state.terms)
         counts = total.split([len(of) - 1 for of in ends])
-        limits = [self._threshold(row, of) for row, of in zip(counts, ends, strict=True)]
+        limits = [self._threshold(row, of, state.terms.schema) for row, of in zip(counts, ends, strict=True)]
         rows = torch.stack([row.sum() for row in counts])
         return state._replace(thresholds=torch.tensor(limits, dtype=torch.float64), rows=rows)
 
@@ -177,12 +207,12 @@ class Conformal(Analysis):
         assert state.thresholds is not None
         assert state.rows is not None
         assert state.covered is not None
-        lines = list[tuple[object, ...]]()
+        lines, numbers = list[tuple[object, ...]](), state.terms.schema.task == "regression"
         for k, (limit, rows) in enumerate(zip(state.thresholds.tolist(), state.rows.tolist(), strict=True)):
             tested, covered, size = state.covered[:, k].tolist()
-            mean = (covered / tested, size / tested) if tested else (None, None)
+            mean = (covered / tested, 2 * limit if numbers else size / tested) if tested else (None, None)
             lines.append((f"client {k}" if self.by_client else "all", limit, rows, 1 - self.alpha, tested, *mean))
-        names = ("threshold", "rows", "wanted", "test_rows", "coverage", "set_size")
+        names = ("threshold", "rows", "wanted", "test_rows", "coverage", "interval_width" if numbers else "set_size")
         return table_of(lines, client=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
 
     @cached_property
@@ -200,15 +230,35 @@ class Conformal(Analysis):
         rules = terms.rules.with_(min_clients=1, missing=0) if self.by_client else terms.rules
         return [ends_of_bins(row, self._nodes, rules, what="that calibrate") for row in reached]
 
-    def _threshold(self, counts: Tensor, ends: Sequence[int]) -> float:
+    def _threshold(self, counts: Tensor, ends: Sequence[int], schema: Schema) -> float:
         """Return the end of the bin that contains the score of the wanted rank.
 
-        With too few rows it is above all scores.
+        With too few rows it is above all scores. Scores beyond the range of residuals are in the last bin, which has no
+        end.
         """
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
-        if rank > counts.sum():
-            return EVERY_CLASS
-        return ends[int(torch.searchsorted(counts.cumsum(0), float(rank))) + 1] / self.bins
+        at = len(counts) if rank > counts.sum() else int(torch.searchsorted(counts.cumsum(0), float(rank)))
+        if schema.task == "regression":
+            return math.inf if at >= len(counts) - 1 else ends[at + 1] / self.bins * self._unit(schema)
+        return EVERY_CLASS if at == len(counts) else ends[at + 1] / self.bins
+
+    def _unit(self, schema: Schema) -> float:
+        """Return the score at the end of the last bin: 1, or the largest residual in the bins."""
+        if schema.task != "regression":
+            return 1.0
+        low, high = schema.target_ranges[0] or (0.0, 1.0)
+        return self.max_error or max(high - low, 1e-300)
+
+    def _scores(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor]:
+        """Return scores ``[N]`` of the truth, and of every class ``[N, classes]`` (``[N, 0]`` in a regression).
+
+        They are multiples of the end of the last bin.
+        """
+        if terms.schema.task == "regression":
+            values = outputs_of(client, self.model_kind, client.inputs) if len(client) else client.y
+            return (values - client.y).abs()[:, 0] / self._unit(terms.schema), client.y[:, :0]
+        every = 1 - probabilities_of(client, len(terms.schema.classes), self.model_kind)
+        return every[torch.arange(len(client)), client.y[:, 0].long()], every
 
     def _draws(self, client: ClientRows) -> Tensor:
         """Return numbers in [0, 1) ``[N]`` that depend on the draw and a row's cells alone, at every place."""
@@ -286,8 +336,9 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
     count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
     if count[ranges[0]] < needed:
         raise Refused(
-            f"{count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, and {needed} must; agree on a "
-            "smaller least count, or give the partition a larger test part"
+            f"only {count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, but {needed} "
+            "clients are needed; agree on a smaller minimum count, or set a larger test fraction in "
+            "the partition"
         )
     starts, top = list[int](), ranges[0][1]
     for low, high in sorted(ranges, reverse=True):  # from the largest scores, where thresholds are

@@ -112,16 +112,16 @@ class Cox(Penalized):
     def _bins_or_strata(self) -> Cox:
         if self.strength == "cv" and not self.stratify:
             raise ValueError(
-                "clients that share a baseline hazard would send every time bin for each fit of a cross-validation; "
-                "give stratify = true, or a strength as a number"
+                "clients that share a baseline hazard would send every time bin for each fit of a "
+                "cross-validation; set stratify = true, or set strength to a number"
             )
         if self.stratify and (self.width is not None or self.until is not None):
-            raise ValueError("stratify needs no time bins. Leave width and until out")
+            raise ValueError("stratify does not use time bins. Leave width and until out")
         if self.width is None and self.until is not None:
-            raise ValueError("until is the end of the last bin. Give width as well")
+            raise ValueError("until is the end of the last bin. Set width as well")
         if self.width is not None and self.until is not None and self.until / self.width > MAX_BINS:
             raise ValueError(
-                f"at most {MAX_BINS} bins are allowed, got {self.until / self.width:.0f}. Give a larger width"
+                f"at most {MAX_BINS} bins are allowed, got {self.until / self.width:.0f}. Set a larger width"
             )
         return self
 
@@ -136,9 +136,9 @@ class Cox(Penalized):
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         if self.shows_rows or (not self.stratify and self.until is None):
             raise ConfigError(
-                "sites of the analysis cox agree on time bins, and it has none",
+                "the analysis cox needs agreed time bins, but it has no time bins",
                 rule="analysis-time-bins",
-                fix="give the analysis width and until, or stratify = true",
+                fix="set width and until in the analysis, or stratify = true",
             )
         super().check_sites(schema, masked=masked)
 
@@ -314,7 +314,10 @@ class Cox(Penalized):
         means = total.numpy()
         rows = means[0]
         if not rows:
-            raise DataError("no row is complete and within the agreed ranges. Drop columns, or agree on wider ranges")
+            raise DataError(
+                "no row is complete and within the agreed ranges. Drop columns with missing cells, or "
+                "agree on wider ranges"
+            )
         centre = means[1:] / rows
         squares, (events,) = np.split(ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy(), [-1])
         spread = np.sqrt(squares / rows)
@@ -322,7 +325,8 @@ class Cox(Penalized):
             raise DataError("no row contains an event, so nothing can be fitted")
         if not (spread > MIN_COLUMN_SPREAD).all():
             raise DataError(
-                f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} has the same value in every row. Leave it out"
+                f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} has the same value in every "
+                "row. Leave this column out"
             )
         times = np.unique(np.concatenate([some.numpy() for some in terms.published]))
         public = {"centre": centre, "spread": spread, "times": times}

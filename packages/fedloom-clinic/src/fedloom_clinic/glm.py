@@ -104,7 +104,7 @@ class Glm(Penalized):
         super().check(schema, setting)
         if len(schema.target_ranges) != 1:
             raise Refused(
-                f"the analysis glm fits one target, and {schema.name} has {len(schema.target_ranges)}",
+                f"the analysis glm fits one target, but {schema.name} has {len(schema.target_ranges)} targets",
                 rule="analysis-one-target",
                 fix="name one column in {data.target}, or leave the analysis out",
             )
@@ -136,9 +136,10 @@ class Glm(Penalized):
             support = torch.stack([flags[:2] for flags in terms.published]).sum(0)
             if float(support.min()) - terms.rules.missing < terms.rules.min_clients:
                 raise Refused(
-                    f"too few clients have {terms.rules.min_subjects} subjects of each outcome: "
-                    f"{int(support.min())}, but {terms.rules.min_clients + terms.rules.missing} are "
-                    "needed. Agree on a smaller minimum count"
+                    f"too few clients have {terms.rules.min_subjects} subjects of each outcome: only "
+                    f"{int(support.min())} clients, but "
+                    f"{terms.rules.min_clients + terms.rules.missing} are needed. Agree on a smaller "
+                    "minimum count"
                 )
         return super().start(terms)
 
@@ -265,13 +266,16 @@ class Glm(Penalized):
         total, info = ask(Question("means"))
         count = int(total[0])
         if not count:
-            raise DataError("no row is complete and within the agreed ranges. Drop columns, or agree on wider ranges")
+            raise DataError(
+                "no row is complete and within the agreed ranges. Drop columns with missing cells, or "
+                "agree on wider ranges"
+            )
         centre = total.numpy()[1:] / count
         squares = ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy()
         spread = np.sqrt(squares / count)
         for name, varies in zip(names, spread > MIN_COLUMN_SPREAD, strict=False):
             if not varies:
-                raise DataError(f"{name} has the same value in every row. Leave it out")
+                raise DataError(f"{name} has the same value in every row. Leave this column out")
         low, high = ranges_of(terms)
         bottom, top = self._target_range(terms)
         half, mid = np.append((high - low) / 2, (top - bottom) / 2), np.append((high + low) / 2, (top + bottom) / 2)
@@ -329,8 +333,11 @@ class Glm(Penalized):
             exact = exact or at(beta)
             spent = size if ridge is None else float(np.trace(inverse @ exact.information))
             if count <= spent:
-                raise DataError(f"{count} rows for {size} coefficients leave no residual. Leave columns out")
-            scale = (of_targets - 2 * exact.value) / (count - spent)
+                raise DataError(
+                    f"{count} rows for {size} coefficients leave no degrees of freedom for the residuals. "
+                    "Leave columns out"
+                )
+            scale = max(of_targets - 2 * exact.value, 0.0) / (count - spent)  # rounding may leave a perfect fit below 0
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
         back = np.eye(size)  # coefficients as they are measured are linear in these
         back[first:, first:] = np.diag(1 / unit_of)

@@ -36,9 +36,9 @@ class LeftOut(Analysis):
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
         if fed.n < FEWEST_CLIENTS:
             raise Refused(
-                f"left-out trains with {FEWEST_CLIENTS} clients or more, and there are {fed.n}",
+                f"left-out needs at least {FEWEST_CLIENTS} clients, but there are only {fed.n}",
                 rule="left-out-too-few-clients",
-                fix="leave it out",
+                fix="leave this analysis out",
             )
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:

@@ -52,11 +52,13 @@ class Penalized(ScriptedAnalysis):
     def _have_one_meaning(self) -> Penalized:
         if (self.penalty == "ridge") != (self.strength is not None):
             raise ValueError(
-                "penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1, or strength = "
-                "'cv'"
+                "penalty = 'ridge' and strength must be set together, as in penalty = 'ridge', "
+                "strength = 0.1, or strength = 'cv'"
             )
         if isinstance(self.strength, float) and not 0 < self.strength < np.inf:
-            raise ValueError(f"the strength of a ridge must be above 0, got {self.strength!r}; give 0.1, or 'cv'")
+            raise ValueError(
+                f"the strength of a ridge penalty must be greater than 0, got {self.strength!r}; use 0.1, or 'cv'"
+            )
         return self
 
     @property
@@ -143,8 +145,9 @@ def divided_clients(terms: AnalysisTerms) -> list[bool]:
     needed = terms.rules.min_clients + terms.rules.missing
     if sum(able) < needed:
         raise Refused(
-            f"{sum(able)} clients have {terms.rules.min_subjects} subjects of every column and outcome in each of "
-            f"{CV_FOLDS} folds, and {needed} must; give a strength as a number, or agree on a smaller least count"
+            f"only {sum(able)} clients have {terms.rules.min_subjects} subjects of every column and "
+            f"outcome in each of {CV_FOLDS} folds, but {needed} clients are needed; set strength to a "
+            "number, or agree on a smaller minimum count"
         )
     return able
 

@@ -43,10 +43,10 @@ def check_references(fed: Federation) -> None:
     """
     if fed.data.fitted is None or fed.data.task in ("survival", "count"):
         raise Refused(
-            f"references fits models to classes or measurements of a table, but {fed.data.name} has "
-            f"targets of a {fed.data.task}",
+            f"references fits models to classes or measurements in a table, but {fed.data.name} has "
+            f"the targets of a {fed.data.task}",
             rule="references-need-a-table",
-            fix="leave it out",
+            fix="leave this analysis out",
         )
 
 

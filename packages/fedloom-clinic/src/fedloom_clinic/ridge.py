@@ -119,7 +119,7 @@ class RidgeRegression(ScriptedAnalysis):
         total, _ = ask(Question("means"))
         rows = int(total[0])
         if not rows:
-            raise DataError("no training row is complete. Impute missing cells, or give training rows")
+            raise DataError("no training row is complete. Impute missing cells, or add training rows")
         centre = total[1:] / rows
         spread = (ask(Question("spreads", {"centre": centre}))[0] / rows).sqrt()
         still = spread[:p] <= MIN_RELATIVE_SPREAD * centre[:p].abs()  # of a varying input, float64 leaves more

@@ -219,7 +219,7 @@ def test_clock(site, wrong, sentence):
     ("status", "level", "sentence"),
     [
         (412, "refused", "rejects the key of site-1: it was never registered there, or it was revoked"),
-        (400, "ok", "the server accepts site-1, unless a node with the same key is already"),
+        (400, "ok", "the server accepts the key of site-1, unless a node with the same key is already"),
         (501, None, " in"),
     ],
 )
@@ -362,14 +362,17 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
         return found, train
 
     [sentence], train = notes("samples", 1)
-    assert f"the other sites of every sum need {math.ceil(train / 4)} training samples together" in sentence
+    assert (
+        f"the other sites in every sum must have at least {math.ceil(train / 4)} training samples together" in sentence
+    )
     [sentence] = notes("any", 1, {"max_share": 1.0})[0]
-    assert "max_share = 1 lets one site be 100% of a sum" in sentence
+    assert "max_share = 1 allows one site to have 100% of the weight of a sum" in sentence
     assert "to set 0.8 or less" in sentence
     assert notes("uniform", 1, client_weights="uniform")[0] == []
     given = [9.0, 0.5, 0.5, 0.5, 0.5]
     assert (
-        "this site has 82% of all weight, but at most 80% is allowed" in notes("given", 0, client_weights=given)[0][0]
+        "this site has 82% of the total weight, but at most 80% is allowed"
+        in notes("given", 0, client_weights=given)[0][0]
     )
     assert notes("small", 1, client_weights=given)[0] == []
     more = notes("more", 0, {"max_share": 0.85}, client_weights=given)[0]

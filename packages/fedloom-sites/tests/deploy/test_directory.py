@@ -75,7 +75,7 @@ def test_the_experiment_is_one_method_and_one_seed(experiment, written):
     assert len(one.methods) == len(one.head.seeds) == 1
     assert one.methods[0].setting.rounds == 3
     several = experiment("fedavg", "flame", seeds=[4, 5])
-    with pytest.raises(ConfigError, match="fedavg, flame. Choose with --method"):
+    with pytest.raises(ConfigError, match="fedavg, flame. Choose one with --method"):
         plan(several)
     chosen = tomllib.loads(plan(several, method="flame", rounds=7).experiment)
     assert (chosen["seeds"], chosen["method"][0]["label"], chosen["method"][0]["rounds"]) == ([4], "flame", 7)
@@ -84,12 +84,12 @@ def test_the_experiment_is_one_method_and_one_seed(experiment, written):
 @pytest.mark.parametrize(
     ("given", "options", "sentence"),
     [
-        ({}, {"sites": 4}, "gives 3 clients, but 4 sites"),
+        ({}, {"sites": 4}, "has 3 clients, but 4 sites"),
         ({"method": [{"algorithm": "centralized"}]}, {}, "pools the data of all clients"),
         ({"evaluate": {"clients": 3}}, {}, "evaluate.clients works only in simulations, because"),
         ({"attack": {"kind": "sign-flip", "fraction": 0.3}}, {}, "attacks exist only in simulations"),
         ({}, {"method": "fedavgg"}, "did you mean 'fedavg'"),
-        ({}, {"own_data": True}, "data, fedloom cannot know their number. Give --sites"),
+        ({}, {"own_data": True}, "data, fedloom cannot know the number of sites. Add --sites"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused(experiment, given, options, sentence):
@@ -229,7 +229,7 @@ def test_renew_keeps_the_name_that_sites_reach_the_server_by(ready, public):
     names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert public.rpartition(":")[0].strip("[]") in {str(name.value) for name in names}
     file.unlink()
-    with pytest.raises(ConfigError, match=r"server\.toml does not exist, so the server's host is unknown. Give --host"):
+    with pytest.raises(ConfigError, match=r"server\.toml does not exist, so the server's host is unknown. Add --host"):
         renew(ready, None, 100)
 
 
@@ -411,8 +411,8 @@ def test_the_command(experiment, tmp_path):
         return CliRunner().invoke(app, ["deploy", "init", str(file), "--out", str(out), *words])
 
     for words, sentence in (
-        (["--sites", "3"], "Choose with --method"),
-        (["--sites", "4", "--method", "flame"], "gives 3 clients, but 4 sites"),
+        (["--sites", "3"], "Choose one with --method"),
+        (["--sites", "4", "--method", "flame"], "has 3 clients, but 4 sites"),
         (["--method", "flame", "--proxy-port", "70000"], "proxy_port"),
         (["--method", "flame", "--host", "no host"], "host"),
     ):

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from fedloom.data import DATA_PARTS
 from fedloom.errors import Stop
 from fedloom.storage import disk
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer, sum_honestly
@@ -167,6 +169,44 @@ def test_figures_that_one_site_has_alone(rogue: Rogue, target: int) -> None:
     session = rogue.begin(1)
     session.vector(target, short, download, model)
     assert not session.vectors
+
+
+@pytest.mark.parametrize("unable", [1, 4])
+@pytest.mark.parametrize("trains", [False, True])
+def test_scores_that_few_sites_can_compute(rogue: Rogue, unable: int, trains: bool) -> None:
+    """The model overflows at one site or at all but one: the sum, or its difference to another, would be of one site.
+
+    The loss of a part overflows where its rows are long enough in a direction. The upload of a session that scores too
+    stays closed with it.
+    """
+    job, longest = rogue.trainer.job, []
+    direction = torch.from_numpy(np.random.default_rng(3).random(64))
+    for c, site in enumerate(rogue.sites):
+        fed = site.trainer.fed
+        parts = [fed.indices(part, c) for part in DATA_PARTS]
+        losses = [(fed.fetch(rows).double().reshape(-1, 64) @ direction)[fed.targets(rows) > 0] for rows in parts]
+        longest.append(max(float(loss.sum()) for loss in losses))
+    order = sorted(longest, reverse=True)
+    middle = (order[unable - 1] + order[unable]) / 2
+    model = job.algorithm.global_model(rogue.trainer.node.server) * 0
+    tree = job.oracle.layout.tree(model.reshape(1, -1).clone())
+    next(part for part in tree.values() if part.dim() == 3)[0, 0] = direction / middle * np.finfo(float).max
+    crafted = rogue.trainer.forms.write_model(torch.cat([part.flatten() for part in tree.values()]))
+    for scored, shown in ((rogue.model(), (5, 0, 0)), (crafted, (5, 0, unable) if trains else (5 - unable, 0, unable))):
+        download, t = rogue.download() if trains else None, 2 if scored is crafted else 1
+        session = rogue.begin(t)
+        terms = rogue.terms(t, download, [scored], scored=t - trains, common=True)
+        for c in ALL:
+            session.vector(c, terms, download, scored)
+        for c in ALL:
+            session.open(c)
+        assert session.counts(terms) == shown
+        assert bool(session.told) is (shown[2] == 0)
+    assert {*rogue.refused} <= {
+        f"{unable} of the sites could not answer. This sum and one with their answers would reveal the difference",
+        "only 1 sites answered from their samples, but a sum needs 3 to be decrypted",
+    }
+    assert len({*rogue.refused}) == 1
 
 
 def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:

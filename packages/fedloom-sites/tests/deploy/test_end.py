@@ -198,7 +198,9 @@ def test_a_damaged_ledger_gives_no_budget_anew(case: str, tmp_path: Path) -> Non
         file.write_bytes(DAMAGE[case](file.read_bytes()))
     client = here.clients()[0]
     before = files(site.state)
-    with pytest.raises(Spent, match="is damaged in line|lists [0-9]+ releases, but the state beside it counts 4"):
+    with pytest.raises(
+        Spent, match="is damaged in line|lists [0-9]+ releases, but the state in the same folder counts 4"
+    ):
         client.trainer._ledger.release(4)
     assert files(site.state) == before
 
@@ -276,7 +278,7 @@ def test_a_log_that_was_changed_is_found(change: str, tmp_path: Path) -> None:
     if change == "cut at the end":
         assert verify_log(path) != end
         return
-    with pytest.raises(RunDirError, match=r"audit\.jsonl: line [123] does not follow the line before"):
+    with pytest.raises(RunDirError, match=r"audit\.jsonl: line [123] does not match the line before"):
         verify_log(path)
 
 
@@ -302,7 +304,7 @@ def test_a_damaged_ledger_of_the_server_ends_the_run(tmp_path: Path) -> None:
     assert here.serve(here.grid(losing({(3, "train"): range(3)}))) is Stop.TOO_FEW
     (here.server.checkpoints / "ledger.jsonl").write_bytes(b"")
     assert here.serve() is Stop.BUDGET
-    assert "lists 0 releases, but the state beside it counts 2" in here.summary()["detail"]
+    assert "lists 0 releases, but the state in the same folder counts 2" in here.summary()["detail"]
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.01, 30.0, -50.0])

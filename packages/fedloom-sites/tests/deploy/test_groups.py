@@ -28,12 +28,14 @@ from fedloom.lab.report.reading import read_runs
 from fedloom.rundir import FEDERATION_CLIENT
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.rehearsal.rogue import sum_honestly
 from fedloom_sites.deploy.server.run import serve
 from fedloom_sites.deploy.settings import Secure, text_of
 from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.models import importances, module_of, owned, score_site_model, used
 from tests.commands import call
 from tests.deploy.scene import Scene, scene
+from tests.deploy.test_dishonest import Rogue
 
 GROUPS = ["sex", "age>=60"]
 SITES = "ABCDE"
@@ -179,6 +181,26 @@ def test_of_any_sites_neither_a_sum_nor_its_rest_is_of_fewer_than_three() -> Non
                 for lost in range(max(0, count - 7 + lacking), min(lacking, count) + 1):
                     assert not m or count - lost >= 3
                     assert not (f and m) or lost == 0 or lost >= 3, (threshold, lacking, count)
+
+
+@pytest.mark.parametrize(
+    ("task", "factor", "opens"), [("binary", 1e12, True), ("binary", 1e308, False), ("count", 1e6, False)]
+)
+def test_a_crafted_model_makes_no_site_refuse_the_sums_of_its_groups(
+    task: str, factor: float, opens: bool, tmp_path: Path
+) -> None:
+    """A refusal would answer a question about one patient. Large sums are clipped and counted, and no NaN is summed."""
+    rogue = Rogue(deployed(tmp_path, masked=True, task=task, method="fedavg"))
+    model = rogue.model(factor)
+    session = sum_honestly(rogue, 2, None, model)
+    assert session.vectors.keys() == {*range(5)}
+    assert session.is_open is opens
+    if opens:
+        groups = SiteGroups(rogue.trainer).sums
+        total = session.total(rogue.terms(2, None, [model], scored=2, common=True))
+        assert groups.decode(total[-groups.length :], 5) == ([], 5)
+        assert not rogue.refused
+    assert all("could not answer" in reason or "answered from their samples" in reason for reason in rogue.refused)
 
 
 def test_nothing_of_groups_leaves_where_scores_do_not(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_site_with_its_own_key_cannot_answer_for_another(heard: tuple[Checks, 
 def test_a_reply_in_the_right_name_needs_its_key(heard: tuple[Checks, Message, Pending]) -> None:  # 13
     """All else is as it must be: the client, the nonce, the digest."""
     checks, reply, asked = heard
-    with pytest.raises(Rejected, match="not by the key of client 1"):
+    with pytest.raises(Rejected, match="not made with the key of client 1"):
         checks.check(wire(changed(reply, 0)), asked)
 
 
@@ -209,7 +209,7 @@ def test_a_kept_reply_answers_the_same_question_only(tmp_path: Path) -> None:  #
         ("protocol", 99, "the server's protocol is 99"),  # 34
         ("experiment", "0" * 64, "the server's experiment is 0000"),  # 18
         ("client", 0, "the message is for client 0, but site site-1 is client 1"),
-        ("digest", "0" * 64, "changed on the way"),
+        ("digest", "0" * 64, "changed during transmission"),
     ],
 )
 def test_a_site_refuses_by_itself(here: Scene, field: str, value: Any, sentence: str) -> None:

@@ -67,7 +67,7 @@ def test_one_at_a_time(ready):
 def test_a_run_whose_server_is_killed_says_how_to_go_on(ready, monkeypatch):
     monkeypatch.setattr(loopback, "command", lambda *_, **__: ["true"])
     monkeypatch.setattr(Loopback, "status", lambda _: "finished:failed")
-    sentence = "the run ended as finished:failed; the same command resumes after the last round"
+    sentence = "the run ended with status finished:failed; the same command resumes after the last round"
     with Processes() as processes, pytest.raises(ProcessError, match=sentence):
         Loopback(ready, processes).run(str)
 

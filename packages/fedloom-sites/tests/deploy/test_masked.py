@@ -54,6 +54,7 @@ from fedloom_sites.deploy.secure.terms import Terms, check_summands, read_terms
 from fedloom_sites.deploy.secure.vectors import NUMBERS_PER_SCORE, ScoreVector, UploadVector
 from fedloom_sites.deploy.settings import Secure
 from fedloom_sites.deploy.site.state import models
+from fedloom_sites.deploy.site.trainer import Trainer
 from fedloom_sites.transport import node as node_module
 from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
@@ -678,6 +679,29 @@ def test_a_sum_of_the_last_scores_that_is_never_opened_costs_the_figures_only(tm
     assert not [k for k in figures(pq.read_table(here.server.results / "metrics.parquet"), total=True) if k[0] == 1]
 
 
+def test_scores_of_a_round_in_which_a_site_has_none_are_given_up_and_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the session of the next training, and in that of the last scores; uploads and models stay what they are."""
+    changes: dict[str, Any] = {"rounds": 3, "evaluate": {"every": 1}}
+    whole, here = secured(tmp_path / "whole", "ditto", **changes), secured(tmp_path / "here", "ditto", **changes)
+    score = Trainer._score
+
+    def diverged(trainer: Trainer, job: Any, models: Any, t: int, common: bool) -> Any:
+        scores = score(trainer, job, models, t, common)
+        return {} if trainer.site.client == 4 and t in (1, 3) and here.folder in trainer.site.state.parents else scores
+
+    monkeypatch.setattr(Trainer, "_score", diverged)
+    assert (whole.serve(), here.serve()) == (Stop.DONE, Stop.DONE)
+    assert torch.equal(here.model(), whole.model())
+    lines = here.audit("scores given up")
+    assert [line["round"] for line in lines] == [1, 3]
+    assert all("because 1 of 5 sites have no finite score" in line["reason"] for line in lines)
+    tables = [figures(pq.read_table(one.server.results / "metrics.parquet"), total=True) for one in (whole, here)]
+    assert {key[0] for key in tables[0]} - {key[0] for key in tables[1]} == {1, 3}
+    assert {key: value for key, value in tables[0].items() if key[0] not in (1, 3)} == tables[1]
+
+
 PRIVATE = {"kind": "private-mean", "clip": 0.5, "sigma": 2.0, "delta": 1e-5}
 
 
@@ -867,20 +891,20 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
         with pytest.raises(ConfigError, match=re.escape(sentence)):
             plan(experiment(*methods, **(tables or {})), norm_bound=1.0, **options)
 
-    refused("aggregation. Give --secure-aggregation too", threshold=2)
+    refused("aggregation. Add --secure-aggregation", threshold=2)
     for threshold in (1, 2, 4):  # of a sum of two, each would know the other's upload
-        sentence = f"--threshold must be from 3 to 3 for 3 sites (more than half), got {threshold}"
+        sentence = f"--threshold must be from 3 to 3 for 3 sites (more than half of the sites), got {threshold}"
         refused(sentence, secure_aggregation=True, threshold=threshold)
     refused("works with 3 to 100 sites, got 2", tables={"clients": 2}, secure_aggregation=True)
     refused("mixes the kept rows", "fedamp", secure_aggregation=True)
     mixed = {"personalized_aggregation": {"kind": "attention"}}
     refused("'attention' mixes the models of single clients", tables=mixed, secure_aggregation=True)
     half = {"clients": 4, "sampler": {"kind": "uniform", "fraction": 0.5}}
-    refused("draws 2 of 4 sites, but the threshold is 3. Draw more", tables=half, secure_aggregation=True)
-    refused("--changes needs secure aggregation. Give", changes=3)
+    refused("draws 2 of 4 sites, but the threshold is 3. Draw more sites", tables=half, secure_aggregation=True)
+    refused("--changes needs secure aggregation. Add", changes=3)
     most = {"clients": 4, "rounds": 8, "sampler": {"kind": "uniform", "fraction": 0.75}}
     refused(
-        "draws 3 of 4 sites in round 1, and two sums of different sites reveal", tables=most, secure_aggregation=True
+        "draws 3 of 4 sites in round 1, and two sums over different sites reveal", tables=most, secure_aggregation=True
     )
     with_noise = {**most, "aggregator": PRIVATE}
     assert plan(experiment(**with_noise), norm_bound=1.0, secure_aggregation=True).threshold == 3
@@ -989,7 +1013,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         ),
     ),
     "an accusation that nobody signed": (
-        "the accusation is not signed by it",
+        "the client has not signed the accusation",
         lambda s: (s.shared(), s.sites[0].open(1, s.nonce, secure.join_parts({1: bytes(64)}))),
     ),
     "a second sum": (
@@ -1009,7 +1033,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         ),
     ),
     "an earlier session": (
-        "is another one",
+        "belongs to a different session",
         lambda s: (s.receive(0, range(5)), s.sites[0].keys(2, s.nonce), s.masked(0)),
     ),
 }

@@ -203,7 +203,7 @@ def test_rotated_keys_go_to_their_site_alone(ready: Path) -> None:
 def test_an_upgrade_is_to_another_patch_release_only(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in (__version__, "9.9.9"):
         run_release(monkeypatch, version)
-        with pytest.raises(ConfigError, match="only the last number of the version may change"):
+        with pytest.raises(ConfigError, match="only the last part of the version number may change"):
             upgrade(ready)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
+from PIL import Image
 from safetensors.torch import load_file
 
 from fedloom.errors import ConfigError, RunDirError, Stop
@@ -169,14 +170,17 @@ def test_snapshots_belong_to_the_data_and_differ_by_enough_subjects(tmp_path: Pa
     table = home / "cohort.csv"
     said = call("deploy", "snapshot", home, "--date", "2026-12-01")
     assert "snapshot of 2026-12-01: 40 subjects" in said
-    assert "this experiment reads it" in said
+    assert "this experiment reads this snapshot" in said
     first = read_site(home / "site.toml")
     assert Path(first.data["path"] if "path" in first.data else first.data["source"]).read_bytes() == table.read_bytes()
-    for day, sentence in (("2026-12-01", "must be of a later date"), ("tomorrow", "must be as 2026-12-01")):
+    for day, sentence in (("2026-12-01", "must have a later date"), ("tomorrow", "must have the form 2026-12-01")):
         with pytest.raises(ConfigError, match=sentence):
             declare(home, day)
     grow(table, 3, 7)
-    with pytest.raises(ConfigError, match="differs from that of 2026-12-01 in 3 subjects, at least 5 or none"):
+    with pytest.raises(
+        ConfigError,
+        match="differs from the snapshot of 2026-12-01 in 3 subjects, but the difference must be 0 or at least 5",
+    ):
         declare(home, "2026-12-02")
     text = table.read_text().splitlines(keepends=True)
     table.write_text("".join([text[0], *reversed(text[1:])]))
@@ -205,3 +209,42 @@ def test_snapshots_belong_to_the_data_and_differ_by_enough_subjects(tmp_path: Pa
     record.write_text(record.read_text().replace("2026", "2025", 1))
     with pytest.raises(RunDirError, match="damaged"):
         declare(home, "2027-02-01")
+
+
+def test_a_folder_of_images_that_grows_becomes_a_snapshot(tmp_path: Path) -> None:
+    """The copy is read in place of the folder, and a change of any of its files is noticed."""
+    rng = np.random.default_rng(0)
+
+    def photograph(folder: Path, first: int, count: int) -> None:
+        for k in range(first, first + count):
+            (folder / "ab"[k % 2]).mkdir(parents=True, exist_ok=True)
+            image = rng.integers(0, 255, (6, 6), dtype=np.uint8)
+            Image.fromarray(image).save(folder / "ab"[k % 2] / f"{k}.png")
+
+    photograph(tmp_path / "pictures", 0, 40)
+    cut = {"kind": "iid", "clients": 3, "test": 0.2}
+    experiment = make_experiment(rounds=1, data={"source": str(tmp_path / "pictures")}, partition=cut)
+    made = plan(experiment, 3, names=SITES, own_data=True, norm_bound=50.0)
+    write_directory(made, tmp_path / "d", Location())
+    home = tmp_path / "d" / "sites" / "birke"
+    file = home / "site.toml"
+    live = read_site(file, live=True)
+    key = "path" if "path" in live.data else "source"
+    pictures = Path(live.data[key])
+    photograph(pictures, 0, 40)
+    assert declare(home, "2026-12-01").subjects == 40
+    photograph(pictures, 40, 2)
+    with pytest.raises(ConfigError, match="differs from that of 2026-12-01 in 2 subjects"):
+        declare(home, "2026-12-02")
+    photograph(pictures, 42, 8)
+    second = declare(home, "2026-12-03")
+    assert (second.subjects, second.used) == (50, True)
+    site = read_site(file)
+    assert Path(site.data[key]) == second.path
+    assert snapshots.check_snapshot(site) == "2026-12-03"
+    assert [one.name for one in second.path.parent.iterdir() if one.name.startswith(".")] == []
+    one = second.path / "a" / "0.png"
+    one.chmod(0o600)
+    one.write_bytes((pictures / "a" / "2.png").read_bytes())
+    with pytest.raises(ConfigError, match="has changed since it was declared"):
+        snapshots.check_snapshot(site)

@@ -84,7 +84,6 @@ class Federation:
             question=AnalysisStep.of("sums", t, b"") if kind == "sums" else None,
         )  # fmt: skip
         weights = {c: self.weights[c] for c in present}
-        counted = kind != "scores"
         try:
             adverts = secure.write_adverts([secure.read_adverts(members[c].keys(t, nonce))[0] for c in present])
             sealed = {
@@ -95,9 +94,9 @@ class Federation:
             for c in present:
                 members[c].receive(t, nonce, inbox[c], terms, weights)
                 is_neutral = c in neutral or (kind == "uploads" and members[c].stays_neutral)
-                known = NEUTRAL_COUNTS if kind == "uploads" else SILENT_COUNTS
-                answer = known if is_neutral else ANSWERED_COUNTS
-                counts = answer if counted and any(weights[c]) else ABSENT_COUNTS if counted else ()
+                unable = NEUTRAL_COUNTS if kind == "uploads" else SILENT_COUNTS
+                answer = unable if is_neutral else ANSWERED_COUNTS
+                counts = answer if any(weights[c]) else ABSENT_COUNTS
                 vectors[c] = members[c].masked(t, nonce, np.zeros(3, dtype=np.uint64), counts)
         except Broken as error:
             self.refused.append(str(error))
@@ -108,21 +107,20 @@ class Federation:
             listed = secure.join_parts(dict.fromkeys(sorted(arrived), b""))
             signed = {c: self._ask(lambda c=c: members[c].agree(t, nonce, listed)) or bytes(64) for c in arrived}
         message = secure.join_parts(signed)
-        shown = {c: self._ask(lambda c=c: members[c].count(t, nonce, message)) for c in arrived} if counted else {}
+        shown = {c: self._ask(lambda c=c: members[c].count(t, nonce, message)) for c in arrived}
         answers = {c: one for c, one in shown.items() if one}
         sent = [
             secure.join_parts({c: vectors[c][-counters.COUNTERS_BYTES :] for c in arrived}),
             secure.join_parts(answers),
         ]
-        if counted and len(answers) >= THRESHOLD:
+        if len(answers) >= THRESHOLD:
             self._keep("counters", arrived)
         for c in arrived:
-            more = sent if counted else []
-            if self._ask(lambda c=c, more=more: members[c].reveal(t, nonce, message, *more)):
+            if self._ask(lambda c=c: members[c].reveal(t, nonce, message, *sent)):
                 told.add(c)
         if len(told) < THRESHOLD:
             return False
-        known = {c for c in arrived if counted and (c in neutral or (kind == "uploads" and self.stayed(c)))}
+        known = {c for c in arrived if c in neutral or (kind == "uploads" and self.stayed(c))}
         self._keep(kind, {*arrived} - known)
         return True
 
@@ -233,7 +231,7 @@ def test_a_site_that_turns_neutral_too_often_stays_neutral(tmp_path: Path) -> No
     assert with_it == [True, False, True, *[False] * 9]
 
 
-@pytest.mark.parametrize("kind", ["sums"])
+@pytest.mark.parametrize("kind", ["sums", "scores"])
 def test_a_site_without_an_answer_keeps_a_sum_closed_and_trains_on(kind: str, tmp_path: Path) -> None:
     """Four of five sites answer, and three are enough; but the fifth would be the difference to the next sum.
 

@@ -97,7 +97,7 @@ def test_no_site_answers_for_another_and_no_reply_counts_twice(experiment, tmp_p
     accepted = {(e["client"], e["round"]) for e in training if e["what"] == "accepted"}
     assert accepted == {(k, t) for k in range(3) for t in (1, 2, 3)} - {(VICTIM, 1), (VICTIM, 2)}
     reasons = {e["round"]: e["reason"] for e in training if e["what"] == "rejected"}
-    assert "not by the key of client 1" in reasons[1]
+    assert "not made with the key of client 1" in reasons[1]
     assert reasons[2].startswith(("round is 1", "nonce is"))
     model = load_file(folder / "server" / "results" / "global.safetensors")["rows"]
     assert bool(torch.isfinite(model).all())

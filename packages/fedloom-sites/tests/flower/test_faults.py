@@ -439,7 +439,7 @@ def test_a_strategy_scores_the_parts_that_it_names_at_every_node() -> None:
     figures = strategy.client_metrics[1]
     assert len(figures) == 3
     assert {key.split("/")[1] for scores in figures.values() for key in scores if "/" in key} == {"test"}
-    with pytest.raises(Refused, match=r"evaluate\.clients is for simulation, and every node scores models"):
+    with pytest.raises(Refused, match=r"evaluate\.clients works only in simulations, because every node scores models"):
         ff.Strategy("fedavg", Net(), evaluate={"parts": ["test"], "clients": 2})
 
 
@@ -512,20 +512,20 @@ def test_too_few_nodes() -> None:
         (lambda: run(App(lambda context: Net(), 2)), "must return a Local, got Net"),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord(Net(9).state_dict())),
-            r"initial_arrays: 'body.0.weight' has the shape \[9, 5\], but in the model \[8, 5\]",
+            r"initial_arrays: 'body.0.weight' has the shape \[9, 5\], but in the model the shape is \[8, 5\]",
         ),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, broken()),
-            "'head.bias' contains NaN or infinity. Give",
+            "'head.bias' contains NaN or infinity. Pass",
         ),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord([np.ones(2)])),
             (
-                r"the model contains 'body.0.weight', but initial_arrays does not. Give "
+                r"the model contains 'body.0.weight', but initial_arrays does not. Pass "
                 r"ArrayRecord\(model.state_dict\(\)\)"
             ),
         ),
-        (lambda: ff.Strategy(Ditto(), Net()), r"algorithm must be a name, as in Strategy\('ditto', .* got Ditto\("),
+        (lambda: ff.Strategy(Ditto(), Net()), r"algorithm must be a name, such as Strategy\('ditto', .* got Ditto\("),
         (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"unknown key 'lr'; it belongs in local=\{'lr': 0.1\}"),
         (lambda: ff.Strategy("ditto", Net(), num_rounds=3), "num_rounds is an argument of start"),
         (lambda: ff.Strategy("ditto", Net(), min_fit_clients=3), "Use min_nodes"),
@@ -550,7 +550,7 @@ def test_too_few_nodes() -> None:
             lambda: ff.Strategy("fedavg", Net()).start(
                 App(local, 2).grid, ArrayRecord(Net().state_dict()), evaluate_fn=lambda t, arrays: (0.1, {})
             ),
-            r"evaluate_fn must give a MetricRecord or None, got \(0.1, \{\}\)\. Return MetricRecord\(",
+            r"evaluate_fn must return a MetricRecord or None, got \(0.1, \{\}\)\. Return MetricRecord\(",
         ),
         (lambda: ff.Strategy("ditto", Net(), folder=""), "folder must be a path"),
         (lambda: ff.Strategy("ditto", Net(), wait="1"), "wait must be a number of seconds, got '1'"),

@@ -263,7 +263,7 @@ def test_no_document_of_the_server_lowers_a_nodes_own_bound(fed: Federation) -> 
         ({"norm_bound": "1"}, "norm_bound must be a number greater than 0, got '1'"),
         ({"upload_transform": {"clip": -1}}, "upload_transform.clip: Input should be greater than 0, got -1"),
         ({"upload_transform": {"kind": "sign"}}, "upload_transform.kind"),
-        ({"upload_transform": "noise"}, "Give the node's noise as fl.channels.GaussianNoise"),
+        ({"upload_transform": "noise"}, "Pass the node's noise as fl.channels.GaussianNoise"),
     ],
 )
 def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str, fed: Federation) -> None:

@@ -293,13 +293,13 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
             DataLoader(TensorDataset(numbers(5), codes(3)), sampler=WeightedRandomSampler([1.0] * N, N)),
         ),
         (
-"draws with a WeightedRandomSampler, but the strategy's local settings draw the batches. Give "
+"draws with a WeightedRandomSampler, but the strategy's local settings draw the batches. Pass "
 "its Dataset"
 ),
     ),
     "other lengths": (
         lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), testset=(numbers(4), codes(3))),
-        r"0: samples have the shapes \[4\] and \[5\]. Pad all parts to one length",
+        r"0: samples have the shapes \[4\] and \[5\]. Pad all parts to the same length",
     ),
     "no row per sample": (
         lambda: ff.Local(nn.Sequential(nn.Linear(5, 3), nn.Flatten(0)), (numbers(5), codes(3))),
@@ -314,7 +314,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
         lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), device="gpu"), "device: 'gpu' does not exist",
     ),
     "large codes": (
-        lambda: ff.Local(nn.EmbeddingBag(9, 3), (codes(9, 4) * 2**24, codes(3))), "whole numbers of 16777216 and more",
+        lambda: ff.Local(nn.EmbeddingBag(9, 3), (codes(9, 4) * 2**24, codes(3))), "whole numbers of at least 16777216",
     ),
     "a loss of other shapes": (
         lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), loss=lambda o, y: (o.view(7, 7) - y).mean()),
@@ -358,7 +358,8 @@ def test_values_that_do_not_train_must_be_those_of_the_server(capsys: pytest.Cap
     assert strategy.state is not None
     assert len(strategy.state.uploads) == 2
     assert (
-        "node 101: '0.weight' is not trained, and its values at the node differ from those" in capsys.readouterr().err
+        "node 101: '0.weight' is not trained, and its values at the node differ from the values"
+        in capsys.readouterr().err
     )
 
 

@@ -77,5 +77,5 @@ def test_the_data_have_the_official_test_images_and_their_classes(
     assert data.x.isfinite().all()
     (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").unlink()
     features._features.cache_clear()
-    with pytest.raises(DataError, match="the test images are missing, and"):
+    with pytest.raises(DataError, match="the test images are missing, but"):
         Cifar10Features().load(tmp_path)

@@ -298,7 +298,7 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
     )
     assert "The better method is ditto +10.0" in second
     assert third.startswith("The method with the best mean is ditto")
-    assert f"At this spread, {found.needed} seeds detect 3 points, and 5 were run" in fourth
+    assert f"At this spread, {found.needed} seeds are needed to detect 3 points, and 5 were run" in fourth
 
 
 def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
@@ -308,7 +308,10 @@ def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
     found = judged(**wild)
     assert (recommended(found), found.decides) == (None, False)
     (row,) = [line for line in advice([found], {}) if "iid" in line]
-    assert row == f"| [IID clients](map/iid.md) | inconclusive | {found.needed} seeds detect 3 points | - | - | - |"
+    assert (
+        row
+        == f"| [IID clients](map/iid.md) | inconclusive | {found.needed} seeds are needed to detect 3 points | - | - | - |"
+    )
     other = judged(**{m: [2 * v for v in values] for m, values in wild.items()})
     assert other.needed > found.needed  # of the spread
     moved = judged(**{m: [v + (m == "pfedme") for v in values] for m, values in wild.items()})
@@ -386,7 +389,7 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
         assert f"{m} +{100 * gain:.1f} ± {100 * half:.1f}" in text
     assert f"The method with the best mean is {fresh.top} ({100 * fresh.means[fresh.top].mean():.1f}" in text
     power = re.search(
-        r"a standard deviation of ([\d.]+) points. At this spread, (\*?)(\d+) seeds detect 3 points", text
+        r"gains over seeds is ([\d.]+) points. At this spread, (\*?)(\d+) seeds are needed to detect 3 points", text
     )
     assert power is not None
     assert float(power[1]) == pytest.approx(100 * fresh.judged.spread, abs=0.051)
@@ -394,7 +397,7 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     word = fresh.judged.verdicts[fresh.mark]
     if fresh.mark == "local":  # stated of FedAvg
         word = {"worse": "better", "better": "worse"}.get(word, word)
-    change = re.search(rf"difference to local training is \+?(-?[\d.]+) ± ([\d.]+) points \({word}\)\.", text)
+    change = re.search(rf"difference from local training is \+?(-?[\d.]+) ± ([\d.]+) points \({word}\)\.", text)
     assert change is not None
     difference = fresh.means["fedavg"] - fresh.means["local"]
     assert float(change[1]) == pytest.approx(100 * difference.mean(), abs=0.051)
@@ -428,7 +431,7 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
         fresh = Recomputed(own)
         assert method == fresh.advised
         if method == "inconclusive":
-            assert gain.startswith(f"{fresh.judged.needed} seeds detect 3 points")
+            assert gain.startswith(f"{fresh.judged.needed} seeds are needed to detect 3 points")
             assert (f". {fresh.reference} is better than " in gain) == (fresh.judged.verdicts[fresh.mark] == "worse")
             assert [*means, cost] == ["-"] * 3
             largest.append(-math.inf)
@@ -465,7 +468,7 @@ def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
             checked(text, [row for row in rows if row["setup"] == name])
         else:
             assert text.endswith("Not run.")
-    blind = re.search(r"In (\d+) of (\d+) federations, the seeds are too few to detect a gain of 3 points", page)
+    blind = re.search(r"In (\d+) of (\d+) federations, there are too few seeds to detect a gain of 3 points", page)
     assert blind is not None
     decides = [Recomputed([row for row in rows if row["setup"] == name]).decides for name in run]
     assert [int(blind[1]), int(blind[2])] == [decides.count(False), len(decides)]
@@ -903,7 +906,7 @@ def test_what_is_asked_for_and_cannot_be(here: Path) -> None:
     assert "did you mean 'fedprox'" in called("--method", "fedprx", code=2)
     assert "did you mean 'iid'" in called("--setup", "iidd", code=2)
     assert "a time such as" in called("--budget", "soon", "--setup", "iid", code=2)
-    assert "--space needs one --method" in called("--space", "space.toml", code=2)
+    assert "--space works only with exactly one --method" in called("--space", "space.toml", code=2)
     RECORDS.parent.mkdir(parents=True)
     for line in ("{}", "[]", "no"):
         RECORDS.write_text(line + "\n")

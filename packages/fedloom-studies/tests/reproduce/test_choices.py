@@ -322,7 +322,7 @@ def test_optuna_is_asked_for_before_any_work_and_not_at_smoke_scale(
     where = ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "results")]
     result = CliRunner().invoke(app, ["reproduce", "fedacs-table2", "--scale", "full", *where])
     assert result.exit_code == 2
-    assert "this needs optuna. Install it with: pip install 'fedloom[tune]'" in result.output
+    assert "this command needs optuna. Run: pip install 'fedloom[tune]'" in result.output
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(app, ["reproduce", "fedacs-table2", "--scale", "smoke", *where])
     assert result.exit_code == 0, result.output

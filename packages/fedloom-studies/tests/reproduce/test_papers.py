@@ -394,7 +394,7 @@ def test_a_reason_whose_difference_is_not_clear_is_refused(monkeypatch: pytest.M
     single = "{tiny | few | flame: personal}"
     same = {name: dict(zip("01234", NEAR, strict=True)) for name in summary.numbers["few"]}
     other = "{tiny | few | fedavg: global}"
-    with pytest.raises(ConfigError, match="equal numbers"):
+    with pytest.raises(ConfigError, match="but they are equal"):
         only(monkeypatch, one, replace(summary, numbers={"few": same}), f"It has {single} against {other}.")
     old = as_run(one, protocol="o")
     assert "It lies" not in only(monkeypatch, one, old, f"It lies {pair} it.")

@@ -160,7 +160,7 @@ def test_what_a_recipe_does_not_have_is_refused() -> None:
         recipe("flame-table-3-mnist")
     with pytest.raises(ConfigError, match="cells of 'few'.*1 values for 2 columns"):
         make_recipe("tiny", merge_tables(TINY, {"paper": {"cells": {"few": [0.5]}}}))
-    with pytest.raises(ConfigError, match="give higher or lower"):
+    with pytest.raises(ConfigError, match="set higher or lower"):
         make_recipe("tiny", merge_tables(TINY, {"paper": {"claims": [{"text": "t", "than": ["flame: personal"]}]}}))
     with pytest.raises(ConfigError, match="unknown scale 'cluster'"):
         make_recipe("tiny", merge_tables(TINY, {"scale": {"cluster": {}}}))
@@ -170,7 +170,7 @@ def test_what_a_base_does_not_know_may_be_stated() -> None:
     base, network = (recipe(name) for name in ("flame-table3-mnist", "flame-table3-mnist-mlp"))
     assert {u.what for u in base.paper.open} - {u.what for u in network.paper.open} == {"model"}
     known = network.paper.model_dump()
-    with pytest.raises(ValueError, match="no unknown is called weather"):
+    with pytest.raises(ValueError, match="no unknown with the name weather"):
         type(network.paper)(**{**known, "stated": ["weather"]})
 
 

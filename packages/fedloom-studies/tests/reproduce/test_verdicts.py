@@ -522,8 +522,8 @@ def test_all_stops_in_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_the_command_refuses(tmp_path: Path) -> None:
-    assert "give one of NAME" in call(code=2)
-    assert "--verify needs NAME" in call("--verify", "--all", code=2)
+    assert "use one of NAME" in call(code=2)
+    assert "--verify works only with NAME" in call("--verify", "--all", code=2)
     assert "differently. Leave --device out" in call("fedacs-table2", "--verify", "--device", "cuda", code=2)
     assert "must be a time" in call("--all", "--budget", "soon", code=2)
     for seeds in ("one", "1,", "-1", "1.5", "²"):

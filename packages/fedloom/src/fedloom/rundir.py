@@ -95,8 +95,8 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
         raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
     if long := [part for part in Path(path).parts if len(fsencode(part)) > MAX_NAME_BYTES]:
         raise ConfigError(
-            f"{what}: {long[0]!r:.40}... is a name of {len(long[0]):,} characters, and a file system takes "
-            f"{MAX_NAME_BYTES} bytes. Give a shorter one"
+            f"{what}: {long[0]!r:.40}... is a name of {len(long[0]):,} characters, but a file system "
+            f"accepts at most {MAX_NAME_BYTES} bytes. Use a shorter name"
         )
     return Path(path)
 
@@ -140,8 +140,8 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
         namesake = first.setdefault(file_name(label).casefold(), label)
         if namesake != label and (folder / ".LOCK").exists():  # the lock is .lock
             raise RunDirError(
-                f"{folder}: the disk ignores case, and the labels {namesake!r} and {label!r} differ "
-                "only in case. Give one of them another label, or choose a folder on another disk"
+                f"{folder}: the disk ignores case, but the labels {namesake!r} and {label!r} differ "
+                "only in case. Change one of the labels, or choose a folder on another disk"
             )
 
 

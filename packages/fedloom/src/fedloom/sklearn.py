@@ -135,8 +135,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             places.setdefault(owner if owner in self.models_ else None, []).append(k)
         if None in places and None not in self.models_:
             raise DataError(
-                f"{self.method} has no global model. Give the groups of all rows, which must be "
-                f"groups of the fit: {', '.join(map(repr, list(self.models_)[:8]))}"
+                f"{self.method} has no global model. Pass groups with the group of each row; every "
+                f"group must be a group of the fit: {', '.join(map(repr, list(self.models_)[:8]))}"
             )
         out = np.concatenate([self.models_[owner].scores(rows[torch.tensor(index)]) for owner, index in places.items()])
         return np.asarray(out[np.argsort(np.concatenate(list(places.values())))])
@@ -236,7 +236,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
 def _groups(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
     labels: Some = column_or_1d(groups)
     if len(labels) != rows:
-        raise DataError(f"{what} has {len(labels)} entries for {rows} rows. Give one for each")
+        raise DataError(f"{what} has {len(labels)} entries for {rows} rows. Pass one entry per row")
     return labels
 
 
@@ -248,7 +248,7 @@ def _labels(what: str, values: ArrayLike, rows: int) -> Some:
     """
     labels = _groups(values, rows, what)
     if missing := [k for k, label in enumerate(labels.tolist()) if label is None or label != label]:
-        raise DataError(f"{what}: row {missing[0]} has no value ({len(missing)} such rows). Give one for each")
+        raise DataError(f"{what}: row {missing[0]} has no value ({len(missing)} such rows). Pass a value for each row")
     return labels
 
 

@@ -98,7 +98,7 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
         listed = ", ".join(dict.fromkeys(f"{key} = {path!r} ({_place(path)})" for key, path in named))
         raise ConfigError(
             f"{file} belongs to another user ({owner}) and names code that would be imported and run: "
-            f"{listed}. Read it, then give --trust (in Python trust=True)"
+            f"{listed}. Read this code, then add --trust (in Python trust=True)"
         )
 
 
@@ -132,7 +132,7 @@ def check_module(path: str, what: str) -> None:
         if owner:
             raise ConfigError(
                 f"{what} {path!r} would run {origin}, which belongs to another user ({owner}). Read "
-                "it, then give --trust (in Python trust=True)"
+                "this code, then add --trust (in Python trust=True)"
             )
 
 
@@ -165,8 +165,8 @@ def check_maker(path: str, what: str) -> None:
     if not is_vouched(path) and (module.partition(".")[0] in OWN_PACKAGES or file is None or is_installed(Path(file))):
         raise ConfigError(
             f"{what} {path!r} is a function of an installed package, and would be called with values "
-            "from the file. Name a class of nn.Module, call it in your own function, or give --trust "
-            "(in Python trust=True)"
+            "from the file. Name a class of nn.Module, call the function in your own function, or "
+            "add --trust (in Python trust=True)"
         )
 
 

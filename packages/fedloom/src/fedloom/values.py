@@ -73,7 +73,8 @@ class Value(BaseModel, metaclass=Face):
         name, fields = type(self).__name__, type(self).model_fields
         if values:
             raise ConfigError(
-                f"{name} needs its options by name, got {_show_value(values[0])}. Allowed: {', '.join(fields)}"
+                f"{name} needs its options as keyword arguments, got {_show_value(values[0])}. "
+                f"Allowed: {', '.join(fields)}"
             )
         try:
             super().__init__(**_unaliased(options, type(self)))

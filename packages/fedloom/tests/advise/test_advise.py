@@ -290,7 +290,9 @@ def test_the_command_prints_ten_lines_and_json(tmp_path: Path) -> None:
     assert len(said.splitlines()) <= 14
     again = call("advise", file, "--out", out, "--budget", 20, "--json")
     assert json.loads(again[again.index("{") : again.rindex("}") + 1]) == json.loads((out / "advice.json").read_text())
-    assert "seeds. Use a budget of at least 19" in call("advise", file, "--out", tmp_path / "other", "--budget", 3, code=2)
+    assert "seeds. Use a budget of at least 19" in call(
+        "advise", file, "--out", tmp_path / "other", "--budget", 3, code=2
+    )
 
 
 def test_without_validation_data_nothing_is_raced(tmp_path: Path) -> None:

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedloom.errors import ConfigError
-from fedloom.lab.advise.laps import Arm, Lap, LapResult
-from fedloom.lab.advise.looks import RACE_ERROR_LEVEL, pair_differences, pool_seeds, shrink_gains, spend_level
+from fedloom.lab.advise.answer import Verdict, decide
+from fedloom.lab.advise.laps import ESTIMATING_PART, Arm, Lap, LapResult
+from fedloom.lab.advise.looks import (
+    RACE_ERROR_LEVEL,
+    PairedDifference,
+    pair_differences,
+    pool_seeds,
+    shrink_gains,
+    spend_level,
+)
 from fedloom.lab.advise.race import (
     ALONE_METHOD,
     AVERAGE_METHOD,
@@ -22,6 +30,7 @@ from fedloom.lab.advise.race import (
     LapShares,
     RaceOutcome,
     choose_counts,
+    difference_of,
     race,
 )
 
@@ -34,7 +43,7 @@ def test_one_seed_is_the_paired_t_test_over_clients() -> None:
     ours, theirs = pair_differences(values), stats.ttest_1samp(values[0], 0.0, alternative="greater")
     assert ours.p_above() == pytest.approx(theirs.pvalue, rel=1e-10)
     interval = stats.ttest_1samp(values[0], 0.0).confidence_interval(0.95)
-    assert ours.mean - ours.half_width() == pytest.approx(interval.low, rel=1e-10)
+    assert ours.mean - ours.half_width(0.05) == pytest.approx(interval.low, rel=1e-10)
 
 
 def test_mean_squares_are_those_of_a_two_way_analysis_of_variance() -> None:
@@ -108,7 +117,8 @@ class Field:
         rng = np.random.default_rng([self.seed, lap.seed, sorted(self.quality).index(lap.arm.label)])
         value = self.quality[lap.arm.label] - 0.2 * lap.arm.number + self.noise * rng.normal(0, 1, self.clients)
         samples = round(WORK * lap.depth)
-        scores = {"global": {"validation": value.tolist(), "test": value.tolist()}}
+        kept = value + self.noise * rng.normal(0, 1, self.clients)
+        scores = {"global": {"validation": value.tolist(), "test": kept.tolist()}}
         return LapResult(round(9 * lap.depth), samples, samples, 0, None, scores)
 
 
@@ -122,6 +132,50 @@ def test_the_best_of_equal_methods_leaves_with_at_most_the_level_of_the_race() -
     names, n = (ALONE_METHOD, AVERAGE_METHOD, "a", "b"), 300
     left = sum("a" in run_race(Field(dict.fromkeys(names, 0.5), seed)).departures for seed in range(n))
     assert left / n <= RACE_ERROR_LEVEL + 3 * math.sqrt(RACE_ERROR_LEVEL / n)
+
+
+class Lucky(Field):
+    """Runs whose seeds are lucky for a method at all clients, with other noise on the kept data."""
+
+    def _result(self, lap: Lap) -> LapResult:
+        rng = np.random.default_rng([self.seed, lap.seed, sorted(self.quality).index(lap.arm.label)])
+        luck = self.quality[lap.arm.label] - 0.2 * lap.arm.number + 0.03 * rng.normal()
+        parts = {part: (luck + self.noise * rng.normal(0, 1, self.clients)).tolist() for part in ("validation", "test")}
+        samples = round(WORK * lap.depth)
+        return LapResult(round(9 * lap.depth), samples, samples, 0, None, {"global": parts})
+
+
+def verdict_of(field: Field, margin: float | None = None) -> tuple[Verdict, PairedDifference]:
+    outcome = run_race(field)
+    method = next((label for label in outcome.racing if label != ALONE_METHOD), AVERAGE_METHOD)
+    gain = difference_of(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, 1.0)
+    assert gain is not None
+    return decide(outcome, gain, margin)[0], gain
+
+
+def test_equal_methods_are_rarely_said_to_be_better_than_training_alone() -> None:
+    """Although the leading method is also the luckiest one."""
+    names, n = (ALONE_METHOD, AVERAGE_METHOD, "a", "b", "c", "d"), 120
+    fields = [Lucky(dict.fromkeys(names, 0.5), seed, 0.01, clients=5) for seed in range(n)]
+    wrong = sum(verdict_of(field)[0] is Verdict.TOGETHER for field in fields)
+    assert wrong / n <= RACE_ERROR_LEVEL + 3 * math.sqrt(RACE_ERROR_LEVEL / n)
+
+
+@pytest.mark.parametrize(("gain", "usual"), [(0.1, Verdict.TOGETHER), (-0.2, Verdict.ALONE)])
+def test_a_clear_difference_is_decided_with_few_clients(gain: float, usual: Verdict) -> None:
+    quality = {ALONE_METHOD: 0.5, **dict.fromkeys((AVERAGE_METHOD, "a", "b", "c", "d"), 0.5 + gain)}
+    found = [verdict_of(Lucky(quality, seed, 0.03, clients=5))[0] for seed in range(20)]
+    assert found.count(usual) >= 16
+
+
+def test_the_printed_interval_decides_with_any_margin() -> None:
+    """A margin at the interval's end decides, a smaller one does not."""
+    quality = dict.fromkeys((ALONE_METHOD, AVERAGE_METHOD, "a"), 0.5)
+    verdict, gain = verdict_of(Lucky(quality, 3, 0.05))
+    assert verdict is Verdict.UNDECIDED
+    largest = gain.mean + gain.half_width()
+    for margin, want in [(largest * 1.01, Verdict.ALONE), (largest * 0.99, Verdict.UNDECIDED)]:
+        assert verdict_of(Lucky(quality, 3, 0.05), margin)[0] is want
 
 
 def test_a_race_finds_the_best_method_and_its_best_setting() -> None:

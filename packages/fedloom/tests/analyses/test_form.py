@@ -150,9 +150,9 @@ def test_a_client_of_fewer_subjects_than_agreed_answers_zeros():
 def test_the_same_call_resumes_in_a_folder_and_another_analysis_is_refused(tmp_path):
     first = fl.analyze(TOY, CLIENTS, folder=tmp_path)
     assert fl.analyze(TOY, CLIENTS, folder=tmp_path).table.equals(first.table)
-    with pytest.raises(CheckpointError, match="another analysis"):
+    with pytest.raises(CheckpointError, match="a different analysis"):
         fl.analyze(TOY.with_(bins=5), CLIENTS, folder=tmp_path)
-    with pytest.raises(CheckpointError, match="other rows"):
+    with pytest.raises(CheckpointError, match="different rows"):
         fl.analyze(TOY, {k: v for k, v in CLIENTS.items() if k != "east"}, folder=tmp_path)
 
 

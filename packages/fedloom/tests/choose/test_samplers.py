@@ -214,11 +214,11 @@ def test_availability_refuses_what_leaves_a_round_empty() -> None:
             Availability(table=table).check(2)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no client is available in round 2"):
         Availability(period=3, on=1).check(1)
-    with pytest.raises(ConfigError, match="each of the 3 clients, row 2 has 2"):
+    with pytest.raises(ConfigError, match="each of the 3 clients, but row 2 has 2 columns"):
         Availability(table=((1, 0, 0), (0, 1))).check(3)
-    with pytest.raises(ConfigError, match="at most the 2 clients"):
+    with pytest.raises(ConfigError, match="at most the number of clients in the federation \\(2\\)"):
         Availability(clients=3).check(2)
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="set either table, or period and on"):
         Availability(table=((1,),), period=3)
     with pytest.raises(ConfigError, match="on must be at most period = 2, got 3"):
         Availability(period=2, on=3)
@@ -260,7 +260,7 @@ def test_equal_losses_are_broken_at_random() -> None:
 
 def test_candidates_are_refused_that_are_too_few_or_too_many() -> None:
     for candidates in (2, 6):
-        with pytest.raises(ConfigError, match=f"between the 3 clients of a round and the 5 .* got {candidates}"):
+        with pytest.raises(ConfigError, match=rf"from 3 \(the clients in a round\) to 5 .* got {candidates}"):
             PowerOfChoice(clients=3, candidates=candidates).check(5)
     for candidates in (3, 5):
         PowerOfChoice(clients=3, candidates=candidates).check(5)

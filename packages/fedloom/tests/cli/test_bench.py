@@ -76,7 +76,9 @@ def test_the_time_per_gradient_is_relative_to_fedavg_and_says_where_it_goes(tmp_
     assert [rows[name]["forward/gradient"] for name in names[:2]] == [0, 2]  # its own model before, and the server's
     assert rows["moon"]["relative to fedavg"] > rows["fedavg"]["relative to fedavg"]
     assert rows["analytic-fl"]["note"] == "no gradient in these rounds"
-    assert "--workers: cannot be used with --per-gradient" in call("bench", file, "--per-gradient", "--workers", 2, code=2)
+    assert "--workers: cannot be used with --per-gradient" in call(
+        "bench", file, "--per-gradient", "--workers", 2, code=2
+    )
 
 
 def test_auto_is_the_number_that_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:

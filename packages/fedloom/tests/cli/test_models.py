@@ -186,7 +186,7 @@ def test_models_of_another_layout_are_refused(out: Path, new: Path) -> None:
     assert "is damaged or was changed" in refused(out, "evaluate", out, "--data", new)
     settings.write_text(other.rpartition("# ")[0])
     said = refused(out, "evaluate", out, "--data", new)
-    assert "is a model with another layout" in said
+    assert "is a model with a different layout" in said
     with pytest.raises(LayoutError):
         fl.open_run(out)["ditto", 0].models.kinds()
 
@@ -195,7 +195,9 @@ def test_damaged_directories_are_named(out: Path, new: Path) -> None:
     shutil.rmtree(out / "models" / "ditto-0")
     assert "contains no models of ditto, seed 0" in refused(out, "evaluate", out, "--data", new)
     (out / "models" / "fedavg-0" / "global.safetensors").write_bytes(b"torn")
-    mended = "not a readable file of models (Error while deserializing header: header too small). Write it again with"
+    mended = (
+        "not a readable file of models (Error while deserializing header: header too small). Write the file again with"
+    )
     assert mended in refused(out, "evaluate", out, "--data", new)
     (out / "summary.json").write_text("{")
     assert "is damaged" in refused(out, "models", out)

@@ -101,7 +101,7 @@ def test_an_empty_path_is_refused_in_python(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_empty_data_folder_of_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_DATA", "")
-    with pytest.raises(fl.FedloomError, match="no data folder given"):
+    with pytest.raises(fl.FedloomError, match="no data folder is set"):
         fl.load("mnist")
 
 

@@ -295,9 +295,9 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(Pairs(lambda i: (X[i][: i + 1], 0))),
             DataError,
-            "sample 1 has shape .* All samples need one size",
+            "sample 1 has shape .* All samples must have the same size",
         ),
-        (lambda: Dataset.create(Pairs(lambda i: ("a", 0))), DataError, "but must be an image or numbers"),
+        (lambda: Dataset.create(Pairs(lambda i: ("a", 0))), DataError, "but a sample must be an image or numbers"),
         (
             lambda: Dataset.create(Endless()),
             ConfigError,

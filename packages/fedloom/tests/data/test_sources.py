@@ -345,7 +345,7 @@ def test_leaf_rows_may_be_nested_and_y_real(tmp_path: Path) -> None:
         (leaf({"u": A}, users=["u", "v"]), "user 'v' is in only one of"),
         (leaf({"u": A}, num_samples=[3]), "num_samples contradicts user_data"),
         (leaf({"u": ([[1, 2]], [0, 1])}), "user 'u' has 1 x and 2 y"),
-        (leaf({"u": ([[1, 2], [3]], [0, 1])}), "sample of 1 values, but the others have 2"),
+        (leaf({"u": ([[1, 2], [3]], [0, 1])}), "sample of 1 values, but the other samples have 2"),
         (leaf({"u": ([["a", "b"]], [0])}), "user 'u' has x that are not numbers"),
         (leaf({"u": ([], [])}), "user 'u' has no sample. Remove the user"),
         (leaf({"u": A})[:-20], "broken JSON"),
@@ -417,10 +417,10 @@ def test_images_with_their_channels_last_are_asked_about_in_files_as_in_memory(t
     (tmp_path / "n").mkdir()
     np.save(tmp_path / "n" / "x.npy", x)
     np.save(tmp_path / "n" / "y.npy", y)
-    with pytest.raises(DataError, match=r"x.npy: \(9, 8, 7, 3\) looks like .*. Save them .*, as numpy") as error:
+    with pytest.raises(DataError, match=r"x.npy: \(9, 8, 7, 3\) looks like .*. Save the images .*, as numpy") as error:
         load("npy", path=str(tmp_path / "n"))
     assert load("npy", path=str(tmp_path / "n"), channels_last=False).shape == (8, 7, 3)
-    code = str(error.value).split("channels first, as ")[1].split(", or give")[0]
+    code = str(error.value).split("channels first, as ")[1].split(", or set")[0]
     np.save(tmp_path / "n" / "x.npy", applied(code, x=x))
     assert np.array_equal(load("npy", path=str(tmp_path / "n")).x.numpy(), first)
 

@@ -557,3 +557,20 @@ def test_levels_of_test_rows_may_be_numbers_and_a_mark_of_training_rows_is_refus
             fl.Dataset.create(marked, target="y", test_column=name)
         data = fl.Dataset.create(marked, target="y", test_column=name, test_levels=["0"])
         assert data.design.held_out.numpy().tolist() == held_out.tolist()
+
+
+def test_copies_with_noise_are_noted_for_arrays_and_sequences_as_for_tables() -> None:
+    rng = np.random.default_rng(0)
+    for shape in ((60, 5), (60, 7, 3)):
+        x, y = rng.normal(size=shape).astype(np.float32), rng.integers(0, 2, 60)
+        near = x + rng.normal(size=shape).astype(np.float32) * 1e-6
+        layout = {"layout": "sequence"} if len(shape) == 3 else {}
+        for data in (
+            fl.Dataset.create({"train": (x, y), "test": (near, y)}, **layout),
+            fl.Dataset.create((np.concatenate([x, near]), np.tile(y, 2)), **layout),
+        ):
+            (note,) = data.notes
+            assert note.startswith("120 of 120 rows have a neighbor that is far closer than all others")
+        assert fl.Dataset.create((x, y), **layout).notes == ()
+        several = {"subject": np.tile(np.arange(60), 2)}
+        assert fl.Dataset.create((np.concatenate([x, near]), np.tile(y, 2)), **layout, **several).notes == ()

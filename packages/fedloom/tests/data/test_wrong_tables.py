@@ -268,7 +268,7 @@ def test_a_wrong_byte_is_named_with_its_line(
     path.write_bytes(pack(before + "\u00e4".encode("latin-1") + end))
     with pytest.raises(FedloomError) as refused:
         Csv(path=str(path), categorical=("age",)).read(None)
-    sentence = f"(byte 0xE4 at offset {len(before):,}, line {rows + 2:,}). Save it as UTF-8, set encoding = "
+    sentence = f"(byte 0xE4 at offset {len(before):,}, line {rows + 2:,}). Save the file as UTF-8, set encoding = "
     assert sentence in str(refused.value)
 
 

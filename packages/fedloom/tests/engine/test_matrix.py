@@ -129,7 +129,7 @@ REASONS = {
         "The clients keep duals or control variates for one global model, so personal models contradict them.",
     ),
     "prox": (
-        "the server's prox computes its model, and",
+        "its server computes the model with a prox",
         "The model is the result of the server's prox, which a mixture of clients' models would bypass.",
     ),
     "smaller": (
@@ -453,10 +453,9 @@ def named(declared: Callable[[Algorithm], object]) -> str:
 
 INTRODUCTION = """# Compatibility
 
-Most methods work with every sampler, aggregation weights, personalized aggregation, aggregator, attack, upload
-transform, client weighting and schedule. A few
-combinations make no sense, and fedloom rejects them before a run starts. For example, a median cannot replace the
-aggregation of IFCA:
+Most methods work with every sampler, aggregator, attack, upload transform, client weighting and schedule, and with
+all kinds of aggregation weights and personalized aggregation. A few combinations make no sense, and fedloom rejects
+these combinations before a run starts. For example, a median cannot replace the aggregation of IFCA:
 
 ```python
 import fedloom as fl
@@ -468,13 +467,14 @@ except fl.FedloomError as error:
     print(error)
 ```
 
-A test runs every method with every plug-in and writes this page (`packages/fedloom/tests/engine/test_matrix.py`).
-Another test runs every pair of plug-ins (`packages/fedloom/tests/engine/test_pairs.py`). [Effects of the
+A test runs every method with every plug-in and writes this page (`packages/fedloom/tests/engine/test_matrix.py`). A
+second test runs every pair of plug-ins (`packages/fedloom/tests/engine/test_pairs.py`). [Effects of the
 plug-ins](../studies/pages/system.md) contains measurements.
 
 ## Methods and plug-ins
 
-The table lists the methods with a restriction. The letter in a cell refers to the reason below.
+The table lists the methods that do not work with every plug-in. The letter in a cell refers to the reason below the
+table.
 
 """
 
@@ -491,7 +491,8 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
 
 ### Presets and centralized training
 
-- A preset with a sampler or aggregation weights keeps its own, and uses the cohort size of the experiment's sampler.
+- If a preset contains a sampler or aggregation weights, these replace the sampler or the weights of the experiment.
+  The cohort size of the experiment's sampler still applies.
 - `centralized` has one client, so fedloom ignores samplers, aggregation weights, aggregators, attacks and upload
   transforms.
 
@@ -504,57 +505,59 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
 - With `client_weights = "clusters-C"`, every method with client weights optimizes Equitable-FL's objective. fedloom
   finds the clusters before round 1 from the activations of all clients. With `"clusters-C every K"`, it finds them
   again after every K rounds. Sums that the server keeps over rounds are then updated to the new weights.
-- With `client_weights = "groups by region"`, every level of that column has the same weight. All rows of a client must
-  have one level. List the column in `data.group_columns`.
+- With `client_weights = "groups by region"`, every level of that column has the same weight. All rows of a client
+  must have the same level. List the column in `data.group_columns`.
 
 ### Mixers
 
-- Without personal models of the method, the mixtures are the personal models.
-- Personalized aggregation with `mixing_weight = 0` does not change a bit. Any other mixture invalidates theorems about
-  a common problem: FLAME and FedSLR are then no longer ADMM for a sum of local problems.
-- A robust aggregator also replaces the weighted mean in each client's mixture, also in FedACS, FedAMP and HeurFedAMP.
-  If a mixture has too few models for the rule, the client keeps its last model.
-- Personalized aggregation compares directions. In the attack `forged-direction`, one attacker wins a place in its
-  victim's mixture. In `sybils`, equal attackers fill the quantile of an attention. `copies` counts models of
-  one direction as one model. FedACS does so by default, from a cosine of 0.999.
+- If a method has no personal models, the mixtures of the mixer are the personal models.
+- Personalized aggregation with `mixing_weight = 0` does not change the results by a single bit. Any other mixture
+  invalidates theorems about a common problem: FLAME and FedSLR are then no longer ADMM for a sum of local problems.
+- A robust aggregator also replaces the weighted mean in each client's mixture, including the mixtures of FedACS,
+  FedAMP and HeurFedAMP. If a mixture contains too few models for the robust rule, the client keeps its last model.
+- Personalized aggregation compares the directions of models. In the attack `forged-direction`, an attacker gets its
+  model into the mixture of its victim. In `sybils`, identical attackers fill the quantile of an attention. The option
+  `copies` counts models with the same direction as one model. FedACS uses this option by default, with a cosine of at
+  least 0.999.
 
 ### Robust aggregators
 
-- A robust aggregator decides with the field that contains the model. If the server keeps every client's last upload, it
-  decides among all clients seen so far. If the server adds up changes to client state (SCAFFOLD's controls, FedADMM,
-  FIAELT), it decides on every client's sum, and the server follows the result. fedloom checks the minimum number of
-  rows at the start.
-- An ADMM message is a model plus a dual, so its coordinates vary widely even without an attacker. A coordinate-wise
-  median drops most of the duals. `multi-krum` averages complete messages of honest clients. On digits, with 5 of 20
-  clients that flip signs and one seed, the global models of FIAELT, FLAME and FedADMM reach 44, 45 and 42 % with
-  `median`, and 85, 75 and 83 % with `multi-krum`. Use `median` and `trimmed-mean` for uploads that are models or
-  changes of models.
+- A robust aggregator uses the field that contains the model to decide which uploads to trust. If the server keeps
+  every client's last upload, the aggregator chooses among all clients seen so far. If the server accumulates changes
+  to client state (SCAFFOLD's controls, FedADMM, FIAELT), the aggregator is applied to the accumulated sum of every
+  client, and the server uses the result. fedloom checks the minimum number of uploads before the run.
+- An ADMM message is the sum of a model and a dual variable, so its coordinates vary widely even without an attacker.
+  A coordinate-wise median discards most of the dual variables. `multi-krum` averages complete messages of honest
+  clients. On digits, with 5 of 20 clients that flip signs and one seed, the global models of FIAELT, FLAME and
+  FedADMM reach 44, 45 and 42 % with `median`, and 85, 75 and 83 % with `multi-krum`. Use `median` and `trimmed-mean`
+  for uploads that are models or changes of models.
 
 ### Attacks
 
-- An attacker forges a model, and the method encodes it like an honest model. One forged model then moves every method
-  as far as it moves FedAvg, unless the server update of the paper scales it: equitable-fl, fedas, feddyn, fedopt,
-  fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and FedNova if clients take different numbers of steps. The method
-  pages list the factors. In ADMM methods with one message u_i, the attacker forges u_i, as FLAME's paper states.
-  Clients of analytic-fl, fed3r and fedhip send statistics, and the attacker forges the statistics.
+- An attacker forges a model, and the method encodes this model like an honest model. A forged model then changes
+  every method as much as FedAvg, unless the server update in the paper scales the change: equitable-fl, fedas,
+  feddyn, fedopt, fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and FedNova if clients take different numbers of
+  steps. The method pages list the factors. In ADMM methods with one message u_i, the attacker forges u_i, as FLAME's
+  paper states. Clients of analytic-fl, fed3r and fedhip send statistics, and the attacker forges the statistics.
   `local` has no uploads, so the attack has no effect, and its results leave out the attackers.
 - The attack `forged-activations` can win its own cluster in `client_weights` and in the aggregation weights
-  `equitable`. If C is given, k attackers control up to k/C of the model, and the honest groups share fewer clusters.
-  If fedloom searches for C, one client is not a cluster, but two agreeing clients are. A robust aggregator with equal
-  client weights, such as a median, uses no clusters. Without clusters, fedloom rejects this attack.
+  `equitable`. If C is fixed, k attackers control up to k/C of the model, and the honest groups share fewer clusters.
+  If fedloom chooses C, a single client cannot form a cluster, but two similar clients can. A robust aggregator with
+  equal client weights, such as a median, uses no clusters. Without clusters, fedloom rejects this attack.
 
 ### Channels and privacy
 
-- An upload transform changes the difference from the model that the client received, whatever the method uploads.
-  Compressors use error feedback.
-- Parts of the model that do not travel (personal layers) are not compressed, noised or counted.
-- With a `delta`, `gaussian-noise` and `private-mean` reject aggregation weights and samplers that ask clients for
-  values without noise. They also reject methods that upload a label or a count without noise:
-  {named(lambda method: exact_fields(type(method)))}.
+- An upload transform is always applied to the difference from the model that the client received, even if the method
+  uploads something else. Compressors use error feedback.
+- Parts of the model that are not sent (personal layers) are not compressed, noised or counted.
+- If a `delta` is set, `gaussian-noise` and `private-mean` reject aggregation weights and samplers that require
+  noise-free values from clients. They also reject methods that upload a label or a count without noise: {
+    named(lambda method: exact_fields(type(method)))
+}.
 
 ### Local training
 
-Some methods are defined for plain SGD, and reject these choices of `[local]`:
+Some methods are defined only for plain SGD. These methods reject the following options of `[local]`:
 
 | rejected | methods |
 |---|---|
@@ -604,7 +607,7 @@ PAIR_REASONS = {
     ),
     "one row": ("needs m >", "The rule needs several uploads, but every upload is a separate server update."),
     "single models": (
-        "mixtures of single models, which noise on a mean does not protect",
+        "mixtures of single models, but noise on a mean does not protect",
         "Personalized aggregation sends mixtures of single models, which noise on a mean does not protect.",
     ),
 }

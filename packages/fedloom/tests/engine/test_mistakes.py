@@ -101,7 +101,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no such device": (lambda: run(engine={"device": "cuda:9"}), "engine.device is 'cuda:9', but "),
     "metrics": (lambda: run(evaluate={"metrics": ["auroc"]}), "it belongs in task={'metrics': ['auroc']}"),
-    "lazy module": (lambda: run(model=nn.LazyLinear(3)), "has lazy parameters (weight, bias). Call it on a sample"),
+    "lazy module": (
+        lambda: run(model=nn.LazyLinear(3)),
+        "has lazy parameters (weight, bias). Call the model on a sample",
+    ),
     "too few outputs": (lambda: run(model=nn.Linear(6, 2)), "must return [b, 3] for this data, got [2, 2]"),
     "wrong inputs": (lambda: run(model=nn.Linear(5, 3)), "fails on samples of shape (6,)"),
     "a state dict": (

@@ -185,7 +185,7 @@ def test_groups_count_the_same() -> None:
     ("weights", "sentence"),
     [
         ("groups", "needs clients in groups"),
-        ([1.0], "a number for each of the 20 clients"),
+        ([1.0], "one number for each of the 20 clients"),
         ([0.0] * 20, "not all of them may be zero"),
         ([-1.0] * 20, "greater than or equal to 0"),
         ("sample", "'samples'"),

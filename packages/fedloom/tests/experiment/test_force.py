@@ -66,7 +66,7 @@ def test_labels_that_differ_in_case_are_refused_where_the_disk_ignores_it(tmp_pa
     experiment = {**SMALL, "rounds": 1, "method": [{"algorithm": "fedavg", "label": label} for label in ("a b", "A B")]}
     plan = Plan(parse(experiment), tmp_path / "out")
     (tmp_path / "out" / ".LOCK").write_text("")  # as such a disk answers for .lock
-    with pytest.raises(RunDirError, match=r"the disk ignores case, and the labels 'a b' and 'A B'"):
+    with pytest.raises(RunDirError, match=r"the disk ignores case, but the labels 'a b' and 'A B'"):
         plan.run(page=False)
     (tmp_path / "out" / ".LOCK").unlink()
     assert [outcome.status for outcome in plan.run(page=False)] == ["done", "done"]

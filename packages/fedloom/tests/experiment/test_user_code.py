@@ -219,7 +219,9 @@ def test_settings_are_chosen_by_an_own_metric_in_its_own_direction(tmp_path: Pat
         tuning = Tuning(text, "own.toml", tmp_path / metric)
         assert [study.goal.higher for study in tuning.studies] == [higher]
     text["tune"]["metric"] = "f3"
-    with pytest.raises(ConfigError, match="'f3', but for these data the metric can be: .*balanced_accuracy.*margin, wrong"):
+    with pytest.raises(
+        ConfigError, match="'f3', but for these data the metric can be: .*balanced_accuracy.*margin, wrong"
+    ):
         Tuning(text, "own.toml", tmp_path / "none")
 
 

@@ -168,7 +168,7 @@ def test_what_cannot_be_is_a_sentence_with_a_way_on() -> None:
     fed = sites(fl.Dataset.create((x, mask), clients=OWNERS))
     with pytest.raises(Refused, match="augment changes only images, but these images have a label per pixel"):
         fl.simulate("fedavg", fed, UNet(2), rounds=1, augment={"flip": 0.5})
-    with pytest.raises(ConfigError, match="gives one output per sample"):
+    with pytest.raises(ConfigError, match="returns one output per sample"):
         fl.simulate("fedavg", fed, "softmax", rounds=1)
     with pytest.raises(ConfigError, match="Use layout = 'sequence' for the data"):
         fl.simulate("fedavg", sites(fl.Dataset.create((rows, OWNERS % 2), clients=OWNERS)), LSTM(2), rounds=1)

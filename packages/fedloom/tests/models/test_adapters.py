@@ -329,7 +329,7 @@ def test_wrong_tables_are_refused_before_work(change: dict[str, Any], words: str
 def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
     spec = MLP(hidden=(3,))
     save_file(spec.build((4,), 2).state_dict(), tmp_path / "w.safetensors")
-    with pytest.raises(ConfigError, match=r"'head.weight' is \[2, 3\] in the file and \[5, 3\] in the model. Give"):
+    with pytest.raises(ConfigError, match=r"'head.weight' is \[2, 3\] in the file and \[5, 3\] in the model. Use"):
         spec.with_(init_from=str(tmp_path / "w.safetensors")).build((4,), 5)
     save_file({"head.weight": torch.zeros(2, 3)}, tmp_path / "w.safetensors")
     with pytest.raises(ConfigError, match="'fc1.weight' is missing in the file and"):
@@ -345,7 +345,7 @@ def test_weights_with_a_digest_are_that_content_or_none(tmp_path: Path) -> None:
     torch.testing.assert_close(named.build((4,), 2).state_dict(), load_file(file))
     save_file(spec.build((4,), 2, seed=8).state_dict(), file)
     with pytest.raises(
-        ConfigError, match="its SHA-256 is [0-9a-f]{64}, but [0-9a-f]{64} is required. Get the right file"
+        ConfigError, match="the SHA-256 is [0-9a-f]{64}, but [0-9a-f]{64} is required. Use the right file"
     ):
         named.build((4,), 2)
 
@@ -404,5 +404,5 @@ def test_what_transformers_cannot_make_is_said() -> None:
         Hub(config={"model_type": "bert", **TINY["bert"], "vocab_size": 3}).build((6,), 5, 0, TOKENS)
     with pytest.raises(ConfigError, match="fails on samples of shape"):
         Hub(config={"model_type": "gpt2", **TINY["gpt2"], "n_positions": 2}).build((6,), 5, 0, TOKENS)
-    with pytest.raises(ValueError, match="give either name, or config"):
+    with pytest.raises(ValueError, match="set either name, or config"):
         Hub()

@@ -263,7 +263,9 @@ def test_a_class_of_main_goes_on_in_another_process(how: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("given", [3, [Net], object(), b"mlp"])
 def test_what_is_no_model_is_refused_with_a_sentence(given: Any, fed: Federation) -> None:
-    with pytest.raises(ConfigError, match="must be a name, an nn.Module, a class or function that makes one"):
+    with pytest.raises(
+        ConfigError, match="must be a name, an nn.Module, a class or function that returns an nn.Module"
+    ):
         fl.simulate("fedavg", fed, given, **SHORT)
 
 
@@ -324,7 +326,7 @@ def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.Mo
 
 
 def test_lazy_parameters_are_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"lazy parameters \(0.weight, 0.bias\). Call it on a sample first"):
+    with pytest.raises(ConfigError, match=r"lazy parameters \(0.weight, 0.bias\). Call the model on a sample first"):
         describe_model(nn.Sequential(nn.LazyLinear(2)))
 
 
@@ -360,7 +362,7 @@ class Pair(nn.Linear):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (Turned, r"has complex parameters \(w\). Give real and imaginary parts"),
+        (Turned, r"has complex parameters \(w\). Use real and imaginary parts"),
         (Turned(), r"has complex parameters \(w\)"),
         (Cut("always"), "model 'Cut' returns outputs without a gradient in any parameter, for example after detach"),
         (lambda: Cut("round"), "returns outputs without a gradient in any parameter"),
@@ -370,7 +372,7 @@ class Pair(nn.Linear):
             r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2. "
             "Return only the tensor of the outputs",
         ),
-        (lambda: torch.jit.trace(nn.Linear(64, 10), torch.zeros(2, 64)), "is TorchScript, which is not trained here"),
+        (lambda: torch.jit.trace(nn.Linear(64, 10), torch.zeros(2, 64)), "is TorchScript, which fedloom cannot train"),
     ],
 )
 def test_parameters_and_outputs_of_other_kinds_are_a_sentence(given: Any, said: str, fed: Federation) -> None:

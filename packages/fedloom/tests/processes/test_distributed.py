@@ -375,7 +375,7 @@ def test_a_search_and_a_recipe_are_refused_under_torchrun(tmp_path: Path, monkey
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 2, done.output
         assert "torchrun has started 2 ranks" in done.output
-        assert "files. Start it without torchrun" in done.output
+        assert "files. Start the command without torchrun" in done.output
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -116,7 +116,7 @@ def test_a_thousand_workers_of_a_comparison_and_of_a_search_are_a_few_processes(
 def test_a_process_that_may_have_no_others_refuses_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of multiprocessing.Pool, where runs that take all cores take one."""
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="2 workers cannot start, because this process may not start others"):
+    with pytest.raises(ConfigError, match="2 workers cannot start, because this process may not start other processes"):
         WorkerPool([triple], 2)
     assert pools.cores() == 1
     assert [*WorkerPool([triple], pools.cores()).map(triple, torch.ones(1), [Task(0, torch.ones(1))])]
@@ -261,3 +261,24 @@ def test_a_worker_that_takes_far_longer_than_the_others_is_reported(monkeypatch:
     finally:
         log.removeHandler(handler)
     assert "the longest earlier answer took" in lines[-1]
+
+
+def test_expensive_tasks_start_first() -> None:
+    """The longest task ends with the shortest: one process computes it, and the other process all others in order."""
+    context = multiprocessing.get_context("fork")
+    begun, gate = context.SimpleQueue(), context.SimpleQueue()
+
+    def begin(_shared: None, seconds: int) -> int:
+        if seconds == 9:
+            gate.get()
+            return seconds
+        begun.put(seconds)
+        if seconds == 1:
+            gate.put(None)
+        return seconds
+
+    tasks = [3, 9, 1, 7, 5]
+    with WorkerPool([begin], 2) as pool:
+        ended = dict(pool.map_unordered(begin, None, tasks, cost=float))
+    assert [ended[k] for k in range(5)] == tasks
+    assert [begun.get() for _ in tasks[1:]] == [7, 5, 3, 1]

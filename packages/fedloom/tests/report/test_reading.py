@@ -104,7 +104,7 @@ def test_what_is_no_run_is_refused(copy: Path, tmp_path: Path, damage, said: str
 def test_no_run_and_the_same_run_twice_are_refused(small: Path, tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match="at least one"):
         report.write_report([], tmp_path / "out.html")
-    with pytest.raises(RunDirError, match="given twice"):
+    with pytest.raises(RunDirError, match="listed twice"):
         report.write_report([small, small / ".." / small.name], tmp_path / "out.html")
 
 

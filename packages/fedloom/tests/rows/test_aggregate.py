@@ -483,7 +483,7 @@ def test_other_refusals():
         A.MDA(f=20).check(50)
     with pytest.raises(ConfigError, match="trusts client 99"):
         run(A.FLTrust(root=99), cohort(M, 0))
-    with pytest.raises(ConfigError, match="root's own row"):
+    with pytest.raises(ConfigError, match="row of the trusted client"):
         A.FLTrust(pre=(A.NNM(),))
     with pytest.raises(ConfigError):
         A.Krum(f=-1)

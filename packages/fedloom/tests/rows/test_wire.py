@@ -275,7 +275,7 @@ def test_errors_name_the_fault():
     ]:
         with pytest.raises(WireError, match=words):
             CODEC.decode(message)
-    with pytest.raises(WireError, match="another model"):
+    with pytest.raises(WireError, match="a different model"):
         other.decode(MESSAGE)
 
 
@@ -350,7 +350,7 @@ def test_wrong_use_is_refused():
     ]:
         with pytest.raises(ConfigError):
             Field((3,), **options)
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError, match="a different model"):
         Codec(Layout.create_from_shapes({"z": (LAYOUT.d,)}), CODEC.fields)
     assert Field((3,), levels=2**15 - 1).bits == 16
     for name in ("", "n" * 256, "é" * 128):

@@ -197,7 +197,7 @@ RATES = "client,speed,up,down\n"
     [
         (
             SPANS + "0,1,1,1,0,5\n0,1,1,1,3,8\n",
-            r"row 2: client 0 is present in \[3, 8\) s, and until 5 s by an earlier",
+            r"row 2: client 0 is present in \[3, 8\) s, but an earlier interval lasts until 5 s",
         ),
         (SPANS + "0,1,1,1,5,2\n", r"row 1: client 0 is present in \[5, 2\) s; end must be after start"),
         (SPANS + "0,1,1,1,-5,2\n", "Start must be at least 0"),
@@ -205,13 +205,13 @@ RATES = "client,speed,up,down\n"
         (SPANS + "0,1,1,1,0,\n", "start and end must both be given or both be empty, got 0, nothing"),
         (SPANS + "0,1,1,1,a,b\n", "column start must contain numbers, got 'a'"),
         (SPANS + "0,1,1,1,0,3\n0,2,1,1,4,8\n", "row 2: client 0 has another speed than in row 1"),
-        (RATES + "0,1,1,1\n0,1,1,1\n", "row 2: client 0 has row 1 too, and no start"),
+        (RATES + "0,1,1,1\n0,1,1,1\n", "row 2: client 0 also has row 1, but at least one of the two rows has no start"),
         (RATES + "0,nan,1,1\n", "row 1: speed must be a number at least 0, got nothing"),
         (RATES + "0,1,0,1\n", "up must be a number above 0, got 0"),
         (RATES + "0.5,1,1,1\n", "client must be a whole number of at least 0, got 0.5"),
         (RATES + "3,1,1,1\n", "client must be numbered from 0 to 0, got 3 instead of 0. Number the clients anew"),
         ("client,speed,speed,up,down\n0,1,2,1,1\n", "contains the column speed 2 times"),
-        ("client,speed,up,down,start\n0,1,1,1,0\n", "contains only one of the columns start and end. Give"),
+        ("client,speed,up,down,start\n0,1,1,1,0\n", "contains only one of the columns start and end. Add"),
         ("", "cannot be read"),
     ],
 )
@@ -249,7 +249,10 @@ def test_an_odd_trace_is_read(tmp_path: Path) -> None:
         ({"schedule": OverSelection(factor=4), "devices": "equal", "aggregator": KRUM}, r"got m = 2 rows"),
         ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "cannot ask candidates"),
         ({"schedule": "asynchronous", "devices": "equal", "attack": "alie"}, "honest uploads of a round"),
-        ({"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4}, "cohorts are lists of clients per round"),
+        (
+            {"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4},
+            "cohorts are lists of clients per round",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) -> None:

@@ -45,7 +45,7 @@ def test_the_page_of_speed_is_that_of_its_runs(script: dict[str, Any], record: d
     for part in (record["fedbuff"], {key: value for key, value in record.items() if key != "fedbuff"}):
         common = {key: part[key] for key in ("data", "target", "lr")}
         assert script["packed"]([line | common for line in script["unpacked"](part)]) == part
-    assert f"All methods share one step size, {record['lr']}," in page
+    assert f"All methods use the same step size, {record['lr']}," in page
 
 
 def test_the_finding_of_speed_follows_from_its_runs(script: dict[str, Any], record: dict[str, Any]) -> None:
@@ -68,14 +68,14 @@ def test_the_finding_of_speed_follows_from_its_runs(script: dict[str, Any], reco
         assert stated == pytest.approx(changes, abs=0.06)
     missed = {s: sum(x["seconds_to_target"] is None for x in lines if x["schedule"] == s) for s in script["SCHEDULES"]}
     assert f"{missed['over-selection']} with over-selection never reached" in paragraphs[2]
-    assert f"{missed['synchronous']} of synchronous and {missed['buffered']} of buffered" in paragraphs[2]
+    assert f"{missed['synchronous']} with synchronous rounds and {missed['buffered']} with buffered" in paragraphs[2]
     runs = script["unpacked"](record["fedbuff"])
     seconds, uploads = (
         [fmean(x[figure] for x in runs if x["schedule"] == s) for s in ("synchronous", "buffered")]
         for figure in ("seconds_to_target", "uploads_to_target")
     )
     (paragraph,) = [p for p in paragraphs if p.startswith("FedAvg, 105 writers")]
-    assert f"{seconds[0] / seconds[1]:.1f} times as soon" in paragraph
+    assert f"{seconds[0] / seconds[1]:.1f} times as fast" in paragraph
     assert f"{uploads[0] / uploads[1]:.1f} times fewer" in paragraph
     assert missed["buffered"] <= missed["synchronous"] < missed["over-selection"]
 
@@ -94,6 +94,6 @@ def test_speed_states_a_loss_of_slow_clients_only_where_it_is_clear_among_all_co
     alone = {pair for pair, one, below in zip(pairs, p, lost, strict=True) if one <= 0.05 and below}
     certain = multipletests(p, alpha=0.05, method="holm")[0] & lost
     page = script["PAGE"].read_text()
-    assert f"Of {len(pairs)} comparisons by method and devices, {len(alone)} are clear losses by themselves" in page
-    assert ("over-selection costs" in page) == any(certain)
-    assert ("With Holm's correction none is" in page) == (not any(certain))
+    assert f"Of {len(pairs)} comparisons (methods times device models), {len(alone)} are significant losses" in page
+    assert ("Over-selection clearly harms" in page) == any(certain)
+    assert ("With Holm's correction, no loss is" in page) == (not any(certain))

@@ -301,7 +301,7 @@ def test_a_model_trained_on_floats_takes_no_bytes(of_floats: Models) -> None:
 def test_raw_samples_of_another_type_are_refused(of_bytes: Models) -> None:
     one = of_bytes.model("global")
     np.testing.assert_allclose(one.scores(torch.from_numpy(FLOATS)), one.scores(torch.from_numpy(BYTES)), atol=1e-6)
-    with pytest.raises(DataError, match="samples are torch.int64, but the model was trained on bytes. Give uint8, or"):
+    with pytest.raises(DataError, match="samples are torch.int64, but the model was trained on bytes. Pass uint8, or"):
         one.scores(torch.from_numpy(BYTES).long())
 
 
@@ -325,7 +325,7 @@ def test_graphs_take_one_type_and_say_which(of_bytes: Models, of_floats: Models,
         program.scores(BYTES)
     export_model(of_bytes.model("global"), tmp_path / "m.pt2", "torch")
     program = load(tmp_path / "m.pt2")
-    with pytest.raises(DataError, match=r"the program accepts only bytes \(uint8\), got floats. Give") as error:
+    with pytest.raises(DataError, match=r"the program accepts only bytes \(uint8\), got floats. Pass") as error:
         program.predict(FLOATS)
     np.testing.assert_allclose(program.scores(cured(error, FLOATS)), of_bytes.predict_proba(BYTES), atol=1e-6)
     with pytest.raises(DataError, match="got int64 values"):
@@ -387,12 +387,12 @@ def test_a_node_of_a_flower_app_takes_floats_and_asks_about_bytes() -> None:
         assert torch.equal(ff.Local(model, given).read().fed.data.x, want)
     for given in ((BYTES, Y), TensorDataset(torch.from_numpy(BYTES), y)):
         with pytest.raises(
-            ConfigError, match=r"are bytes \(uint8\), and fedloom cannot know whether the model divides them. Give"
+            ConfigError, match=r"are bytes \(uint8\), and fedloom cannot know whether the model divides the bytes. Pass"
         ) as error:
             ff.Local(model, given).read()
-        x = applied(str(error.value).split("them. Give floats, as")[1].split(", or ")[0], x=torch.from_numpy(BYTES))
+        x = applied(str(error.value).split("bytes. Pass floats, as")[1].split(", or ")[0], x=torch.from_numpy(BYTES))
         torch.testing.assert_close(ff.Local(model, (x, y)).read().fed.data.x, want)
-    with pytest.raises(ConfigError, match="sample 0 is a list of 2. Give a tuple that ends with the target"):
+    with pytest.raises(ConfigError, match="sample 0 is a list of 2. Use a tuple that ends with the target"):
         ff.Local(model, Samples(lambda i: [floats[i], int(Y[i])])).read()
 
 

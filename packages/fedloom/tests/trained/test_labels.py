@@ -9,12 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.metrics import f1_score, roc_auc_score
 from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
+from fedloom.tasks.sums import metrics_of, sums_of
 
 NAMES = ["sepsis", "stroke", "aki"]
 
@@ -99,6 +101,65 @@ def test_choices_that_need_classes_are_refused(more: dict[str, Any], sentence: s
     fed = fl.partitions.iid(clients=3)(fl.Dataset.create(frame(), NAMES, task="multilabel"), seed=0)
     with pytest.raises(ConfigError, match=sentence):
         fl.simulate("fedavg", fed, "softmax", rounds=1, **more)
+
+
+def test_unknown_labels_count_in_no_loss_and_no_metric(tmp_path: Path) -> None:
+    """scikit-learn's figures of the known labels; rows without any label are left out."""
+    table, rng = frame(), np.random.default_rng(1)
+    gaps = rng.random((240, 3)) < 0.3
+    table[NAMES] = table[NAMES].astype(float).mask(gaps)
+    table.to_csv(tmp_path / "t.csv", index=False)
+    keys: dict[str, Any] = {"task": "multilabel", "target": NAMES, "client_column": "site"}
+    with pytest.raises(DataError, match="or 'keep' to train on the other labels of these rows"):
+        fl.load(tmp_path / "t.csv", **keys)
+    data = fl.load(tmp_path / "t.csv", unlabelled="keep", **keys)
+    some = ~gaps.all(1)
+    assert len(data) == some.sum()
+    assert torch.equal(data.y < 0, torch.from_numpy(gaps[some]))
+    x, y = table[list("abcd")].to_numpy()[some], table[NAMES].fillna(-1).to_numpy()[some]
+    assert torch.equal(fl.Dataset.create(x, y, task="multilabel", classes=NAMES).y, data.y)
+    with pytest.raises(DataError, match="or -1 if it is unknown"):
+        fl.Dataset.create(x, np.where(y < 0, -2, y), task="multilabel", classes=NAMES)
+    with pytest.raises(ConfigError, match="'keep' works only for task = 'multilabel'"):
+        fl.load(tmp_path / "t.csv", unlabelled="keep", target="sepsis", client_column="site")
+    fed = fl.partitions.natural(test=0.4)(data, seed=0)
+    task = {"metrics": ["label_auroc", "label_f1"]}
+    result = fl.simulate("fedavg", fed, "softmax", rounds=3, local=fl.LocalSGD(lr=0.5), task=task)
+    index = torch.cat([fed.indices("test", k) for k in range(3)])
+    z = result.job.oracle.run(result.models.rows("global"), fed.fetch(index)).double()
+    target, owner = data.y[index], torch.zeros(len(index), dtype=torch.long)
+    one = result.job.oracle.task
+    figures = one.metrics(z, target, owner, 1)
+    for k, name in enumerate(NAMES):
+        known = target[:, k] >= 0
+        truth, scores = target[known, k].numpy(), z[known, k].numpy()
+        assert float(figures[f"label_auroc[{name}]"]) == pytest.approx(roc_auc_score(truth, scores))
+        assert float(figures[f"label_f1[{name}]"]) == pytest.approx(f1_score(truth, scores > 0))
+    sums = metrics_of(one, sums_of(one, z, target))
+    assert all(float(figures[name]) == pytest.approx(value) for name, value in sums.items())
+    known = target >= 0
+    every = torch.nn.functional.binary_cross_entropy_with_logits(z, target.clamp(min=0), reduction="none")
+    assert float(figures["loss"]) == pytest.approx(float((every * known).sum() / 3 / len(z)))
+    outputs = z.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(one.loss(outputs, target).sum(), outputs)
+    torch.testing.assert_close(one.dloss(z, target), grad)
+
+
+def test_a_group_with_a_rare_label_shows_no_figure_of_it() -> None:
+    """Counts by label are sums of a group, so a label of few patients is a small cell as a class is."""
+    table = frame()
+    table["ward"] = np.where(np.arange(240) % 2, "icu", "gen")
+    table.loc[(table.ward == "icu") & (table.sepsis == 1), "sepsis"] = 0
+    table.loc[table[table.ward == "icu"].index[:2], "sepsis"] = 1
+    data = fl.Dataset.create(
+        table, NAMES, task="multilabel", client_column="site", categorical=["ward"], group_columns=["ward"]
+    )
+    fed = fl.partitions.natural(test=0.5)(data, seed=0)
+    result = fl.simulate("fedavg", fed, "softmax", rounds=1, local=fl.LocalSGD(lr=0.5))
+    found = fl.analyze("groups", result, by=["ward"], min_rows=5).table.to_pandas()
+    pooled = found[found.client == -1]
+    assert set(pooled[pooled.subgroup.str.contains("icu")].metric) == {"samples"}
+    assert "macro_f1" in set(pooled[pooled.subgroup.str.contains("gen")].metric)
 
 
 def test_a_run_its_predictions_and_its_exports_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_a_model_in_hand_takes_samples_as_python_has_them(fed: Federation, tmp_p
     path = made.save(tmp_path / "one.safetensors")
     by_module = Model.load(path, MLP(hidden=(8,)).build((1, 8, 8), 10))
     assert np.array_equal(by_module.predict_proba(some.x), made.predict_proba(some.x))
-    with pytest.raises(LayoutError, match="another layout"):
+    with pytest.raises(LayoutError, match="a different layout"):
         Model.load(path, "mlp")
     with pytest.raises(ConfigError, match="model must be a name, an nn.Module"):
         Model.load(path, 3)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_clients_are_found_by_number_and_by_name_and_unknown_ones_are_refused(fe
     for odd in (5, -1):
         with pytest.raises(ConfigError, match=f"unknown client {odd}"):
             models.rows("personal", torch.tensor([0, odd]))
-    with pytest.raises(ConfigError, match="Give a client"):
+    with pytest.raises(ConfigError, match="Choose a client"):
         models.model("personal")
     assert len(models.personal) == 5
     with pytest.raises(IndexError):
@@ -312,7 +312,7 @@ def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Data
     x = models.rows("global")
     far = [float((models.adapt(stranger, **how).row - x).norm()) for how in ({"steps": 1}, {}, {"epochs": 4})]
     assert far == sorted(far)
-    with pytest.raises(ConfigError, match=r"steps = 0 trains nothing\. Give adapt at least one epoch or step"):
+    with pytest.raises(ConfigError, match=r"steps = 0 trains nothing\. Set at least one epoch or step in adapt"):
         models.adapt(stranger, steps=0)
     assert float((models.adapt(stranger, lr=1e-6).row - x).norm()) < 1e-3
     with pytest.raises(ConfigError, match="epochs or steps, but not both"):
@@ -340,12 +340,12 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
         assert not opened.training
         assert all(torch.equal(a, b) for a, b in zip(opened.buffers(), again.module().buffers(), strict=True))
         assert all(torch.equal(a, b) for a, b in zip(opened.parameters(), again.module().parameters(), strict=True))
-    with pytest.raises(LayoutError, match="another layout"):
+    with pytest.raises(LayoutError, match="a different layout"):
         fl.open_model(path, nn.Linear(2, 2))
     assert again.score(stranger) == made.score(stranger)
     with safe_open(path, "pt") as file:
         assert Layout.read_header(file.metadata()) == models.recipe.layout
-    with pytest.raises(LayoutError, match="another layout"):
+    with pytest.raises(LayoutError, match="a different layout"):
         Model.load(path, MLP(hidden=(8,)))
     for name in ("personal", "server"):
         models.save(tmp_path)

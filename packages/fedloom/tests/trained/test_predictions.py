@@ -138,7 +138,7 @@ def test_every_row_goes_to_the_model_of_its_site(opened: RunDirectory, columns: 
     assert set(stranger.models) == {"global"}
     assert any("'hill' (27 rows)" in note for note in stranger.notes)
     np.testing.assert_array_equal(stranger.scores, models.predict_proba(columns))
-    with pytest.raises(ConfigError, match=r"'hill' \(27 rows\)\. local has no global model, so give a client"):
+    with pytest.raises(ConfigError, match=r"'hill' \(27 rows\)\. local has no global model, so choose a client"):
         opened.predict({**columns, "site": ["hill"] * 27}, "local")
 
 

@@ -67,19 +67,21 @@ def cox(
         chosen = read_strength(penalty, strength)
         held_out = None if test is None else tuple(test.split("=", 1))
         if held_out is not None and len(held_out) != 2:
-            raise ConfigError(f"--test selects test rows by COLUMN=VALUE, as fold=test, got {test!r}")
+            raise ConfigError(f"--test selects test rows by COLUMN=VALUE, for example fold=test, got {test!r}")
         if bins is None and min_events is not None:
-            raise ConfigError("--min-events belongs to the sums of --bins. Give --bins too, or leave it out")
+            raise ConfigError("--min-events applies only to the sums of --bins. Add --bins, or leave --min-events out")
         least = 5 if min_events is None else min_events
         if bins is not None and (penalty == "firth" or chosen == "cv"):
             raise ConfigError(
-                "sums of --bins belong to one likelihood. Give --penalty ridge with a --strength found without --bins"
+                "sums computed with --bins cannot be used for cross-validation. Use --penalty ridge "
+                "with a --strength that was chosen without --bins"
             )
         table = survival_rows(read(file).source, time, event, data_dir, held_out)
         say(*table.notes)
         if bins is not None and stratify:
             raise ConfigError(
-                "--stratify sends the figures of each site alone, so secure sums would protect nothing. Leave one out"
+                "with --stratify, every site sends its own results, so secure sums would protect "
+                "nothing. Leave one of the two options out"
             )
         sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
@@ -91,7 +93,8 @@ def cox(
             say(
                 f"bins of {option(bins)}, with at least {least} events and rows per site: "
                 f"{losses.rare + losses.uncovered} of {losses.events} events are censored "
-                f"({losses.rare} in bins with too few, {losses.uncovered} after the last bin)"
+                f"({losses.rare} in bins with too few events or rows, {losses.uncovered} after the "
+                "last bin)"
             )
             say(
                 "rounding changes every coefficient by at most "
@@ -109,7 +112,7 @@ def cox(
                 row |= {"with exact times": beta, "its standard error": se}
         print_rows([{"column": name, **row} for name, row in zip(table.columns, rows, strict=True)])
         baseline = "a baseline hazard for every site" if stratify else "one baseline hazard"
-        say(f"{fit.rows} rows of {len(table.sites)} sites, {fit.events} events; ties by {ties}, {baseline}")
+        say(f"{fit.rows} rows at {len(table.sites)} sites, {fit.events} events; ties by {ties}, {baseline}")
         say_penalty(penalty, fit.ridge)
         parts = [SurvivalRows(x @ fit.beta, *y.T) for x, y in table.test]
         if parts:

@@ -69,13 +69,13 @@ def init(
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
         if place.is_dir():
-            raise ConfigError(f"{place} is a folder. Give --out the path of the experiment file")
+            raise ConfigError(f"{place} is a folder. Set --out to the path of the experiment file")
         document = place.with_name(f"{place.stem}.agreement.toml")
         for path in (place, document) if agree else (place,):
             check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
         for text in values or ():
             if not text.startswith("data."):
-                raise ConfigError(f"--set {text!r:.80}: init takes keys of [data] alone, as --set data.skip=2")
+                raise ConfigError(f"--set {text!r:.80}: init accepts only keys of [data], such as --set data.skip=2")
         options = apply_overrides({"data": {}}, "fedloom init", values or ())["data"]
         draft = Draft(Survey(table, **options), client_column, target, event, subject)
         say(*draft.report)
@@ -84,7 +84,7 @@ def init(
         say(*(f"  {note}" for note in ([] if data is None else data.notes)))
         if agree and (data is None or draft.questions):
             raise ConfigError(
-                f"{table}: an agreement cannot be written before this question is answered: {draft.questions[0]}"
+                f"{table}: an agreement cannot be written until this question is answered: {draft.questions[0]}"
             )
         make_folder(place.parent)
         if agree and data is not None:
@@ -95,12 +95,12 @@ def init(
             say(*(f"  {sentence}" for sentence in unnamed(data, agreement)))
         write_atomic(place, text.encode())
         if draft.questions:
-            say(f"\ndraft: {place}. It does not run before this is answered:")
+            say(f"\ndraft: {place}. The draft does not run until this question is answered:")
             say(*(f"  {question}" for question in draft.questions))
             return
         say(f"\ndraft: {place}. Run it with: fedloom run {place}")
         if agree:
-            say(f"agreement: {document}. Fill in its units, and let every site read and sign it")
+            say(f"agreement: {document}. Fill in the units, and let every site read and sign the agreement")
 
 
 def _try(text: str, place: Path) -> Dataset:

@@ -46,6 +46,6 @@ def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | Non
 def say_penalty(penalty: str, ridge: Ridge | None) -> None:
     """Write a sentence on the penalty of a regression and on its intervals."""
     if ridge is not None:
-        say(f"{ridge.words}. Standard errors are of the penalized likelihood and ignore the bias of shrinkage")
+        say(f"{ridge.words}. Standard errors belong to the penalized likelihood and ignore the bias due to shrinkage")
     elif penalty == "firth":
-        say("Firth's penalty. The intervals are Wald intervals, which are too short if columns separate the rows")
+        say("Firth's penalty. The intervals are Wald intervals, which are too narrow if columns separate the rows")

@@ -63,12 +63,12 @@ class Survey:
 
     def __init__(self, path: Path, **options: Any) -> None:
         if path.is_dir():
-            raise DataError(f"{path}: is a folder. Give the file of a table")
+            raise DataError(f"{path}: is a folder. Name the file of a table")
         self.path = path
         self.options: dict[str, Any] = {**options}
         kind = source(path, **options)
         if not isinstance(kind, TableSource):
-            raise DataError(f"{path}: is not a table but {type(kind).__name__.lower()}. Give the file of a table")
+            raise DataError(f"{path}: is not a table but {type(kind).__name__.lower()}. Name the file of a table")
         if isinstance(kind, Csv):
             signs = kind.signs()
             kind = kind.with_(**signs._asdict())
@@ -87,7 +87,7 @@ class Survey:
         blocked += [f"more than one column is called {name!r}; {rename([name])}" for name in twice]
         if blocked:
             raise DataError(
-                f"{path}: fedloom cannot draft an experiment before this is repaired:"
+                f"{path}: fedloom cannot draft an experiment until these problems are repaired:"
                 + "".join(f"\n  - {b}" for b in blocked)
             )
         if not raw.names:

@@ -75,7 +75,9 @@ class Draft:
             self.report.append(f"header: {_list(first)}: is this a row of data? Then put a row of names above it")
         self._ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
         if by is not None and by == target:
-            raise ConfigError(f"{survey.path}: {by!r} cannot be the target and the site. Name two columns")
+            raise ConfigError(
+                f"{survey.path}: {by!r} cannot be both the target and the site. Name two different columns"
+            )
         if survey.rows < MIN_FEDERATION_ROWS:
             rows = f"{survey.rows} row{'s'[: survey.rows != 1]}"
             raise DataError(f"{survey.path}: {rows}. A federation needs at least {MIN_FEDERATION_ROWS}")
@@ -200,7 +202,9 @@ class Draft:
         sites = survey.sites(roles)[0] if by is None else [by]
         sure, doubtful = survey.subjects([*roles, *sites])
         if option and option in (*roles, by):
-            raise ConfigError(f"{survey.path}: {option!r} cannot be --subject and the target or site. Name two columns")
+            raise ConfigError(
+                f"{survey.path}: {option!r} cannot be both --subject and the target or site. Name two different columns"
+            )
         self._subject = survey.column(option, "--subject") if option else None
         if option is None and sure:
             self._subject = survey.columns[sure[0]]
@@ -251,7 +255,7 @@ class Draft:
 
         self._site = survey.column(option, "--client-column") if option else None
         if self._site is not None and self._site is target:
-            raise ConfigError(f"{survey.path}: {option!r} would be the target. Name another column with --target")
+            raise ConfigError(f"{survey.path}: {option!r} would be the target. Name a different column with --target")
         if option is None and len(sure := split(sure)) > 1:
             question = f"which column names the site of a row? It may be {_list(sure)}"
             flags = " or ".join([*(f"--client-column {outcomes.quoted(name)}" for name in sure), "--client-column ''"])
@@ -271,8 +275,9 @@ class Draft:
         keep, kept = counts >= MIN_SITE_ROWS, counts[counts >= MIN_SITE_ROWS]
         if len(kept) < 2:
             raise ConfigError(
-                f"{survey.path}: {len(kept)} of the {len(names)} sites of --client-column {site.name} "
-                f"have at least {MIN_SITE_ROWS} {what}, but a federation needs two; {self._ask}"
+                f"{survey.path}: only {len(kept)} of the {len(names)} sites of --client-column "
+                f"{site.name} have at least {MIN_SITE_ROWS} {what}, but a federation needs two sites; "
+                f"{self._ask}"
             )
         self.report.append(
             f"site: {self._describe_choice(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "

@@ -176,10 +176,13 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
         if not is_event(chosen):
             held = ", ".join(map(repr, [*chosen.levels][:4]))
             raise ConfigError(
-                f"{survey.path}: --event {event} contains {held}. It must be 1 for an event and 0 for no event"
+                f"{survey.path}: --event {event} contains {held}. The column must contain 1 for an "
+                "event and 0 for no event"
             )
         if target is None and not times:
-            raise ConfigError(f"{survey.path}: no column looks like the time of --event {event}. Name it with --target")
+            raise ConfigError(
+                f"{survey.path}: no column looks like the time of --event {event}. Name the column with --target"
+            )
         under = [c for c in times if FOLLOW_UP.search(c.name)]
         times = under if len(under) == 1 else times
         if target is None and len(times) > 1:
@@ -224,7 +227,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
     ranked = sorted(points, key=lambda name: -points[name])
     if not ranked:
         ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
-        raise ConfigError(f"{survey.path}: no column looks like the target. Name one with --target; {ask}")
+        raise ConfigError(f"{survey.path}: no column looks like the target. Name the column with --target; {ask}")
     if pairs:
         pair = {c.name for c in (*times, *events, *doubts)}
         rival = next((points[name] for name in ranked if name not in pair), 0)

@@ -45,6 +45,9 @@ TIES_METHODS = ("efron", "breslow")
 MIN_NEWTON_DECREMENT, MIN_FIRTH_DECREMENT = 1e-12, 1e-18
 """Newton decrement below which a step is the last step. Firth's steps converge linearly, so the decrement of their last
 step is smaller."""
+MIN_COLUMN_WIDTH = 1e-140
+"""Smallest span of a column, and the inverse of the largest: squares of such numbers, summed over 1e9 rows, neither
+vanish nor overflow in double precision."""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 
 
@@ -233,9 +236,9 @@ def fit_cox(
     names = names or [f"column {k}" for k in range(sites[0].x.shape[1])]
     _check(sites)
     count = sum(len(site.x) for site in sites)
+    check_varying([site.x for site in sites], names)
     centre = sum((site.x.sum(0) for site in sites), np.zeros(len(names))) / count
     spread = np.sqrt(sum(((site.x - centre) ** 2).sum(0) for site in sites) / count)
-    check_varying([site.x for site in sites], names)
     scaled = [site._replace(x=(site.x - centre) / spread) for site in sites]
     ridge, weights, sizes = None, np.ones(len(names)), [len(site.x) for site in scaled]
 
@@ -342,7 +345,7 @@ def newton(
             raise no_finite_fit(direction, names, intercepts, MIN_SUPPORT_SHARE, exact=separation is None)
     if not ended:
         raise DataError(
-            f"the fit has not converged after {MAX_NEWTON_STEPS} steps. Look at the columns {', '.join(names)}"
+            f"the fit has not converged after {MAX_NEWTON_STEPS} steps. Check the columns {', '.join(names)}"
         )
     return beta, here
 
@@ -362,12 +365,22 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
     """Raise if a column is the same in every row, judged by its values: rounding may leave it a spread.
 
     Raises:
-        DataError: a column is the same in every row.
+        DataError: a column is the same in every row, is not finite, or has numbers whose squares are not representable.
     """
     rows = np.concatenate(parts)
+    if not np.isfinite(rows).all():
+        odd = names[int((~np.isfinite(rows)).any(0).argmax())]
+        raise DataError(f"{odd} has cells that are missing or infinite. Repair them, or leave these rows out")
     same = (rows == rows[:1]).all(0)
     if same.any():
-        raise DataError(f"{names[int(same.argmax())]} has the same value in every row. Leave it out")
+        raise DataError(f"{names[int(same.argmax())]} has the same value in every row. Leave this column out")
+    width = np.ptp(rows, 0)
+    if not ((width > MIN_COLUMN_WIDTH) & (width < 1 / MIN_COLUMN_WIDTH)).all():
+        odd = int((~((width > MIN_COLUMN_WIDTH) & (width < 1 / MIN_COLUMN_WIDTH))).argmax())
+        raise DataError(
+            f"{names[odd]} spans {width[odd]:.3g}, and double precision loses squares of such numbers. Give it in "
+            "a different unit"
+        )
 
 
 def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, Floats]:
@@ -399,7 +412,7 @@ def _check(sites: Sequence[SurvivalSite]) -> None:
     for k, site in enumerate(sites):
         wrong = ~((site.time >= 0) & np.isfinite(site.time))
         if wrong.any():
-            raise DataError(f"site {k}: {int(wrong.sum())} times are negative or not finite. Repair them")
+            raise DataError(f"site {k}: {int(wrong.sum())} times are negative or not finite. Repair these times")
         if not np.isin(site.event, (0, 1)).all():
             raise DataError(f"site {k}: events must be 0 or 1, got {np.unique(site.event)[:5].tolist()}")
     if not any(site.event.any() for site in sites):

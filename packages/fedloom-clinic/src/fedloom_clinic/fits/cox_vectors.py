@@ -115,7 +115,9 @@ def bin_ends(width: float, last: float) -> Floats:
         ConfigError: the width is not above 0, or makes too many bins.
     """
     if not 0 < width < float("inf") or last / width > MOST_BINS:
-        raise ConfigError(f"bins of {width:g} for times up to {last:g} are more than {MOST_BINS}. Give a larger width")
+        raise ConfigError(
+            f"bins of width {width:g} for times up to {last:g} are more than {MOST_BINS} bins. Set a larger width"
+        )
     ends: Floats = width * np.arange(1, np.ceil(last / width) + 1)
     return ends
 
@@ -182,9 +184,9 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
             inside = np.zeros(len(filled), bool)
     if not ends:
         raise Refused(
-            f"{int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a bin, "
-            f"but {fewest} must have them even if {missing} are missing. Agree on wider bins or on a "
-            "smaller minimum count"
+            f"only {int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a "
+            f"bin, but {fewest} sites must have this number even if {missing} sites are missing. "
+            "Agree on wider bins or on a smaller minimum count"
         )
     if terms.stratify:
         return terms
@@ -242,11 +244,11 @@ class SiteVectors:
             parts = self._parts(beta, metric)
         multiples = np.rint(np.concatenate(parts) / self._terms.step)
         if not np.isfinite(multiples).all():
-            raise DataError("a sum of the Cox regression is not finite: the coefficients are too large for the rows")
+            raise DataError("a sum in the Cox regression is not finite: the coefficients are too large for these data")
         if np.abs(multiples).max(initial=0) >= MAX_SITE_SUM:
             raise DataError(
-                f"a sum of {np.abs(multiples).max() * self._terms.step:g} is too large for step "
-                f"{self._terms.step:g}. Use a larger step"
+                f"a sum in the Cox regression, {np.abs(multiples).max() * self._terms.step:g}, is too "
+                f"large for step {self._terms.step:g}. Use a larger step"
             )
         counts = np.array([*self.losses, len(self._site.x)])
         return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
@@ -322,7 +324,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric
     if terms.ridge is not None:
         values, first, second = np.split(values, [-2 * p, -p])
         if np.abs(first).max() > rows + error or second.min() < -error or second.max() > rows + error:
-            raise Refused("the sums of columns of a Cox regression are out of range: a site sent a wrong vector")
+            raise Refused("the column sums of a Cox regression are out of range: a site sent a wrong vector")
         squares = second - first**2 / max(rows, 1)
     upper = np.triu_indices(p)
 

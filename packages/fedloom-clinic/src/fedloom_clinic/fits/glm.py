@@ -125,8 +125,8 @@ def fit_glm(
     check_penalty(penalty, strength)
     names = list(names) or [f"column {k}" for k in range(sites[0].x.shape[1])]
     count = sum(len(site.y) for site in sites)
-    centre, spread = _moments([site.x for site in sites])
     check_varying([site.x for site in sites], names)
+    centre, spread = _moments([site.x for site in sites])
     _check(sites, family)
     middle, unit = (float(m[0]) for m in _moments([site.y[:, None] for site in sites]))
     middle, unit = (middle, unit) if family == "linear" else (0.0, 1.0)
@@ -161,8 +161,12 @@ def fit_glm(
         exact = at(beta)
         spent = len(beta) if ridge is None else float(np.trace(inverse @ exact.information))
         if count <= spent:
-            raise DataError(f"{count} rows for {len(beta)} coefficients leave no residual. Leave columns out")
-        scale = (sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value) / (count - spent)
+            raise DataError(
+                f"{count} rows for {len(beta)} coefficients leave no degrees of freedom for the "
+                "residuals. Leave columns out"
+            )
+        residual = sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value
+        scale = max(residual, 0.0) / (count - spent)  # rounding may leave a perfect fit less than 0
     back = np.eye(len(beta))  # coefficients as they are measured are linear in these
     back[first:, first:] = np.diag(1 / spread)
     back[:first, first:] = -(centre / spread)
@@ -205,6 +209,8 @@ def _moments(parts: Sequence[Floats]) -> tuple[Floats, Floats]:
 
 def _check(sites: Sequence[GlmSite], family: str) -> None:
     y = np.concatenate([site.y for site in sites])
+    if not np.isfinite(y).all():
+        raise DataError("targets are missing or infinite in some rows. Repair them, or leave these rows out")
     if family == "logistic" and not np.isin(y, (0, 1)).all():
         raise DataError(f"targets must be 0 or 1, got {np.unique(y)[:5].tolist()}")
     if family == "poisson" and (y < 0).any():
@@ -223,5 +229,5 @@ def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[s
         if any((site.y == end).all() for end in ends):
             raise DataError(
                 f"site {name}: the target is {site.y[0]:g} in every row, so its intercept has no "
-                "finite value. Give all sites one intercept, or leave the site out"
+                "finite value. Use one intercept for all sites, or leave the site out"
             )

@@ -86,8 +86,9 @@ def fit_secure_cox(
         if beyond.any():
             k = int(beyond.argmax())
             raise DataError(
-                f"site {place}: {names[k]} has {beyond[k]} values outside the agreed {terms.low[k]:g} to "
-                f"{terms.high[k]:g}. Repair them, or agree on another range"
+                f"site {place}: {names[k]} has {beyond[k]} values outside the agreed range from "
+                f"{terms.low[k]:g} to {terms.high[k]:g}. Repair these values, or agree on a different "
+                "range"
             )
     check_terms(terms)
     vectors = [SiteVectors(site, terms) for site in sites]
@@ -103,9 +104,9 @@ def check_terms(terms: CoxAgreement) -> None:
         ConfigError: bins are not ascending, or a range is empty.
     """
     if not terms.stratify and (not len(terms.ends) or not (np.diff(terms.ends) > 0).all()):
-        raise ConfigError("time bins must increase")
+        raise ConfigError("the ends of the time bins must increase")
     if not (terms.high > terms.low).all():
-        raise ConfigError("the ends of every agreed range must increase")
+        raise ConfigError("every agreed range must have a lower end below its upper end")
 
 
 def fit_of_sums(
@@ -140,11 +141,11 @@ def fit_of_sums(
     if not events:
         outside = f"; {losses.uncovered} of {losses.events} events are after the last bin" if losses.uncovered else ""
         raise DataError(
-            f"no bin has {terms.least} events at a site. Agree on wider bins or on a smaller minimum count{outside}"
+            f"no bin has {terms.least} events at any site. Agree on wider bins or on a smaller minimum count{outside}"
         )
     spread = np.sqrt(np.maximum(first.likelihood.information.diagonal(), 0) / events)  # of columns among rows at risk
     if not (spread > sites * terms.step).all():
-        raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Leave it out")
+        raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Leave this column out")
 
     def at(gamma: Floats) -> Likelihood:
         """Return the likelihood at coefficients of columns of unit spread."""
@@ -156,7 +157,10 @@ def fit_of_sums(
                 return impossible(len(beta))
             last, here = beta, open_sum(vectors, terms, beta, sites, none)
             if here.losses != losses or here.rows != first.rows:
-                raise Refused("a site's rows have changed between two steps of the Cox regression. Start it again")
+                raise Refused(
+                    "the rows of a site have changed between two steps of the Cox regression. Start the "
+                    "regression again"
+                )
         value, gradient, information = here.likelihood
         return Likelihood(value, gradient / spread, information / np.outer(spread, spread))
 

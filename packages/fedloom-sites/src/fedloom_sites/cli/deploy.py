@@ -233,13 +233,13 @@ def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
         say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
     elif planned.sends:
         say(
-            "no norm_bound, because the experiment's data are not on this machine, so one site can move "
-            "the model as far as it likes. Give --norm-bound"
+            "no norm_bound, because the experiment's data are not on this machine. A single site can "
+            "therefore change the model without limit. Add --norm-bound"
         )
     if planned.most_samples is None and planned.by_samples:
         say(
-            "the weight of a site is its claimed number of samples, up to 10^8. Limit it to the size of "
-            "the largest site with --most-samples"
+            "the weight of a site is the number of samples that the site claims, up to 10^8. Limit "
+            "this number to the size of the largest site with --most-samples"
         )
     if planned.threshold is not None:
         from fedloom_sites.deploy.secure.protocol import colluders
@@ -247,14 +247,14 @@ def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
         count = colluders(len(planned.sites), planned.threshold)
         say(
             f"secure aggregation: sums of at least {planned.threshold} sites, also for scores. A "
-            f"dishonest server may collude with {count} of them and still learns no upload of another "
+            f"dishonest server that colludes with {count} of the sites learns no upload of another "
             "site"
         )
     if planned.code.files:
         say(f"user code, copied to all sites: {', '.join(planned.code.files)}")
     if planned.code.installed:
         say(f"user code, to be installed at all sites: {', '.join(planned.code.installed)}")
-    say(f"instructions: {folder / 'README.md'}. To try it on this machine: fedloom deploy local {folder}")
+    say(f"instructions: {folder / 'README.md'}. To try the deployment on this machine: fedloom deploy local {folder}")
 
 
 @deploy.command()
@@ -277,7 +277,7 @@ def check(
             say(f"{finding.level:<8}{finding.sentence}")
             refused += finding.level == "refused"
         if refused:
-            say(f"the site cannot take part: {refused} of the findings must be repaired", err=True)
+            say(f"the site cannot take part: {refused} of the findings must be repaired first", err=True)
             raise typer.Exit(1)
 
 
@@ -341,7 +341,7 @@ def local(
         try:
             deployment = run_all(directory, say, port)
         except KeyboardInterrupt:
-            say("interrupted. Every process has ended. Run the same command again to go on", err=True)
+            say("interrupted. Every process has ended. Run the same command again to continue", err=True)
             raise typer.Exit(130) from None
         rows = deployment.table()
         if rows:
@@ -414,7 +414,7 @@ def stop(
         server = server_of(folder)
         if undo:
             discard(stop_file(server))
-            say("the next start resumes the run. Start the run's service, or the run, again")
+            say("the next start resumes the run. Start the service of the run again, or start the run by hand")
             return
         write_atomic(stop_file(server), b"")
         runs = "it stops after the current round" if is_in_use(server.checkpoints) else "no run is in progress"

@@ -32,12 +32,13 @@ def renew(
         new, again = renew_certificate(directory, host, days)
         if again:
             say(
-                "an earlier renewal was interrupted. Its files are removed, and certificate and key are "
-                "made again together"
+                "an earlier renewal was interrupted. Its files were removed, and the certificate and "
+                "key are being created again"
             )
         say(
             f"copy {new} and its key to the server, reload the reverse proxy (nginx -s reload) and "
-            "restart the superlink's unit, which uses the old certificate too. A run survives that"
+            "restart the superlink's unit, which still uses the old certificate. A run continues "
+            "after the restart"
         )
 
 
@@ -65,10 +66,12 @@ def add(
         place = _place(directory).with_(**chosen)
         change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")
-        say(f"keys of {name}: SHA-256 {change.keys}. Send both to every site by another way than this folder")
+        say(
+            f"keys of {name}: SHA-256 {change.keys}. Send both digests to every site through a channel other than this folder"
+        )
         _say_steps(
             directory, change, place,
-            f"Send {change.folder / 'site'} to {name} alone, by a safe way. There it becomes {place.home / 'site'}, "
+            f"Send {change.folder / 'site'} only to {name}, through a secure channel. There it becomes {place.home / 'site'}, "
             f"or {directory / 'sites' / name} for a trial on this machine",
             name, resumes=False,
         )  # fmt: skip
@@ -108,7 +111,7 @@ def rotate(
         say(f"new keys of {name}: SHA-256 {change.keys}")
         _say_steps(
             directory, change, place,
-            f"Send {change.folder / 'site'} to {name} alone, by a safe way, instead of 'approval'. Approve it "
+            f"Send {change.folder / 'site'} only to {name}, through a secure channel, instead of 'approval'. Approve it "
             "there, and restart the site. On the running server, revoke the former key: fedloom deploy revoke "
             f"{place.home / 'server'} {name}",
             name,
@@ -124,7 +127,9 @@ def _place(directory: Path) -> Any:
 
 
 def _say_amendment(change: Any) -> None:
-    say(f"{change.folder}: an amended agreement; digest {change.digest}, to be sent by another way than this folder")
+    say(
+        f"{change.folder}: an amended agreement; digest {change.digest}. Send this digest through a channel other than this folder"
+    )
 
 
 def _say_steps(
@@ -191,7 +196,7 @@ def approve(
         say(f"{agreed.name}: {agreed.clients} sites, fingerprint {agreed.fingerprint[:16]}..., digest {agreed.digest}")
         for member in members:
             say(f"new: {member.site}, keys SHA-256 {keys_digest([member])}")
-        say("to approve, repeat the command with --digest and the digest that the coordinator gave you")
+        say("to approve, repeat the command with --digest and the digest that the coordinator sent you")
 
 
 @deploy.command()
@@ -211,7 +216,7 @@ def snapshot(
         new = declare(site, date)
         say(f"snapshot of {new.day}: {new.subjects} subjects, {new.path}")
         later = "the run has begun with other data and keeps them; the next experiment on these data may read it"
-        say("this experiment reads it" if new.used else later)
+        say("this experiment reads this snapshot" if new.used else later)
 
 
 @deploy.command()
@@ -228,7 +233,10 @@ def remove(
         from fedloom_sites.deploy.ops.members import remove as remove_member
 
         server = remove_member(directory, name)
-        say(f"{name} is out: {len(server.sites)} sites, quorum {server.quorum}. Its key: fedloom deploy revoke")
+        say(
+            f"{name} no longer takes part: {len(server.sites)} sites, quorum {server.quorum}. To revoke "
+            "its key: fedloom deploy revoke"
+        )
 
 
 @deploy.command()

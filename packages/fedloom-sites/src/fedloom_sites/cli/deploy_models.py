@@ -110,7 +110,9 @@ def evaluate(
         from fedloom_sites.deploy.site.models import importances, new_rows, statistics_note, used
 
         if importance is (rows is not None):
-            raise ConfigError("give a file of rows with labels, or --importance, which uses the site's own test part")
+            raise ConfigError(
+                "name a file of rows with labels, or use --importance, which uses the site's own test part"
+            )
         notes = statistics_note(site, model)
         if rows is None:
             heads = ("column", "metric", "cost of permuting", "standard deviation")

@@ -146,7 +146,7 @@ class AgreedAnalysis:
         analysis, order = self.analysis, self.analysis.order
         if step >= self.rules.questions:
             raise Broken(
-                f"the analysis {self.name} has at most {self.rules.questions} steps, so step {step} is too many"
+                f"the analysis {self.name} has at most {self.rules.questions} steps, so there is no step {step}"
             )
         question, wanted = Question.decode(message, analysis.questions), order[min(step, len(order) - 1)]
         if question.name != wanted:
@@ -191,7 +191,7 @@ class AnswerForm:
         limbs = 1 + np.ceil(np.maximum(bits - SUM_BITS, 0) / LIMB_BITS).astype(int)
         if (limbs > MAX_LIMBS).any():
             raise TooLarge(
-                f"a number of an answer needs {bits.max():.0f} bits, at most "
+                f"a number in an answer needs {bits.max():.0f} bits, but at most "
                 f"{SUM_BITS + LIMB_BITS * (MAX_LIMBS - 1)} are allowed"
             )
         self._limbs = limbs
@@ -303,9 +303,10 @@ def check_rules(analysis: Analysis) -> None:
     for name in ("min_subjects", "min_clients"):
         if name in rules.model_fields_set and getattr(rules, name) == 1:
             raise ConfigError(
-                f"the analysis {name_of(analysis)} has the rule {name} = 1, and real sites hide what is of one",
+                f"the analysis {name_of(analysis)} has the rule {name} = 1, but real sites hide "
+                "results about a single subject or client",
                 rule="analysis-rule-of-one",
-                fix=f"leave {name} out of rules, which takes the value of real sites, or give 2 or more",
+                fix=f"leave {name} out of rules to use the value for real sites, or set 2 or more",
             )
 
 
@@ -325,7 +326,7 @@ def check_analyses(
             if accounted(job.setting.upload_transform, job.setting.aggregator) is not None:
                 raise Refused(
                     f"sums of the analysis {name} carry no noise, but the agreed delta requires noise "
-                    "on everything that leaves a site. Leave one out"
+                    "on everything that leaves a site. Leave the analysis or the delta out"
                 )
             check_rules(analysis)
             analysis.check(schema, job.setting)
@@ -336,8 +337,8 @@ def check_analyses(
     if digits > most:
         cells = ", ".join(f"{one.flags} of {name}" for name, one in agreed.items() if one.flags)
         raise ConfigError(
-            f"the analyses need {cells} cells, but {clients} sites can list at most {4 * most}. Agree "
-            "on fewer bins or groups"
+            f"the analyses need {cells} cells, but {clients} sites can list at most {4 * most} cells. "
+            "Agree on fewer bins or groups"
         )
 
 

@@ -96,7 +96,7 @@ def verify_log(path: Path) -> LogEnd:
             line that shows the change.
     """
     if not path.exists():
-        raise RunDirError(f"there is no log {path}. Give the folder of a server or of a site that has run, or a log")
+        raise RunDirError(f"there is no log {path}. Name a log, or the folder of a server or of a site that has run")
     before = ""
     lines = _lines(_content(path))
     for k, line in enumerate(lines, 1):
@@ -104,8 +104,8 @@ def verify_log(path: Path) -> LogEnd:
         is_torn = entry is None and line.startswith(b"{") and (k == len(lines) or entry_of(lines[k]) is not None)
         if not is_torn and (entry is None or (entry.get("number"), entry.get("before")) != (k, before)):
             raise RunDirError(
-                f"{path}: line {k} does not follow the line before, so one of them was changed, removed or put in "
-                "after it was written. Compare the log with a copy of it"
+                f"{path}: line {k} does not match the line before, so one of the two lines was "
+                "changed, removed or inserted later. Compare the log with a copy of the log"
             )
         before = _digest(line)
     return LogEnd(len(lines), before)

@@ -27,8 +27,8 @@ from fedloom_sites.deploy.protocol.envelope import MAX_FIGURES
 from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
 
 SCORED_MODELS = ("global", "hybrid", "personal")
-RESOLUTION_BITS, MAX_SUM = 36, 2.0**24
-"""Sums are sent under masks as multiples of 2^-36, each of at most 2^24. The sum of 100 such numbers is below 2^63
+RESOLUTION_BITS, MAX_SUM = 24, 2.0**32
+"""Sums are sent under masks as multiples of 2^-24, each of at most 2^32. The sum of 100 such numbers is below 2^63
 steps."""
 Group = tuple[str, str]
 """Kind of a model, and name of a group."""
@@ -63,8 +63,8 @@ def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
     """
     if (count := len(GroupSums(job, names, 0).names)) > MAX_FIGURES // 2:
         raise ConfigError(
-            f"the analysis groups makes {len(names)} groups, and their {count} numbers do not fit "
-            "into a message. Give bounds, or choose columns with fewer levels"
+            f"the analysis groups has {len(names)} groups, and their {count} numbers do not fit into "
+            "a message. Use bounds, or choose columns with fewer levels"
         )
 
 
@@ -84,7 +84,7 @@ class GroupSums:
         self._choices, self._part = choices, [choices.index(choice) for choice, _ in names]
         self._width = width(self._task) if names else 0
         self._keys = [(kind, group) for kind in SCORED_MODELS for group in self.groups]
-        self.length = len(self._keys) * self._width
+        self.length = len(self._keys) * self._width + bool(names)
 
     @property
     def names(self) -> set[str]:
@@ -113,6 +113,8 @@ class GroupSums:
     def site(self, passes: Mapping[str, Pass], members: Mapping[str, Tensor], fed: Federation) -> Cells:
         """Return the sums ``[S]`` and metrics of every model and group with samples at this site.
 
+        The sums are NaN, without metrics, if an output of the model is not finite.
+
         Args:
             passes: outputs of every kind of model on the site's test part.
             members: see `members`.
@@ -123,7 +125,10 @@ class GroupSums:
             y = fed.targets(index)
             for name, inside in members.items():
                 z, owner = outputs[inside], torch.zeros(int(inside.sum()), dtype=torch.long)
-                if len(z) and bool(z.isfinite().all()):
+                if not len(z):
+                    continue
+                cells[kind, name] = (torch.full((self._width,), torch.nan, dtype=torch.float64), {})
+                if bool(z.isfinite().all()):
                     figures = self._task.metrics(z, y[inside], owner, 1)
                     cells[kind, name] = (
                         sums_of(self._task, z, y[inside]),
@@ -137,6 +142,8 @@ class GroupSums:
         """Return the sums and metrics of a site as the numbers of a message."""
         numbers = dict[str, float]()
         for (kind, group), (sums, figures) in cells.items():
+            if bool(sums.isnan().any()):
+                continue
             place = self.groups.index(group)
             named = {**{f"{k}": float(number) for k, number in enumerate(sums)}, **figures}
             numbers |= {_name(kind, place, name): number for name, number in named.items()}
@@ -186,36 +193,43 @@ class GroupSums:
                 is_summed[max(places, key=lambda k: lacking[k])] = False  # then every site may be among the rest
         return is_summed
 
-    def encode(self, cells: Cells, summed: Sequence[bool]) -> Integers:
-        """Return a site's sums as integers.
+    def encode(self, cells: Cells, summed: Sequence[bool]) -> Integers | None:
+        """Return a site's sums as integers, and 1 if a sum was clipped, or None if a sum is NaN.
 
         The sums are zero for a group that is not summed or has no sample at this site.
-
-        Raises:
-            Broken: a sum is out of range.
         """
+        if not self.length:
+            return np.zeros(0, dtype=np.uint64)
         wanted = {name for name, is_summed in zip(self.groups, summed, strict=True) if is_summed}
         nothing = torch.zeros(self._width, dtype=torch.float64)
         rows = [cells[key][0] if key in cells and key[1] in wanted else nothing for key in self._keys]
-        values = torch.stack(rows).flatten().numpy() if rows else np.zeros(0)
-        if not (np.abs(values) <= MAX_SUM).all():
-            raise Broken("a sum over a group of samples is out of range")
-        steps: Integers = np.rint(np.ldexp(values, RESOLUTION_BITS)).astype(np.int64).view(np.uint64)
-        return steps
+        values = torch.stack(rows).flatten()
+        if bool(values.isnan().any()):
+            return None
+        clipped = values.clamp(-MAX_SUM, MAX_SUM)
+        steps = np.rint(np.ldexp(clipped.numpy(), RESOLUTION_BITS)).astype(np.int64)
+        return np.append(steps, int((clipped != values).any())).view(np.uint64)
 
-    def decode(self, total: Integers, count: int) -> list[GroupScore]:
-        """Return the scores of all sites together by group.
+    def decode(self, total: Integers, count: int) -> tuple[list[GroupScore], int]:
+        """Return the scores of all sites together by group, and the number of sites that clipped a sum.
+
+        After a clipped sum there are no scores.
 
         Raises:
             Broken: a sum is out of range.
         """
-        values = np.ldexp(total.view(np.int64).astype(np.float64), -RESOLUTION_BITS).reshape(
-            len(self._keys), self._width
-        )
+        if not self.length:
+            return [], 0
+        *whole, clipped = total.view(np.int64).tolist()
+        if not 0 <= clipped <= count:
+            raise Broken("the count of clipped sums over groups is out of range: a mask was not removed")
+        values = np.ldexp(np.array(whole, dtype=np.float64), -RESOLUTION_BITS).reshape(len(self._keys), self._width)
         if bool((np.abs(values) > count * MAX_SUM).any()) or bool((values[:, :1] < 0).any()):
             raise Broken("the sum over a group of samples is out of range: a mask was not removed")
+        if clipped:
+            return [], clipped
         rows = zip(self._keys, torch.from_numpy(values), strict=True)
-        return [score for (kind, group), sums in rows for score in self._merge_sites(kind, group, sums)]
+        return [score for (kind, group), sums in rows for score in self._merge_sites(kind, group, sums)], 0
 
     def _merge_sites(self, kind: str, group: str, sums: Tensor) -> Iterator[GroupScore]:
         figures = metrics_of(self._task, sums)

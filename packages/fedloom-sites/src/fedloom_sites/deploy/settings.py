@@ -285,7 +285,7 @@ class Site(Shared):
     @classmethod
     def _names_source(cls, data: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(data.get("source"), str):
-            raise ValueError("must contain source, a data set's name or a path")
+            raise ValueError("must contain source: the name of a data set, or a path")
         return data
 
     @model_validator(mode="after")
@@ -393,7 +393,8 @@ class Server(Shared):
             wrong = [m.site for m in self.sites if self.secure.keys[m.client] != m.signing_key]
             if wrong:
                 raise ValueError(
-                    f"secure.keys must list the signing key of each site at its number, which is wrong for {wrong[0]}"
+                    "secure.keys must list the signing key of each site under its number, but the "
+                    f"key of {wrong[0]} is wrong"
                 )
         if self.ttl < self.deadline:
             raise ValueError(f"ttl ({self.ttl} s) must be at least the deadline ({self.deadline} s)")
@@ -456,7 +457,8 @@ def placed(value: V, folder: Path) -> V:
     for name, path in paths.items():
         if "\0" in str(path):
             raise ConfigError(
-                f"{folder}: {name} = {str(path)!r} contains the character NUL, which no path may contain. Correct it"
+                f"{folder}: {name} = {str(path)!r} contains the character NUL, which no path may "
+                "contain. Correct the path"
             )
     return value.model_copy(update=paths)
 

@@ -39,7 +39,7 @@ class Declared(NamedTuple):
 
     Attributes:
         day: its date, which is its name.
-        path: its file.
+        path: its file or folder.
         subjects: number of its subjects.
         used: True if the present experiment reads it, False if a run has begun with other data.
     """
@@ -58,7 +58,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
         day: date of the data, as 2026-12-01. None: today (UTC).
 
     Raises:
-        ConfigError: the data are no single file, the date is not later than that of the last snapshot, or the
+        ConfigError: the data are no file and no folder, the date is not later than that of the last snapshot, or the
             snapshot differs from an earlier one in too few subjects.
         DataError: the data cannot be read, or do not match the agreement.
     """
@@ -67,33 +67,38 @@ def declare(folder: Path, day: str | None = None) -> Declared:
     try:
         date.fromisoformat(day)
     except ValueError:
-        raise ConfigError(f"the date of a snapshot must be as 2026-12-01, got {day!r:.40}") from None
+        raise ConfigError(f"the date of a snapshot must have the form 2026-12-01, got {day!r:.40}") from None
     key = "path" if "path" in live.data else "source"
     source = Path(live.data[key])
-    if not source.is_file():
-        raise ConfigError(f"{source} is not a file. A snapshot copies the one file that [data] of {file} names")
+    if not source.is_file() and not source.is_dir():
+        raise ConfigError(f"{source} is no file and no folder. A snapshot copies what [data] of {file} names")
     memory = site.memory_folder
     with in_turn(memory):
         record = _record(memory)
         earlier: list[dict[str, Any]] = record["snapshots"]
         if earlier and day <= earlier[-1]["day"]:
             raise ConfigError(
-                f"the last snapshot is of {earlier[-1]['day']}. A new one must be of a later date, got {day}"
+                f"the last snapshot has the date {earlier[-1]['day']}. A new snapshot must have a later date, got {day}"
             )
         make_folder(memory / SNAPSHOTS_FOLDER, mode=0o700)
         draft = memory / SNAPSHOTS_FOLDER / f".draft{source.suffix}"
         try:
-            shutil.copyfile(source, draft)
+            _discard(draft)
+            if source.is_dir():
+                shutil.copytree(source, draft, copy_function=shutil.copyfile)
+            else:
+                shutil.copyfile(source, draft)
             copied = live.model_copy(update={"data": live.data | {key: str(draft)}})
             subjects = _subjects(read_data(read_agreed(site), copied), record["salt"])
             _check_apart(site, day, subjects, earlier)
             path = draft.with_name(f"{day}{source.suffix}")
-            earlier.append({"day": day, "digest": hashlib.sha256(content_of(draft)).hexdigest(), "subjects": subjects})
-            draft.chmod(0o400)
+            earlier.append({"day": day, "digest": _digest(draft), "subjects": subjects})
+            for copied_file in _files(draft):
+                copied_file.chmod(0o400)
             draft.replace(path)
             write_checked(memory / RECORD_FILE, record)
         finally:
-            draft.unlink(missing_ok=True)
+            _discard(draft)
     used = not (site.folder / SAMPLES_FILE).exists()
     if used:
         rest = re.sub(r"(?m)^snapshot = .*\n", "", content_of(file).decode())
@@ -113,10 +118,31 @@ def check_snapshot(site: Site) -> str:
     record = _record(site.memory_folder)
     earlier = next((one for one in record["snapshots"] if one["day"] == site.snapshot), None)
     path = Path(site.data["path" if "path" in site.data else "source"])
-    if earlier is None or hashlib.sha256(content_of(path, "the snapshot")).hexdigest() != earlier["digest"]:
+    if earlier is None or _digest(path) != earlier["digest"]:
         what = "was never declared" if earlier is None else "has changed since it was declared"
-        raise ConfigError(f"the snapshot of {site.snapshot} {what}. Declare another one: fedloom deploy snapshot")
+        raise ConfigError(f"the snapshot of {site.snapshot} {what}. Create another snapshot: fedloom deploy snapshot")
     return site.snapshot
+
+
+def _files(path: Path) -> list[Path]:
+    """Return a file alone, or all files of a folder."""
+    return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file, or of the names and digests of a folder's files."""
+    digests = {one: hashlib.sha256(content_of(one, "the snapshot")).hexdigest() for one in _files(path)}
+    if not path.is_dir():
+        return digests[path]
+    lines = [f"{one.relative_to(path).as_posix()}\0{digest}\n" for one, digest in digests.items()]
+    return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+
+def _discard(path: Path) -> None:
+    """Delete a file or folder that may be there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[str, Any]]) -> None:
@@ -128,8 +154,9 @@ def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[s
         apart = max(len(here - before), len(before - here))
         if 0 < apart < least:
             raise ConfigError(
-                f"the snapshot of {day} differs from that of {one['day']} in {apart} subjects, at least {least} or "
-                "none are needed. Wait until more have changed"
+                f"the snapshot of {day} differs from the snapshot of {one['day']} in {apart} "
+                f"subjects, but the difference must be 0 or at least {least} subjects. Wait until "
+                "more subjects have changed"
             )
 
 
@@ -137,7 +164,7 @@ def _record(memory: Path) -> dict[str, Any]:
     record = read_checked(memory / RECORD_FILE)
     if record is None and (memory / RECORD_FILE).exists():
         raise RunDirError(
-            f"{memory / RECORD_FILE} is damaged, so earlier snapshots are not known. Restore it from a backup"
+            f"{memory / RECORD_FILE} is damaged, so earlier snapshots are not known. Restore this file from a backup"
         )
     return record or {"salt": secrets.token_hex(16), "snapshots": []}
 

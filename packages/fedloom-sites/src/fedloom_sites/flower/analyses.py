@@ -78,7 +78,9 @@ class Analyses:
             analysis = analysis_of(given, {})
             if name_of(analysis) == name:
                 return agreed_analysis(analysis, self.agreement, clients)
-        raise ConfigError(f"this node does not answer the analysis {name!r}. Name it in Local(analyses=Analyses(...))")
+        raise ConfigError(
+            f"this node does not answer the analysis {name!r}. Name the analysis in Local(analyses=Analyses(...))"
+        )
 
 
 def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clients: int) -> AgreedAnalysis:
@@ -112,7 +114,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
             influence on this decision.
     """
     if analyses is None:
-        raise ConfigError("this node answers no analyses. Give them as Local(..., analyses=Analyses(...))")
+        raise ConfigError("this node answers no analyses. Pass the analyses as Local(..., analyses=Analyses(...))")
     name, step, seat = str(values["analysis"]), int(values["step"]), int(values["client"])
     one = analyses.find(name, int(values["clients"]))
     if fed.data.task != one.schema.task or fed.data.x[0].numel() != len(one.schema.columns):
@@ -138,8 +140,8 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
         may_answer &= _are_apart(state, one, one.analysis.row_sets(rows, public))
         if not may_answer:
             raise Refused(
-                "the samples are not those of the first step, or few subjects differ from a set of rows that was "
-                "summed before"
+                "the samples are not those of the first step, or few subjects differ from a set of "
+                "rows that was summed before"
             )
         vector, _, _ = one.answer(question, bounds, form, rows, public)
     except Exception as error:  # whatever it is, the error depends on samples, and so must not show
@@ -271,5 +273,7 @@ def _send(
             raise DataError(f"node {node} sent no answer: {error}") from None
         replies[node] = head, reply.content
     if missing := [node for node in nodes if node not in replies]:
-        raise DataError(f"nodes {', '.join(map(str, missing))} did not answer within {timeout:g} s. Call it again")
+        raise DataError(
+            f"nodes {', '.join(map(str, missing))} did not answer within {timeout:g} s. Call the analysis again"
+        )
     return [replies[node] for node in nodes]

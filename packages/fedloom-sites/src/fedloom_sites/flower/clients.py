@@ -80,10 +80,10 @@ class FlowerClients(RemoteClients):
         def read(client: int, reply: RecordDict) -> ClientOutput:
             values = head_of(reply)
             if values.get("round") != request.round:
-                raise WireError(f"it belongs to round {values.get('round')}, not to {request.round}")
+                raise WireError(f"the reply belongs to round {values.get('round')}, not to round {request.round}")
             upload = self._forms.read_up(_single(reply), client, downloads[client])
             if any(not bool(rows.isfinite().all()) for rows in upload[1:] if rows is not None):
-                raise WireError("its answers must be finite numbers")
+                raise WireError("the answers in the reply must be finite numbers")
             return output_of(upload, _work(values))
 
         return self._replies([*downloads], messages(), read)
@@ -153,7 +153,7 @@ class FlowerClients(RemoteClients):
                 self.refusals[client] = str(values["error"])[:500]
             raise WireError(str(values["error"])[:500])
         if "client" in values and values["client"] != client:
-            raise WireError(f"it belongs to client {values['client']}, not to {client}")
+            raise WireError(f"the reply belongs to client {values['client']}, not to client {client}")
         return read(client, reply.content)
 
 
@@ -189,12 +189,12 @@ def _work(values: Mapping[str, Any]) -> Tensor:
 def _single(reply: RecordDict) -> bytes:
     parts = messages_of(reply)
     if len(parts) != 1:
-        raise WireError(f"it contains {len(parts)} arrays instead of 1")
+        raise WireError(f"the reply contains {len(parts)} arrays instead of 1")
     return parts[0]
 
 
 def _metrics(_client: int, reply: RecordDict) -> dict[str, float]:
     record = reply.get("metrics")
     if not isinstance(record, MetricRecord):
-        raise WireError("it contains no metrics")
+        raise WireError("the reply contains no metrics")
     return {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}

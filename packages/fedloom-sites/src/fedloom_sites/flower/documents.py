@@ -52,7 +52,7 @@ def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
             has no JSON form.
     """
     if not isinstance(algorithm, str):
-        raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
+        raise ConfigError(f"algorithm must be a name, such as Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
     if algorithm not in REGISTRY:
         if cure := REPLACEMENT_HINTS["strategies"].get(algorithm.lower().replace("-", "").replace("_", "")):
             raise ConfigError(f"{algorithm!r} is one of Flower's own strategies. Use {cure}")
@@ -136,11 +136,11 @@ def _check_choices(content: Mapping[str, Any]) -> None:
     """
     for name, (why, rule, fix) in NO_CHOICES.items():
         if content.get(name) is not None:
-            raise Refused(f"{name} is no choice of an app: {why}", rule=rule, fix=fix)
+            raise Refused(f"{name} cannot be set in an app: {why}", rule=rule, fix=fix)
     evaluate = content.get("evaluate")
     if isinstance(evaluate, Mapping) and evaluate.get("clients") is not None:
         raise Refused(
-            "evaluate.clients is for simulation, and every node scores models",
+            "evaluate.clients works only in simulations, because every node scores models",
             rule="deploy-scored-clients",
             fix="leave {evaluate.clients} out",
         )

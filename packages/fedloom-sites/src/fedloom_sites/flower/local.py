@@ -118,7 +118,7 @@ class Local:
             what = error.errors()[0]
             where = ".".join(map(str, ("upload_transform", *what["loc"])))
             raise ConfigError(
-                f"Local: {where}: {what['msg']}, got {what['input']!r:.80}. Give the node's noise as "
+                f"Local: {where}: {what['msg']}, got {what['input']!r:.80}. Pass the node's noise as "
                 "fl.channels.GaussianNoise(clip=1.0, sigma=1.0)"
             ) from None
 
@@ -132,7 +132,8 @@ class Local:
         bound: Any = self.norm_bound
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
             raise ConfigError(
-                f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}. Leave it out for no bound"
+                f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}. Leave "
+                "norm_bound out for no bound"
             )
 
     def read(self) -> NodeProblem:
@@ -258,7 +259,9 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         first, second = sorted(shapes)[:2]
-        raise ConfigError(f"{name}: samples have the shapes {[*first]} and {[*second]}. Pad all parts to one length")
+        raise ConfigError(
+            f"{name}: samples have the shapes {[*first]} and {[*second]}. Pad all parts to the same length"
+        )
     return torch.cat(parts)
 
 

@@ -80,20 +80,20 @@ def introduction(reply: Message) -> Introduction:
     """
     if reply.has_error():
         cure = f"; {MODS_HINT}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""
-        raise WireError(f"it did not answer: {reply.error.reason}{cure}")
+        raise WireError(f"the node did not answer: {reply.error.reason}{cure}")
     values = head_of(reply.content)
     if "error" in values:
         raise WireError(str(values["error"])[:500])
     sizes = values.get("sizes")
     if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
-        raise WireError("its numbers of samples are invalid")
+        raise WireError("the node's numbers of samples are invalid")
     try:
         schema = InputSpec.model_validate_json(str(values.get("schema")))
     except ValueError as error:
-        raise WireError("its schema of samples is invalid") from error
+        raise WireError("the node's schema of samples is invalid") from error
     signature = Signature.read(str(values.get("signature")))
     if signature.inputs and (sum(signature.widths),) != schema.shape:
-        raise WireError("its signature of samples does not fit their shape")
+        raise WireError("the node's sample signature does not fit the shape of its samples")
     return Introduction(schema, signature, sizes)
 
 
@@ -216,7 +216,7 @@ def read_run(folder: Path) -> SavedRun | None:
         schema, signature = InputSpec.model_validate(content["schema"]), Signature.read(content["signature"])
         return SavedRun(members, schema, signature, content["document"], content["parameters"])
     except (ValueError, TypeError, KeyError, WireError) as error:
-        raise CheckpointError(f"{path} is damaged. Name another folder to start again") from error
+        raise CheckpointError(f"{path} is damaged. Choose another folder to start again") from error
 
 
 def write_run(folder: Path, saved: SavedRun) -> None:

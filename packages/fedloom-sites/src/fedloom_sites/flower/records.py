@@ -91,22 +91,24 @@ def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
     """
     if not isinstance(arrays, ArrayRecord):
         got = type(arrays).__name__
-        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}. Give ArrayRecord(model.state_dict())")
+        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}. Pass ArrayRecord(model.state_dict())")
     try:
         values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
     except Exception as error:
         raise ConfigError(
-            f"initial_arrays: not readable as torch values ({error}). Give ArrayRecord(model.state_dict())"
+            f"initial_arrays: not readable as torch values ({error}). Pass ArrayRecord(model.state_dict())"
         ) from error
     for name in [*expected, *values]:
         if name not in values or name not in expected:
             has, lacks = ("the model", "initial_arrays") if name in expected else ("initial_arrays", "the model")
-            raise ConfigError(f"{has} contains {name!r}, but {lacks} does not. Give ArrayRecord(model.state_dict())")
+            raise ConfigError(f"{has} contains {name!r}, but {lacks} does not. Pass ArrayRecord(model.state_dict())")
         shape, expected_shape = [*values[name].shape], [*expected[name].shape]
         if shape != expected_shape:
-            raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, but in the model {expected_shape}")
+            raise ConfigError(
+                f"initial_arrays: {name!r} has the shape {shape}, but in the model the shape is {expected_shape}"
+            )
         if not values[name].isfinite().all():
-            raise ConfigError(f"initial_arrays: {name!r} contains NaN or infinity. Give a model with finite values")
+            raise ConfigError(f"initial_arrays: {name!r} contains NaN or infinity. Pass a model with finite values")
     return values
 
 
@@ -146,9 +148,9 @@ def check_alike(node: str, server: str) -> None:
             for a, b in zip(got[1:], want[1:], strict=True)
         ):
             raise Refused(
-                f"{name!r} is not trained, and its values at the node differ from those at the server "
-                f"(mean and spread {got[1]:.6g} and {got[2]:.6g}, at the server {want[1]:.6g} and "
-                f"{want[2]:.6g}). Load the same values at every node"
+                f"{name!r} is not trained, and its values at the node differ from the values at the "
+                f"server (mean and standard deviation {got[1]:.6g} and {got[2]:.6g}, at the server "
+                f"{want[1]:.6g} and {want[2]:.6g}). Load the same values at every node"
             )
 
 

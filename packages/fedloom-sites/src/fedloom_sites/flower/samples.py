@@ -89,12 +89,12 @@ class Signature(NamedTuple):
             parts = tuple(Input(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in inputs)
             signature = cls(parts, tuple(map(int, outputs)), bool(fields), bool(positions))
         except (TypeError, ValueError) as error:
-            raise WireError("its signature of samples is invalid") from error
+            raise WireError("the node's sample signature is invalid") from error
         sizes = [*signature.outputs, *(size for part in signature.inputs for size in part.shape)]
         if any(part.dtype not in INPUT_DTYPES for part in signature.inputs) or not all(
             0 < size < MAX_EXACT_INTEGER for size in sizes
         ):
-            raise WireError("its signature of samples is invalid")
+            raise WireError("the node's sample signature is invalid")
         return signature
 
 
@@ -203,7 +203,7 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
             cure = ", or name the relevant entries: Local(..., keys=('image', 'label'))" if type(batch) is dict else ""
             raise ConfigError(
                 f"{part}set: {name!r} of the samples must be a tensor or a number, got "
-                f"{type(value).__name__}. Leave it out{cure}"
+                f"{type(value).__name__}. Leave {name!r} out{cure}"
             )
     counts = {len(value) for value in (*inputs, y)}
     if counts == {0} or len(counts) > 1 or not inputs:
@@ -230,13 +230,13 @@ def _batch(part: str, samples: object) -> Any:
             raise ConfigError(f"{part}set is empty; {cure}")
         if join is collate and isinstance(every[0], list) and not are_many([every[0]]):
             raise ConfigError(
-                f"{part}set: sample 0 is a list of {len(every[0])}. Give a tuple that ends with the target"
+                f"{part}set: sample 0 is a list of {len(every[0])}. Use a tuple that ends with the target"
             )
         if join is not collate and varies(lambda: join(every[:COLLATED_AGAIN]), COLLATED_AGAIN):
             raise ConfigError(
                 f"{part}set: the collate_fn of the DataLoader makes different batches from the same "
                 "samples, for example with random masks. Samples are read once, so every round would "
-                "have the same draw. Take the random change out"
+                "have the same draw. Remove the random change"
             )
         batch = join(every)
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:
@@ -265,7 +265,7 @@ def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
     name = type(sampler if usual else loader.batch_sampler).__name__
     raise ConfigError(
         f"{part}set: the DataLoader draws with a {name}, but the strategy's local settings draw the "
-        "batches. Give its Dataset"
+        "batches. Pass the Dataset of the DataLoader"
     )
 
 
@@ -310,13 +310,14 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
             if values[0].dtype == torch.uint8:
                 raise ConfigError(
                     "samples are bytes (uint8), and fedloom cannot know whether the model divides "
-                    "them. Give floats, as x / 255, or x.float() if the model itself divides by 255"
+                    "the bytes. Pass floats, as x / 255, or x.float() if the model itself divides by "
+                    "255"
                 )
             return x, signature
     for name, value in inputs.items():
         if not value.is_floating_point() and int(value.abs().max()) >= MAX_EXACT_INTEGER:
             raise ConfigError(
-                f"input {name!r} contains whole numbers of {MAX_EXACT_INTEGER} and more. Number them from 0"
+                f"input {name!r} contains whole numbers of at least {MAX_EXACT_INTEGER}. Number the values from 0"
             )
     kinds = ["float" if v.is_floating_point() else "bool" if v.dtype == torch.bool else "int64" for v in values]
     by_name = len(values) > 1 and not names[0].isdigit()

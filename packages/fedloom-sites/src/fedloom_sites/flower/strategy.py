@@ -456,7 +456,7 @@ def _scores(answer: object) -> MetricRecord | None:
     if answer is None or isinstance(answer, MetricRecord):
         return answer
     raise ConfigError(
-        f"evaluate_fn must give a MetricRecord or None, got {answer!r:.80}. Return MetricRecord({{'accuracy': ...}})"
+        f"evaluate_fn must return a MetricRecord or None, got {answer!r:.80}. Return MetricRecord({{'accuracy': ...}})"
     )
 
 

@@ -43,14 +43,14 @@ def check_real_clients(name: str, setting: Setting, party: str, *, streams: bool
             f"client_weights = {weights!r} works only in simulations, because fedloom "
             f"{reader if clusters else 'reads the column'} where all samples are in one place",
             rule="deploy-weights",
-            fix=f"give a number for each client in {{weights}}{more}",
+            fix=f"set one number for each client in {{weights}}{more}",
         )
     resolved = setting.resolved()
     kinds = upload_fields(type(resolved.method)).values()
     if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):
         raise Refused(
-            f"sampler {resolved.sampler.kind!r} reads the clients' models, but {name} uploads a difference to a state "
-            "that stays at the client",
+            f"sampler {resolved.sampler.kind!r} reads the clients' models, but clients of {name} "
+            "upload only differences to a state that stays at the client",
             rule="deploy-sampler-models",
             fix="choose another {sampler}",
         )

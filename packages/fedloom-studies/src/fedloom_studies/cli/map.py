@@ -85,9 +85,9 @@ def map_command(
     Example: fedloom map --method my_package:MyMethod --space space.toml
     """
     if list_ and page is not None:
-        raise typer.BadParameter("give one of --list, --page")
+        raise typer.BadParameter("use one of --list, --page")
     if space is not None and len(method or ()) != 1:
-        raise typer.BadParameter("--space needs one --method")
+        raise typer.BadParameter("--space works only with exactly one --method")
     with errors():
         from fedloom.lab.printing import print_rows
         from fedloom.outputs import check_output_folder
@@ -170,7 +170,7 @@ def map_command(
             from fedloom_studies.map.elsewhere import measure_elsewhere
 
             if join or budget is not None:
-                raise ConfigError("an executor starts the work itself. Leave --join and --budget out")
+                raise ConfigError("an executor distributes the work itself. Leave --join and --budget out")
             ended = measure_elsewhere(
                 open_executor(executor),
                 todo,

@@ -92,9 +92,9 @@ def reproduce(
     """
     works_through = decide and name is None and not all_
     if sum((name is not None, list_, all_, page is not None, estimate and not list_, works_through)) != 1:
-        raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate, --decide")
+        raise typer.BadParameter("use one of NAME, --list, --all, --page, --estimate, --decide")
     if tables_of_others and page is None:
-        raise typer.BadParameter("--others needs --page, the file to write")
+        raise typer.BadParameter("--others works only with --page, which names the file to write")
     with errors():
         from fedloom import Engine
         from fedloom.outputs import check_output_folder
@@ -131,7 +131,7 @@ def reproduce(
             return
         if verify:
             if name is None:
-                raise typer.BadParameter("--verify needs NAME")
+                raise typer.BadParameter("--verify works only with NAME")
             if device != "cpu":
                 raise typer.BadParameter(
                     "--verify computes on the CPU, because a GPU rounds differently. Leave --device out"
@@ -191,7 +191,7 @@ def _run(
     except DataError as error:
         if not several:
             raise
-        say(f"{recipe.name}: data missing: {error}", err=True)
+        say(f"{recipe.name}: data are missing: {error}", err=True)
         return True
     if done is not None:
         _print_verdicts(recipe, add_rivals(recipe, done, results))

@@ -57,7 +57,7 @@ def measure_elsewhere(
                 checksums[name] = _checksum(cell.setup, data_dir)
             except DataError as error:
                 checksums[name] = ""
-                say(f"{name}: data missing: {error}")
+                say(f"{name}: data are missing: {error}")
         if checksums[name]:
             cells.append(cell)
             first = read_records(results).get(key) if cell.protocol == "gradients" else None
@@ -72,7 +72,8 @@ def measure_elsewhere(
             record = read_record(json.loads(reply.files[RECORD_FILE]))
             if record.source and record.source != _source(cell):
                 raise FedloomError(
-                    f"{cell.where}: the worker has another version of the method's code. Give it the same version"
+                    f"{cell.where}: the worker has a different version of the method's code. Install "
+                    "the same version on the worker"
                 )
             record_cell(record, results)
             say(f"{cell.where}: {record.status}{record.reason and f': {record.reason}'}")
@@ -99,8 +100,8 @@ def compute_cell(_experiment: str, unit: str) -> bytes:
         try:
             if _checksum(cell.setup, None) != fields["checksum"]:
                 raise DataError(
-                    "the data of this worker differ from the data of the map. Give it the same "
-                    "files, in the folder that FEDLOOM_DATA names"
+                    "the data of this worker differ from the data of the map. Put the same files on "
+                    "the worker, in the folder that FEDLOOM_DATA names"
                 )
             gradients = GradientBudget(cell.setup, None) if cell.protocol == "gradients" else None
             work = CellWork(cell, folder, None, TimeBudget(), hide_progress, gradients)

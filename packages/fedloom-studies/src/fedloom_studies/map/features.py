@@ -46,8 +46,8 @@ def _features(data_dir: str | Path | None) -> Dataset:
     photographs, elsewhere = load("cifar-10", data_dir), load("cifar-100", data_dir)
     if photographs.test is None:
         raise DataError(
-            "cifar-10: the test images are missing, and the features are computed from them. Put "
-            "test_batch.bin beside the other files"
+            "cifar-10: the test images are missing, but the features are computed from the test "
+            "images. Put test_batch.bin next to the other files"
         )
     generator = torch.Generator().manual_seed(0)
     fitted, scaled = elsewhere.x[torch.randperm(len(elsewhere.x), generator=generator)[: 2 * FITTED_IMAGES]].chunk(2)

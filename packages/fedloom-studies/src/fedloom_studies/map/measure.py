@@ -183,7 +183,7 @@ class _Measured(NamedTuple):
             first = None if gradients is None else read_records(results).get(key)
             record = work.record(before, first, again=self.again)
         except DataError as error:
-            self.say(f"{cell.setup.name}: data missing: {error}")
+            self.say(f"{cell.setup.name}: data are missing: {error}")
             missing.add(cell.setup.name)
             return True
         if record is None:

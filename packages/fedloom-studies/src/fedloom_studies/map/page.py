@@ -57,8 +57,8 @@ Which method suits which clients? This page compares every method of fedloom in 
 federation is a data set, its split into clients, and a model. `fedloom map --page docs/map.md` generates the page from
 the records in `studies/results`. Only the section on corrections is written by hand.
 
-The **baseline** of a federation is the better of local training and FedAvg. If no method beats the baseline, you need
-no other method.
+The **baseline** of a federation is the better of local training and FedAvg. If no method beats the baseline, the
+baseline is enough.
 
 {advice}
 
@@ -66,55 +66,55 @@ no other method.
 
 ![Gain over the baseline, by method and federation]({folder}/map.svg)
 
-Triangles mark significant differences: up for better, down for worse. Pale colors are inconclusive. Other signs:
-{signs}.
+Triangles mark significant differences: up for better, down for worse. Pale colors mean that the difference is
+inconclusive. The other signs are {signs}.
 
 {finding}
 
 ## How it is measured
 
 - **Equal search.** Every method gets {trials} trials in its [search space](tuning.md). Each trial trains for all
-  rounds, on separate seeds, and is scored on validation data. The best settings then run with {seeds} new seeds. All
-  federations together may take {hours} core-hours. An expensive federation has fewer trials, and every method has the
-  same number of them. With one trial, every method runs with its defaults, and the federation is left out of the mean
-  ranks.
+  rounds, with separate seeds, and is scored on validation data. The best settings then run with {seeds} new seeds.
+  The budget for all federations together is {hours} core-hours. In an expensive federation, every method gets a
+  smaller number of trials. With only one trial, every method runs with its defaults, and the federation is left out
+  of the mean ranks.
 
 - **Equal rounds.** All methods train for the same number of rounds. The page of a federation also shows each method's
-  result at the number of gradients that FedAvg takes.
+  result after as many gradients as FedAvg computes.
 
-- **One model per method.** Some methods train a global model and personal models. Each client then uses the model that
-  is better on its validation data. The tables call this choice *hybrid*.
+- **One model per method.** Some methods train both a global model and personal models. For these methods, each client
+  uses the model that is better on its validation data. The tables call this choice *hybrid*.
 
 - **Significance tests.** A moderated t test over seeds compares every method with the baseline. Holm's correction
-  covers all methods of a federation. The interval of a gain belongs to this test: it excludes 0 exactly if the verdict
-  is *better* or *worse*. All other verdicts are *inconclusive*. The interval of a *mean* is the plain 95 % interval
-  over seeds. With fewer than {enough} seeds, no method is tested. The guide to tuning explains [the choice of the
-  test](tuning.md#statistical-tests).
+  covers all methods of a federation. The interval of a gain comes from this test: the interval excludes 0 exactly if
+  the verdict is *better* or *worse*. All other verdicts are *inconclusive*. The interval of a *mean* is the plain 95
+  % interval over seeds. With fewer than {enough} seeds, no method is tested. The guide to tuning explains [the choice
+  of the test](tuning.md#statistical-tests).
 
-- **Scope of a verdict.** Seeds change the split, the sampled clients and the initial models. The samples stay the same.
-  A verdict therefore applies to these samples and says nothing about new samples.
+- **Scope of a verdict.** A new seed changes the split, the sampled clients and the initial models, but the samples
+  stay the same. A verdict therefore applies only to these samples and not to new samples.
 
-- **Power.** The gains within a federation share a standard deviation over seeds. From this standard deviation the page
-  computes the number of seeds that detect a gain of {wanted} points with a probability of {power}, at the first step of
-  Holm's correction. The computation uses no observed gain. If fewer seeds were run, the page does not recommend the
-  baseline.
+- **Power.** All gains in a federation are assumed to have the same standard deviation over seeds. From this standard
+  deviation, the page computes how many seeds are needed to detect a gain of {wanted} points with a probability of
+  {power}, at the first step of Holm's correction. The computation does not use the observed gains. If fewer seeds
+  were run, the page does not recommend the baseline.
 
-- **Second look.** Some methods were run again with other seeds. A verdict is *seen twice* if these seeds agree with it,
-  and *not confirmed* if they disagree.
+- **Confirmation.** Some methods were run again with different seeds. A verdict is *seen twice* if the new seeds
+  agree, and *not confirmed* if they disagree.
 
-- **Words for missing results.** *Not applicable*: the method cannot run in this federation. *Stale*: the record belongs
-  to another version of the method or of the protocol.
+- **Words for missing results.** *Not applicable*: the method cannot run in this federation. *Stale*: the record comes
+  from a different version of the method or of the protocol.
 
-- **Parts of the network.** On a plain network, some methods are identical to FedAvg or FedPer. These methods get the
-  parts that they need: {parts}.
+- **Parts of the network.** On a plain network, some methods are identical to FedAvg or FedPer. These methods use a
+  network with the parts that they need: {parts}.
 
-- **No regularizer.** The training losses contain no regularizer. FedMiD and FedDualAvg then equal FedAvg with a server
-  learning rate.
+- **No regularizer.** The training losses contain no regularizer. Without a regularizer, FedMiD and FedDualAvg equal
+  FedAvg with a server learning rate.
 
-- **No text.** The only text source without a download reads the docstrings of the installed Python, so two machines
-  would get different data.
+- **No text.** The only text source that needs no download reads the docstrings of the installed Python, so the data
+  would differ between machines.
 
-One table contains all runs, one row per run: [Parquet]({folder}/map.parquet), [CSV]({folder}/map.csv). You can add
+A table contains all runs, with one row per run: [Parquet]({folder}/map.parquet), [CSV]({folder}/map.csv). You can add
 [your own method](own-algorithm.md#compare-it-with-all-methods) with one command."""
 
 

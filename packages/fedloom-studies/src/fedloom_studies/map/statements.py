@@ -59,9 +59,9 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     yield ""
     yield (
         "All methods train for equal rounds. [Another table](#at-equal-gradients) compares them at equal gradients. "
-        "Gains are in points, and the largest gains come first. The interval of the gain over the baseline decides "
-        "the verdict. The next two columns are means without a test. *Inconclusive*: no method is better, and the "
-        f"seeds are too few to rule out a gain of {WANTED_POINTS} points."
+        "Gains are in points, and the largest gains are listed first. The verdict depends on the interval of the gain "
+        "over the baseline. The next two columns are means without a test. *Inconclusive*: no method is better, but "
+        f"there are too few seeds to rule out a gain of {WANTED_POINTS} points."
     )
 
 
@@ -77,7 +77,7 @@ def planned(j: SetupVerdict) -> str:
     """Return a sentence on the number of seeds that would decide a setup, by the common spread of the gains."""
     if not j.needed:
         return "too few results for a plan"
-    return f"{j.needed} seeds detect {WANTED_POINTS} points"
+    return f"{j.needed} seeds are needed to detect {WANTED_POINTS} points"
 
 
 def _state_better_reference(j: SetupVerdict) -> str:
@@ -102,12 +102,16 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
     tested = [j for j in whole if j.needed]
     blind = sum(not j.decides for j in tested)
     last = (
-        f"In {blind} of {len(tested)} federations, the seeds are too few to detect a gain of {WANTED_POINTS} points "
-        f"with a probability of {percent(DETECTION_PROBABILITY)}. An inconclusive verdict in these federations is no "
+        f"In {blind} of {len(tested)} federations, there are too few seeds to detect a gain of {WANTED_POINTS} points "
+        f"with a probability of {percent(DETECTION_PROBABILITY)}. In these federations, an inconclusive verdict is no "
         "evidence against a method."
     )
     return "\n\n".join(
-        [f"{first} In the others, these methods are better:" if rest else first, *rest, *([last] if tested else [])]
+        [
+            f"{first} In the other federations, these methods are better:" if rest else first,
+            *rest,
+            *([last] if tested else []),
+        ]
     )
 
 
@@ -130,7 +134,7 @@ def sentences(j: SetupVerdict) -> list[str]:
     first = (
         f"The clients' mean {local.record.metric} is {write_percent(fedavg.figures['mean'])} % with FedAvg and "
         f"{write_percent(local.figures['mean'])} % with local training. FedAvg helps "
-        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients. The mean difference to local training is "
+        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients. The mean difference from local training is "
         f"{signed(gain)} points ({pair_verdict(gain, higher=True)})."
     )
     rivals = rivals_of(j)
@@ -156,8 +160,8 @@ def _power(j: SetupVerdict) -> Iterator[str]:
         seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
         enough = planned(j) if j.decides else f"*{planned(j)}*"
         yield (
-            f"The gains vary over seeds with a standard deviation of {spread} points. At this spread, {enough}, and "
-            f"{seeds} were run."
+            f"The standard deviation of the gains over seeds is {spread} points. At this spread, {enough}, and {seeds} "
+            "were run."
         )
 
 

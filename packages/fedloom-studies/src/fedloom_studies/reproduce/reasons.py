@@ -39,7 +39,8 @@ def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str
             plain = [text for held, text in shown.items() if "|" in held and " - " not in held]
             if len(set(plain)) < len(plain):
                 raise ConfigError(
-                    f"papers.toml: {sentence!r} distinguishes equal numbers: {', '.join(map(str, plain))}"
+                    f"papers.toml: {sentence!r} says that values differ, but they are equal: "
+                    f"{', '.join(map(str, plain))}"
                 )
             whole.append(re.sub(r"\{([^{}]+)\}", lambda m, shown=shown: str(shown[m[1]]), sentence))
     return " ".join(whole)

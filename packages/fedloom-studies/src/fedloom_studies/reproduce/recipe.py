@@ -108,11 +108,11 @@ class Claim(Value):
     @model_validator(mode="after")
     def _one_side(self) -> Claim:
         if (self.higher is None) == (self.lower is None):
-            raise ValueError("give higher or lower, and not both")
+            raise ValueError("set higher or lower, but not both")
         if self.equivalent and not self.margin:
             raise ValueError("a claim of equivalence needs a margin")
         if self.spread and not all(isinstance(side, str) for side in self.than):
-            raise ValueError("a claim on spreads must compare references, not numbers")
+            raise ValueError("a claim about standard deviations must compare references, not numbers")
         return self
 
     @property
@@ -191,7 +191,7 @@ class Paper(Value):
                 raise ValueError(f"cells of {variant!r}: {len(row)} values for {len(self.columns)} columns")
         foreign = set(self.stated) - {u.what for u in self.unknown}
         if foreign:
-            raise ValueError(f"stated: no unknown is called {', '.join(sorted(foreign))}")
+            raise ValueError(f"stated: there is no unknown with the name {', '.join(sorted(foreign))}")
         return self
 
     @property

@@ -89,15 +89,18 @@ def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
 def predictions(result: Result) -> pa.Table:
     """Return a table: client, model, row (index in the data), target [, event, subject], and predictions.
 
-    A multilabel task has "target <k>" for every label. Predictions are probabilities of classes or labels (for a binary
-    task of the second class), values in units of the label, means of counts, and for a survival task risks by the
-    horizon, or log hazards without a horizon.
+    A multilabel task has "target <k>" for every label, NaN if it is unknown. Predictions are probabilities of
+    classes or labels (for a binary task of the second class), values in units of the label, means of counts, and for a
+    survival task risks by the horizon, or log hazards without a horizon.
     """
     data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
     for kind, outputs, index, owner in _final(result):
         y, z = data.y.cpu()[index], outputs.double()
         if data.task == "multilabel":
-            targets = {f"target {k}": values.double() for k, values in enumerate(y.unbind(1))}
+            targets = {
+                f"target {k}": torch.where(values < 0, torch.nan, values.double())
+                for k, values in enumerate(y.unbind(1))
+            }
         else:
             targets = {"target": y.double() if y.ndim == 1 else y[:, 0].double() * data.unit + data.centre}
         if (subjects := subjects_of(data)) is not None:

@@ -1,4 +1,4 @@
-"""Data: sources, partitions into clients, and the order of samples at the clients."""
+"""Data: sources, partitions into clients, and the order of the samples at a client."""
 
 from __future__ import annotations
 

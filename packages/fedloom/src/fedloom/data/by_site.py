@@ -1,4 +1,4 @@
-"""First statistics of a table: how well each column alone ranks the target, and differences between sites."""
+"""First statistics of a table: how well each single column ranks the target, and how sites differ."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
 
 MIN_CLASS_ROWS = 5
-"""Smallest number of rows on each side of a class for a measure of a column's predictive value."""
+"""Smallest number of rows on each side of a class for which a column's predictive value is measured."""
 UNIT_RATIO_NOTED = 4.0
 """Smallest ratio of two sites' medians that is reported without a known conversion."""
 SAME_UNIT_RATIO = 1.5
-"""Largest ratio of two sites' medians in the same unit. Every known factor is larger."""
+"""Largest ratio of two sites' medians that still counts as the same unit. Every known factor is larger than this
+ratio."""
 MAX_SPREAD_RATIO_GAP = 2.5
-"""Largest distance between the ratios of medians and of spreads of two units."""
+"""Largest distance between the ratio of medians and the ratio of spreads of two units."""
 ABSENT_COLUMN_SHARE = 0.98
-"""Smallest share of missing cells at which a site lacks a column."""
+"""Smallest share of missing cells from which a site counts as lacking a column."""
 MISSING_SHARE_DIFFERENCE = 0.3
-"""Smallest difference between the shares of missing cells of two sites that is reported."""
+"""Smallest difference between two sites' shares of missing cells that is reported."""
 
 Rows = Mapping[str, NDArray[np.bool_]]
-"""Mask ``[N]`` of each site's rows, by its name."""
+"""Mask ``[N]`` of each site's rows, by site name."""
 
 
 class SingleColumnScore(NamedTuple):
-    """Predictive value of one column: a measure by name, in [0, 1], and as text."""
+    """Predictive value of one column: the name of the measure, the value in [0, 1], and the value as text."""
 
     value: float
     text: str
 
 
 def score_column(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColumnScore:
-    """Return the predictive value of a single column for the target, see `score`."""
+    """Return the predictive value of a single column for the target (see `score`)."""
     y = target.values
     if task != "regression":
         present = np.isin(target.cells, [*target.odd, ""], invert=True)
@@ -56,15 +57,15 @@ def score(
 ) -> SingleColumnScore:
     """Return the AUROC of a column for the target's classes (the mean over classes with enough rows), or R2.
 
-    A numeric column ranks rows directly. Every column also ranks them by the mean target of its groups, which is
-    computed on one half of the rows and applied to the other. 0 if too few rows exist.
+    A numeric column ranks rows directly. Every column also ranks rows by the mean target of its groups, which is
+    computed on one half of the rows and applied to the other half. The result is 0 if there are too few rows.
 
     Args:
-        groups: ``[N]`` group of every row. Missing cells form a group.
-        numbers: ``[N]``, NaN for missing cells. None: the column consists of levels.
-        y: ``[N]`` numbers of a "regression", or codes of classes. NaN where missing.
+        groups: group of each row ``[N]``. Missing cells form a group.
+        numbers: values ``[N]``, with NaN for missing cells. None: the column consists of levels.
+        y: numbers ``[N]`` for a "regression", or class codes. NaN where missing.
         task: "regression" or "classification".
-        least: threshold below which the result may be 0, which is faster.
+        least: threshold below which the result may be returned as 0, which is faster.
     """
     present = ~np.isnan(y)
     if present.sum() < MAX_FEW_LEVELS:
@@ -101,13 +102,13 @@ def score(
 
 
 def _auroc(ranks: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """Return the AUROC from the ranks of the scores, by the rank-sum statistic. Ties get mean ranks."""
+    """Return the AUROC from the ranks of the scores, computed by the rank-sum statistic. Ties receive mean ranks."""
     count = int(positive.sum())
     return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(ranks) - count)))
 
 
 def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return for every row the mean target of its group in the half of the rows that does not contain it."""
+    """Return, for each row, the mean target of its group in the half of the rows that does not contain the row."""
     codes = np.unique(groups, return_inverse=True)[1]
     order = numpy_generator(0, purpose="halves").permutation(len(y))
     half, out = np.zeros(len(y), bool), np.empty(len(y))
@@ -120,7 +121,7 @@ def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.flo
 
 
 def events(target: ColumnProfile, rows: Rows) -> dict[str, dict[str, int]]:
-    """Return the number of rows of every class at every site: ``{site: {class: rows}}``."""
+    """Return the number of rows of each class at each site: ``{site: {class: rows}}``."""
     classes = [name for name in target.levels if name not in target.odd]
     return {site: {name: int((target.cells[here] == name).sum()) for name in classes} for site, here in rows.items()}
 
@@ -142,19 +143,19 @@ def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
 
 
 def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
-    """Return the only site, of several, with values in this column, or None if there is no such site."""
+    """Return the only site with values in this column, or None if several sites or no site have values."""
     present = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT_COLUMN_SHARE]
     return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
 class Shift(NamedTuple):
-    """Site whose numbers differ from the other sites' numbers like another unit.
+    """Site whose numbers differ from the other sites' numbers as if they were in a different unit.
 
     Attributes:
-        median: median of the site.
-        usual: median of the other sites.
+        median: median at this site.
+        usual: median at the other sites.
         factor: known factor that converts the site's numbers. None if no known factor is close.
-        units: units of the factor.
+        units: units that the factor converts.
     """
 
     median: float
@@ -164,10 +165,11 @@ class Shift(NamedTuple):
 
 
 def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
-    """Return the sites whose medians and spreads differ from the others' by the same factor.
+    """Return the sites whose medians and spreads differ from the other sites' by the same factor.
 
-    Only numbers above 0 are in a unit that a factor converts. Numbers of both signs are standardized values, logarithms
-    or changes, whose medians may have any ratio. Row numbers, patient numbers and codes have no unit.
+    Only numbers above 0 can be in a unit that a factor converts. Numbers with both signs are standardized values,
+    logarithms or changes, and the ratio of their medians is arbitrary. Row numbers, patient numbers and codes have no
+    unit.
     """
     figures = _figures(column, rows)
     if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= MAX_FEW_LEVELS:
@@ -200,12 +202,12 @@ def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]
 
 
 def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
-    """Return the median and range that are close to the values of most sites."""
+    """Return the median and range that are close to the values at most sites."""
     return max(figures.values(), key=lambda one: sum(_alike(one[0], other[0]) for other in figures.values()))
 
 
 def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
-    """Yield a sentence on the sites with another unit."""
+    """Yield a sentence about the sites that use a different unit."""
     if not (shifted := shifts(column, rows)):
         return
     first = next(iter(shifted.values()))

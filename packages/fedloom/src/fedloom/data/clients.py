@@ -1,4 +1,4 @@
-"""Clients that are given with their samples, each as a training and test set or as one set that is split."""
+"""Clients passed together with their samples, each as a training and a test set or as one set that is split."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def as_federation(
     seed: int = 0,
     **options: object,
 ) -> Federation:
-    """Return a federation of clients that are given with their samples.
+    """Return a federation of clients that are passed together with their samples.
 
     Args:
-        clients: a list with every client, or a mapping by name. A client is the tuple (training set, test set), each of
-            them the tuple (x, y) or any input of `Dataset.create`. A client may also be one set, from which the test
-            part is drawn.
-        test: fraction of a client's samples for its test part, if the client has no test set.
-        validation: fraction of a client's training samples (or of all samples, if the client has no test set) for
-            validation.
+        clients: list of all clients, or a mapping from client name to client. A client is a tuple (training set, test
+            set), where each set is a tuple (x, y) or any input of `Dataset.create`. A client may also be a single set,
+            from which the test part is drawn.
+        test: fraction of a client's samples used as its test part, if the client has no test set.
+        validation: fraction of a client's training samples (or of all its samples, if the client has no test set) used
+            for validation.
         seed: seed of the splits.
         options: options of the data set: ``task``, ``name``, ``classes``, ``mean``, ``std``, ``channels_last``,
-            ``vocabulary``.
-            ``subject``, ``order`` and ``strata`` are entries of clients that are dictionaries with ``x`` and ``y``.
+            ``vocabulary``. Clients that are dictionaries with ``x`` and ``y`` may also contain ``subject``, ``order``
+            and ``strata``.
 
     Raises:
-        ConfigError: the argument is not a list or mapping of clients, or only some clients have a test set.
+        ConfigError: the argument is not a list or mapping of clients, or only some of the clients have a test set.
         DataError: a client's samples cannot be read, or differ in shape from the samples of the first client.
     """
     name = str(options.pop("name", "clients"))
@@ -130,10 +130,10 @@ def as_federation(
 
 
 def _is_split(client: Any, place: str) -> bool:
-    """Return True if a client is a training and a test set, False if it is one set.
+    """Return True if a client consists of a training set and a test set, False if it is a single set.
 
     Raises:
-        ConfigError: the client is a list of two sets, because a list means samples.
+        ConfigError: the client is a list of two sets, but a list means samples.
     """
     if isinstance(client, Mapping):
         return "train" in client
@@ -148,13 +148,13 @@ def _is_split(client: Any, place: str) -> bool:
 
 
 def _are_samples(sets: Sequence[Any]) -> bool:
-    """Return True if all are a sample with its target, a single number or text."""
+    """Return True if every object is a sample with its target, which is a single number or text."""
     pairs = [find_pair(one) or one for one in sets]
     return all(isinstance(pair, tuple) and len(pair) == 2 and np.ndim(pair[1]) == 0 for pair in pairs)
 
 
 def _is_values(side: object) -> bool:
-    """Return True if the object is features or targets, False if it is a set of both."""
+    """Return True if the object contains only features or only targets, False if it is a set of both."""
     if hasattr(side, "shape"):
         return True
     return isinstance(side, tuple | list) and not (len(side) == 2 and all(hasattr(part, "__len__") for part in side))

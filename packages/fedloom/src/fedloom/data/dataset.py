@@ -1,4 +1,7 @@
-"""Dataset: one source in memory, checked once. The arrays keep their stored type (bytes stay bytes)."""
+"""Dataset: the data of one source in memory, checked once.
+
+The arrays keep the type in which they are stored (bytes stay bytes).
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ Task = Literal["classification", "binary", "multilabel", "regression", "survival
 CLASS_TASKS = ("classification", "binary")
 """Tasks whose targets are classes."""
 MISSING_LEVEL = ""
-"""Level of a kept column in rows without a level."""
+"""Level that a kept column uses for rows without a level."""
 MOST_CLASSES = 2**16
-"""Largest number of classes of a data set. Larger class numbers are measurements or damaged data."""
+"""Largest number of classes in a data set. Larger class numbers are probably measurements or damaged data."""
 TOO_MANY = (
     f"at most {MOST_CLASSES:,} are allowed. Set task = 'regression' if labels are measurements, or name another column"
 )
@@ -36,7 +39,7 @@ TOO_MANY = (
 
 @contextmanager
 def default_to_cpu() -> Iterator[None]:
-    """Create new tensors on the CPU within the block, whatever the caller's default device is."""
+    """Create new tensors on the CPU within the block, whatever default device the caller has set."""
     if torch.get_default_device().type == "cpu":
         yield
         return
@@ -48,12 +51,12 @@ class Prepare(Protocol):
     """Preparation that must be fitted on a client's training part: imputation and scaling of tables."""
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Return features for a model.
+        """Return features in the form that a model accepts.
 
         Args:
-            x: raw features [N, p]. NaN is a missing value.
-            owner: client of each sample [N], -1 for samples of no client (such rows are never read).
-            train: True if the sample is in its client's training part [N], bool.
+            x: raw features [N, p]. NaN marks a missing value.
+            owner: client of each sample [N], or -1 for samples that belong to no client (these rows are never read).
+            train: True for each sample in its client's training part [N], bool.
 
         Returns:
             features [N, q] float32, finite.
@@ -62,10 +65,10 @@ class Prepare(Protocol):
 
 
 class Rereads(Protocol):
-    """Samples that are read again, because they change at random (`fedloom.data.sources.rereading.Rereading`)."""
+    """Samples that are read again for each step because they change at random (`fedloom.data.sources.rereading`)."""
 
     def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
-        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new ones, drawn from ``rng``."""
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new samples drawn with ``rng``."""
         ...
 
 
@@ -75,39 +78,42 @@ class Dataset:
 
     Args:
         name: name of the source.
-        x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float. Or tokens [N, length], int32
-            or int64, numbers in `vocabulary`, with 0 for padding at the end of a sequence.
-        y: class numbers [N] int64, for tokens also one label per position [N, length], with -1 for no label. Float
-            targets [N, k] of a regression, 0 or 1 [N, k] for every label, counts [N, 1], or times from 0 on and events
-            0 or 1 [N, 2] of a survival task.
+        x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float. Alternatively tokens [N,
+            length], int32 or int64, which are numbers in `vocabulary`, with 0 for padding at the end of a sequence.
+        y: class numbers [N] int64. For tokens, y may also be one label per position [N, length], with -1 for no label.
+            Otherwise float targets: [N, k] for a regression, 0 or 1 [N, k] for multiple labels, counts [N, 1], or times
+            from 0 and events 0 or 1 [N, 2] for a survival task.
         task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
-        classes: names of the classes or labels. Empty if targets are numbers.
-        mean: mean per channel [C] or over everything [1]. It is subtracted after bytes are divided by 255. None: 0.
-        std: same shape as `mean`. It divides after the subtraction. None: 1.
-        test: positions [k] of the source's official test set in `x`. None without such a test set.
-        columns: codes [N] int64 of facts about a sample that can split a federation (writer, hospital, education).
+        classes: names of the classes or labels. It is empty if targets are numbers.
+        mean: mean per channel [C] or over all values [1]. It is subtracted after bytes have been divided by 255. None:
+            0.
+        std: standard deviation, in the same shape as `mean`. Values are divided by it after the subtraction. None: 1.
+        test: positions [k] in `x` of the source's official test set. None if the source has no official test set.
+        columns: codes [N] int64 of properties of a sample by which a federation can be split (writer, hospital,
+            education).
         levels: names of the codes of each column.
-        users: codes [N] if the source is already split by client.
+        users: client codes [N] if the source is already split by client.
         user_names: names of the users, in code order.
-        prepare: preparation that is fitted per client when a federation is built. Only such data may contain NaN
-            (missing values).
-        fitted: the fitted table and its fit, if the features are the output of a table.
-        ready: True for samples [N] whose features were made by `prepare`, bool. The other samples are NaN, and no
-            part of a federation may contain them. None: all are ready.
-        centre: value that was subtracted from the targets of a regression.
-        unit: value that divided them after the subtraction. Results are in this unit.
-        vocabulary: names of the tokens. Empty if samples are numbers.
-        positions: for classified sequences of numbers, True if each position has a label: `y` is [N, length], with -1
-            for no label.
-        notes: sentences on how the source was read, for the report.
-        conversion: ``factors`` by which columns of a table were multiplied, the column ``users`` that names the client
-            of a row, and the columns ``days_since``. Empty without factors and dates.
-        design: rows that belong together, their order, and the rows of the test part. None: every row is independent.
-        original_dtype: numpy's name of the type of the features before they became `x`, such as ``"int64"``, or
-            ``"uint8"`` if `x` contains bytes divided by 255. Empty: the type did not change.
+        prepare: preparation that is fitted per client when a federation is built. Only data with a preparation may
+            contain NaN (missing values).
+        fitted: fitted table and its fit, if the features were computed from a table.
+        ready: True for samples [N] whose features `prepare` has computed, bool. All other samples are NaN, and no part
+            of a federation may contain them. None: all samples are ready.
+        centre: value that was subtracted from regression targets.
+        unit: value by which regression targets were divided after the subtraction. Results are reported in this unit.
+        vocabulary: names of the tokens. It is empty if samples are numbers.
+        positions: True if each position of a numeric sequence has its own label: `y` is [N, length], with -1 for no
+            label.
+        notes: sentences for the report that describe how the source was read.
+        conversion: the ``factors`` by which columns of a table were multiplied, the column ``users`` that names the
+            client of each row, and the columns ``days_since``. It is empty without factors and dates.
+        design: which rows belong together, in which order, and which rows form the test part. None: all rows are
+            independent.
+        original_dtype: numpy name of the features' type before they became `x`, such as ``"int64"``, or ``"uint8"`` if
+            `x` contains bytes divided by 255. It is empty if the type did not change.
 
-        rereading: rereading of samples that change at random, for every step of a training. `x` contains one draw of
-            each, for all other purposes. None: samples never change.
+        rereading: function that rereads samples that change at random, for every training step. For all other purposes,
+            `x` contains one draw of each. None: samples never change.
 
     Raises:
         DataError: lengths disagree, labels are outside 0..C-1, values are not finite, or types are wrong.
@@ -163,9 +169,11 @@ class Dataset:
     @classmethod
     @default_to_cpu()
     def create(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
-        """Return a data set of objects in memory. `fedloom.data.sources.memory.as_dataset` lists the accepted types.
+        """Return a data set created from objects in memory.
 
-        Arrays and tensors of float32 or bytes are not copied: later changes to them change the data set.
+        `fedloom.data.sources.memory.as_dataset` lists the accepted types.
+
+        float32 or byte arrays and tensors are not copied, so later changes to them change the data set.
 
         >>> Dataset.create(np.eye(3), [0, 1, 1])
         Dataset('data': 3 samples of shape 3, classification of 2 classes)
@@ -205,26 +213,26 @@ class Dataset:
 
     @property
     def each(self) -> bool:
-        """True if every position of a sequence has a separate label."""
+        """True if each position of a sequence has its own label."""
         return self.classed and self.y.ndim == 2
 
     @property
     def tokens(self) -> tuple[int, bool] | None:
-        """Size of the vocabulary, and `each`. None if samples are numbers with one label."""
+        """Size of the vocabulary, and `each`. None if samples are numbers with a single label."""
         return (len(self.vocabulary), self.each) if self.vocabulary or self.each else None
 
     @property
     def labels(self) -> Tensor | None:
-        """Class of every sample [N]. None if samples have no class, or one per position."""
+        """Class of every sample [N]. None if samples have no class, or have one class per position."""
         return self.y if self.classed and not self.each else None
 
     def __len__(self) -> int:
         return len(self.x)
 
     def checksum(self) -> str:
-        """Return the SHA-256 of types, shapes and bytes of `x` and `y`, in hexadecimal.
+        """Return the SHA-256 of the types, shapes and bytes of `x` and `y`, in hexadecimal.
 
-        Samples that are not ready count as 0.
+        Samples that are not ready are treated as 0.
         """
         digest = hashlib.sha256()
         x = self.x if self.ready is None else self.x.masked_fill(~self.ready.view(-1, *[1] * len(self.shape)), 0)
@@ -255,7 +263,7 @@ class Dataset:
         return facts
 
     def refuse_random(self, what: str) -> None:
-        """Raise if samples are read again for every step, which would undo a change of the stored samples.
+        """Raise if samples are reread for every step, because rereading would undo a change of the stored samples.
 
         Raises:
             DataError: they are.
@@ -271,7 +279,7 @@ class Dataset:
         """Return the data set with copies of the samples at `index` ``[k]``, with features ``x`` and targets ``y``.
 
         Raises:
-            DataError: samples are read again for every step.
+            DataError: samples are reread for every step.
         """
         self.refuse_random("a backdoor")
 
@@ -345,7 +353,7 @@ class Dataset:
 
 
 def refuse(where: str, problems: Sequence[str]) -> None:
-    """Raise one error with all faults of the data. Nothing happens if the data are valid.
+    """Raise a single error that lists all faults of the data. Nothing happens if the data have no faults.
 
     Raises:
         DataError: the data contain faults.
@@ -367,11 +375,12 @@ def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
         if bool(odd.any()):
             yield f"events must be 1, or 0 if the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
     elif task == "multilabel":
-        odd = ((y != 0) & (y != 1)).any(1)
+        odd = ((y != 0) & (y != 1) & (y != -1)).any(1) | (y == -1).all(1)
         if bool(odd.any()):
+            first = int(odd.int().argmax())
             yield (
-                f"every label must be 1 or 0, present or not. {int(odd.sum())} samples have others (first: sample "
-                f"{int(odd.int().argmax())}, {y[int(odd.int().argmax())].tolist()}). Repair them, or leave them out"
+                f"every label must be 1 or 0, present or not, or -1 if it is unknown. {int(odd.sum())} samples have "
+                f"others, or no known label (first: sample {first}, {y[first].tolist()}). Repair or remove them"
             )
     elif task == "count":
         odd = ((y < 0) | (y != y.floor())).any(1)

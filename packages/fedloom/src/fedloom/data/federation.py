@@ -1,4 +1,4 @@
-"""Federation: one data set, split into clients. It consists of index lists, and the samples are never copied."""
+"""Federation: one data set that is split into clients. It stores only lists of indices and never copies samples."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DATA_PARTS = ("train", "validation", "test")
 
 
 class Split(NamedTuple):
-    """One part of every client: client i has ``index[offsets[i]:offsets[i + 1]]``.
+    """One part (such as the training part) of every client: client i has ``index[offsets[i]:offsets[i + 1]]``.
 
-    index: positions in the data set [total] int64. offsets: [n + 1] int64.
+    index: positions in the data set [total] int64. offsets: boundaries between clients [n + 1] int64.
     """
 
     index: Tensor  # type: ignore[assignment]  # hides tuple.index, which is not needed here
@@ -33,25 +33,25 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """Clients with a train, a validation and a test part each.
+    """Clients, each with a training, a validation and a test part.
 
     Args:
         data: the data set.
         parts: a `Split` for ``"train"``, ``"validation"`` and ``"test"``.
         names: name of each client.
-        test: positions of a common test set. None: the union of the clients' test parts.
-        partition: description of the split (kind and fields), for the record.
+        test: positions of a common test set. None: the union of all clients' test parts.
+        partition: description of the split (kind and fields), which is recorded.
         seed: seed of the split.
-        groups: planted group of each client [n] int64, if the partition has groups.
-        notes: sentences about the split for a report.
-        dtype: type of the result of `fetch`.
-        noise: standard deviation [N, c] (c channels, or 1 for all features) of Gaussian noise that every step's batch
-            draws anew for a sample, in the units of `data.x`. None: no noise.
+        groups: planted group of each client [n] int64, if the partition creates groups.
+        notes: sentences about the split, for a report.
+        dtype: type of the values that `fetch` returns.
+        noise: standard deviation [N, c] (c channels, or 1 for all features) of Gaussian noise that is drawn again
+            whenever a step uses a sample, in the units of `data.x`. None: no noise.
 
     Raises:
         PartitionError: a client has no training samples.
         DataError: positions are outside the data, offsets do not fit, `prepare` was not applied to the data or to a
-            sample of a part, or a subject is in two parts.
+            sample in a part, or a subject is in two parts.
     """
 
     data: Dataset
@@ -97,10 +97,10 @@ class Federation:
         object.__setattr__(self, "_affine", self._scale_and_shift())
 
     def _check_ready(self, part: str, index: Tensor) -> None:
-        """Raise if the features of samples were not prepared.
+        """Raise if the features of some samples were not prepared.
 
         Raises:
-            DataError: such samples exist.
+            DataError: unprepared samples exist.
         """
         if self.data.ready is None:
             return
@@ -113,12 +113,12 @@ class Federation:
             )
 
     def _check_subjects(self) -> None:
-        """Raise if a subject is in two parts, even of two clients.
+        """Raise if a subject is in two parts, even if the parts belong to two clients.
 
         The common test set and the test parts count as one part.
 
         Raises:
-            DataError: such a subject exists.
+            DataError: a subject is in two parts.
         """
         design = self.data.design
         if design is None or design.subject is None:
@@ -138,7 +138,7 @@ class Federation:
 
     @classmethod
     def create(cls, clients: Any, **options: Any) -> Federation:
-        """Return a federation of clients with their samples, see `fedloom.data.clients.as_federation`.
+        """Return a federation of clients with their samples (see `fedloom.data.clients.as_federation`).
 
         >>> import numpy as np
         >>> x = np.eye(4)
@@ -163,7 +163,7 @@ class Federation:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on the data and on the split for a run's report, each once."""
+        """Sentences about the data and the split for a run's report, without duplicates."""
         return list(dict.fromkeys((*self.notes, *self.data.notes)))
 
     @property
@@ -173,7 +173,7 @@ class Federation:
 
     @property
     def device(self) -> torch.device:
-        """Device of the samples."""
+        """Device on which the samples are stored."""
         return self.data.x.device
 
     def _split(self, part: str) -> Split:
@@ -182,16 +182,16 @@ class Federation:
         return self.parts[part]
 
     def sizes(self, part: str = "train") -> Tensor:
-        """Return the number of samples of every client in a part: ``[n]`` int64."""
+        """Return the number of samples of each client in a part: ``[n]`` int64."""
         return self._split(part).offsets.diff()
 
     def indices(self, part: str, client: int) -> Tensor:
-        """Return the positions in the data set of one client's part: a view [k] int64."""
+        """Return the positions in the data set of one client's part, as a view [k] int64."""
         index, offsets = self._split(part)
         return index[int(offsets[client]) : int(offsets[client + 1])]
 
     def gather(self, part: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions of several clients' parts, client by client [total] int64, and the size of each [m]."""
+        """Return the concatenated positions of several clients' parts [total] int64, and the size of each part [m]."""
         index, offsets = self._split(part)
         ids = ids.to(offsets.device)
         sizes = offsets[ids + 1] - offsets[ids]
@@ -199,7 +199,7 @@ class Federation:
         return index[first + torch.arange(len(first), device=first.device)], sizes
 
     def owner(self, part: str) -> Tensor:
-        """Return the client of every entry of ``parts[part].index``: [total] int64."""
+        """Return the client of each entry of ``parts[part].index``: [total] int64."""
         return torch.repeat_interleave(torch.arange(self.n, device=self.device), self.sizes(part))
 
     def fetch(self, index: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Federation:
         return self._scale(self._flat, index.reshape(-1)).view(*index.shape, *self.data.shape)
 
     def fetch_anew(self, index: Tensor, rng: torch.Generator) -> Tensor:
-        """Return samples as `fetch`, with random changes drawn from ``rng``, if the data set reads them again."""
+        """Return samples like `fetch`, with random changes drawn with ``rng`` if the data set rereads its samples."""
         if self.data.rereading is None:
             return self.fetch(index)
         x = self.data.x[index].cpu()
@@ -238,7 +238,7 @@ class Federation:
         return self._flat, one, one * 0
 
     def spread(self, index: Tensor) -> Tensor | None:
-        """Return the standard deviation ``[k, *shape]`` of the noise of the samples `index` ``[k]``, or None for 0."""
+        """Return the standard deviation ``[k, *shape]`` of noise on the samples `index` ``[k]``, or None if it is 0."""
         if self.noise is None:
             return None
         level = self.noise[index].to(self.dtype)
@@ -262,7 +262,7 @@ class Federation:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Federation:
         """Return the federation with samples and index lists moved to a device.
 
-        `fetch` of the returned federation returns `dtype`.
+        `fetch` of the returned federation returns values of type `dtype`.
         """
         data, d = self.data, device
         moved = replace(
@@ -287,14 +287,14 @@ class Federation:
         )
 
     def pooled(self) -> Federation:
-        """Return a federation of one client with every client's parts, for centralized training."""
+        """Return a federation with a single client that has all clients' parts, for centralized training."""
         parts = {k: Split(s.index, s.offsets[[0, -1]]) for k, s in self.parts.items()}
         return replace(self, parts=parts, names=("all",), groups=None)
 
     def rarity(self) -> Tensor:
-        """Return the rarity of every client's labels, ``[n]``: the mean of -log p, p a label's share among all.
+        """Return how rare each client's labels are, ``[n]``: the mean of -log p, where p is a label's share among all.
 
-        0 for all clients without classes, and for a client without samples.
+        It is 0 for all clients if there are no classes, and for a client without samples.
         """
         counts = self.class_counts().double().cpu()
         share = counts.sum(0) / counts.sum().clamp(min=1)
@@ -304,26 +304,26 @@ class Federation:
     def class_counts(self, part: str = "train") -> Tensor:
         """Return the number of samples, or labeled positions, of each class at each client: ``[n, C]`` int64.
 
-        Of several labels per sample, it counts the samples with each label.
+        If a sample has several labels, it counts once for each label.
         """
         classes = len(self.data.classes)
         if not classes:
             return torch.zeros(self.n, 0, dtype=torch.int64)
         owner, y = self.owner(part), self.targets(self.parts[part].index)
         if not self.data.classed:
-            return y.new_zeros(self.n, classes).index_add(0, owner, y).long()
+            return y.new_zeros(self.n, classes).index_add(0, owner, y.clamp(min=0)).long()
         if self.data.each:
             owner = owner.repeat_interleave(self.data.y.shape[1])[y >= 0]
             y = y[y >= 0]
         return torch.bincount(owner * classes + y, minlength=self.n * classes).view(self.n, classes)
 
     def skew(self, part: str = "train") -> dict[str, Any]:
-        """Return measures of the differences between clients, each a list with one value per client.
+        """Return measures of how clients differ, each as a list with one value per client.
 
-        They are ``sizes``, and for classes, compared with the label distribution of the complete part: ``emd`` (sum of
+        They are ``sizes``, and for classes, compared with the label distribution of the whole part, ``emd`` (sum of
         absolute differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID data, Eq. 8), ``js``
         (Jensen-Shannon divergence, base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy, in [1,
-        C]). NaN for a client without samples in the part.
+        C]). A value is NaN for a client without samples in the part.
         """
         out: dict[str, Any] = {"part": part, "sizes": self.sizes(part).tolist()}
         if not self.data.classes:
@@ -339,7 +339,7 @@ class Federation:
         return out
 
     def _scale_and_shift(self) -> tuple[Tensor, Tensor] | None:
-        """Return (x [/ 255] - mean) / std as x * scale + shift, each [p], or None without scaling."""
+        """Return (x [/ 255] - mean) / std written as x * scale + shift, each [p], or None without scaling."""
         data = self.data
         unit = 1 / 255 if data.x.dtype == torch.uint8 else 1.0
         if data.vocabulary:

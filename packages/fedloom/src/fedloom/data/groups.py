@@ -24,11 +24,11 @@ COMPARISON_FUNCTIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, 
 OPPOSITE_SIGNS = {">=": "<", "<=": ">", ">": "<=", "<": ">="}
 ROUNDING_TOLERANCE = 1e-6
 MOST_LEVELS = 20
-"""Largest number of levels of a column that form separate groups."""
+"""Largest number of levels for which each level of a column forms a separate group."""
 
 
 def column_of(group: str) -> str:
-    """Return the column of a definition of groups.
+    """Return the column that a group definition uses.
 
     >>> column_of("sex"), column_of("age >= 75")
     ('sex', 'age')
@@ -38,12 +38,12 @@ def column_of(group: str) -> str:
 
 
 def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
-    """Return the rows of every group, bool ``[N]`` by the group's name. A row without a level is in no group.
+    """Return the rows of each group, bool ``[N]`` by group name. A row without a level belongs to no group.
 
     Args:
         data: data set with kept columns.
-        choices: column whose levels are the groups, or a threshold such as ``age>=75``, which forms one group and the
-            rest another.
+        choices: column whose levels are the groups, or a threshold such as ``age>=75``, which splits the rows into two
+            groups.
 
     Raises:
         ConfigError: the column was not kept, has too many levels, or contains no numbers.
@@ -79,11 +79,11 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
 
 
 def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the choice and name of every group, in an order that depends only on the agreed levels.
+    """Return the choice and name of each group, in an order that depends only on the agreed levels.
 
     Args:
-        choices: as in `groups_of`.
-        levels: agreed levels of every column that has them.
+        choices: columns or thresholds, as in `groups_of`.
+        levels: agreed levels of each column that has levels.
 
     Raises:
         ConfigError: a choice without a threshold has no agreed levels.
@@ -104,20 +104,21 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
 
 
 def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int) -> list[bool]:
-    """Return which groups a site may publish: no set of fewer rows than agreed can be derived from published groups.
+    """Return which groups a site may publish, so that no set with fewer rows than agreed can be derived.
 
-    The site publishes sums over the rows of a group, and over all rows. A set of rows can be derived if its indicator
-    is a linear combination of the published indicators: the audit of cell suppression (L. H. Cox, "Suppression
-    methodology and statistical disclosure control", JASA 1980). The following sets must not be derivable if they are
-    too small: suppressed groups, the rows outside all groups of a choice, the rows in two groups, the rows in one group
-    but not in another, and rows that are equal in every group. Groups without a row count as published, because their
-    sums are zero.
+    The site publishes sums over the rows of each group, and over all rows. A set of rows can be derived if its
+    indicator is a linear combination of the published indicators. This is the audit of cell suppression (L. H. Cox,
+    "Suppression methodology and statistical disclosure control", JASA 1980). The following sets must not be derivable
+    if they are too small: suppressed groups, the rows outside all groups of a choice, the rows in two groups, the rows
+    in one group but not in another, and rows that are equal with respect to every group. Groups without rows count as
+    published, because their sums are zero.
 
     Args:
-        members: ``[G, N]`` bool, rows of every group.
-        choice: number of every group's choice. Groups of a choice share no row.
-        counts: ``[N, q]`` 1 for every row, and 1 in each kind of row that requires a minimum number, such as its class.
-        least: smallest number of rows of every kind in a set.
+        members: rows of each group, ``[G, N]`` bool.
+        choice: number of each group's choice. Groups of the same choice have no rows in common.
+        counts: ``[N, q]``, 1 for every row, and 1 in each kind of row that requires a minimum number, such as its
+            class.
+        least: smallest number of rows of each kind in a set.
     """
     is_open = [not bool(group.any()) or enough(counts[group].sum(0), least) for group in members]
     patterns, place = members.T.unique(dim=0, return_inverse=True)
@@ -148,19 +149,21 @@ def subjects_of(data: Dataset) -> Tensor | None:
 
 
 def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
-    """Return 1 for every row, and 1 in each kind of row with a minimum count: a class, or events.
+    """Return 1 for each row, and 1 in each kind of row with a minimum count: a class, events, or a label.
 
-    If subjects are known, a row counts as its fraction of the subject's rows of that kind, so that a sum over rows is
-    at most the number of their subjects.
+    Rows with a label and rows without the label are two kinds.
 
-    The published results of a group contain numbers of rows and of correct predictions for every class. A class without
-    a row in the group is also a kind, because the results show that no patient of the group belongs to it.
+    If subjects are known, a row counts as its fraction of the subject's rows of that kind, so a sum over rows is at
+    most the number of subjects.
+
+    The published results of a group contain the numbers of rows and of correct predictions for each class. A class
+    without rows in the group is also a kind, because the results show that no patient in the group belongs to it.
 
     Args:
         task: task of the data.
-        y: ``[N]`` targets, ``[N, k]`` if they are numbers, ``[N, L]`` for sequences, with -1 for no label.
-        outputs: number of outputs of a model of these data. Several classes have one output each.
-        units: subject ``[N]`` of each row, numbered from 0. None: each row is a subject.
+        y: targets ``[N]``, ``[N, k]`` if they are numbers, or ``[N, L]`` for sequences, with -1 for no label.
+        outputs: number of outputs of a model for these data. With several classes, there is one output per class.
+        units: subject ``[N]`` of each row, numbered from 0. None: each row is a separate subject.
 
     Returns:
         Values from 0 to 1, float64 ``[N, q]``.
@@ -171,6 +174,8 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
         kinds += [(classes == k).any(1).float() for k in range(2 if task == "binary" else outputs)]
     if task == "survival":
         kinds.append((y[:, 1] > 0).float())
+    if task == "multilabel":
+        kinds += [(labels == value).float() for labels in y.T for value in (0, 1)]
     counts = torch.stack(kinds, 1).double()
     if units is None:
         return counts
@@ -179,18 +184,18 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
 
 
 def enough(counts: Tensor, least: int) -> bool:
-    """Return True if every kind has enough rows. Fractions of a subject's rows may miss 1 by rounding errors."""
+    """Return True if every kind has enough rows. Fractions of a subject's rows may differ from 1 by rounding errors."""
     return bool((counts >= least - ROUNDING_TOLERANCE).all())
 
 
 def _follows(rows: Tensor, basis: Tensor) -> bool:
-    """Return True if a set of rows is a linear combination of the sets of a basis."""
+    """Return True if a set of rows is a linear combination of the sets in a basis."""
     solution = torch.linalg.lstsq(basis.T, rows[:, None], driver="gelsd").solution
     return bool((basis.T @ solution - rows[:, None]).abs().max() < 1e-9)
 
 
 def keeping(source: Source, groups: Sequence[str]) -> Source:
-    """Return the source that keeps the columns of the groups.
+    """Return the source, changed to keep the columns of the groups.
 
     Raises:
         ConfigError: the source is not a table.
@@ -212,10 +217,10 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
 
 
 def keep_columns(data: Dataset, columns: Iterable[str]) -> Dataset:
-    """Return a data set whose rows can be grouped by these columns, which may be features.
+    """Return a data set whose rows can be grouped by these columns, which may also be features.
 
     Raises:
-        ConfigError: the data set has no such column.
+        ConfigError: the data set does not contain such a column.
     """
     table, raw = data.prepare, data.x
     if data.fitted is not None:
@@ -238,7 +243,7 @@ def keep_columns(data: Dataset, columns: Iterable[str]) -> Dataset:
 
 
 def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
-    """Return the rows of the two groups of a choice, bool ``[N]`` each.
+    """Return the rows of the two groups of a choice, each as bool ``[N]``.
 
     Raises:
         ConfigError: the column was not kept, or does not form exactly two groups.

@@ -1,4 +1,4 @@
-"""InputSpec: facts of the training data that a model needs to accept new samples and to reject others."""
+"""InputSpec: facts about the training data that a model needs to accept new samples and to reject unsuitable ones."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from fedloom.seeds import numpy_generator
 from fedloom.values import Value, has_type
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
-"""Facts of a sample that a server and its sites compare."""
+"""Facts about a sample that a server and its sites compare."""
 NO_TABLE = "give an array of samples, an NPZ file or, for images, a folder"
-"""Advice for samples that are not a table."""
+"""Advice for samples that do not come from a table."""
 
 
 def compared(data: InputSpec | Dataset) -> dict[str, Any]:
-    """Return the `COMPARED_FACTS` of data as JSON values."""
+    """Return the `COMPARED_FACTS` of the data as JSON values."""
     values = {name: getattr(data, name) for name in COMPARED_FACTS}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 class InputSpec(Value):
-    """Shape, classes, scaling and columns of a data set. It contains no sample."""
+    """Shape, classes, scaling and columns of a data set. It contains no samples."""
 
     shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
     task: Task = Field(description="classification, binary, multilabel, regression, survival or count")
@@ -67,7 +67,7 @@ class InputSpec(Value):
 
     @classmethod
     def create(cls, data: Dataset) -> InputSpec:
-        """Return the facts of a federation's data."""
+        """Return the facts about a federation's data."""
         return cls(
             shape=data.shape,
             task=data.task,
@@ -85,7 +85,7 @@ class InputSpec(Value):
 
     @classmethod
     def agreed(cls, agreement: Agreement) -> InputSpec:
-        """Return the facts of future data from an agreement."""
+        """Return the facts about future data, given an agreement."""
         table = agreement.table
         return cls(
             shape=(table.width,),
@@ -99,29 +99,29 @@ class InputSpec(Value):
 
     @property
     def tokens(self) -> tuple[int, bool] | None:
-        """Size of the vocabulary, as `Dataset.tokens`."""
+        """Size of the vocabulary, like `Dataset.tokens`."""
         return (len(self.vocabulary), self.each) if self.vocabulary or self.each else None
 
     @property
     def outputs(self) -> int:
-        """Number of outputs, as `Dataset.outputs`."""
+        """Number of outputs, like `Dataset.outputs`."""
         return {"classification": len(self.classes)}.get(
             self.task, self.targets if self.task in ("multilabel", "regression") else 1
         )
 
     @property
     def positions(self) -> int:
-        """Number of labels of a sample that has one for each token, time step or pixel."""
+        """Number of labels of a sample that has one label per token, time step or pixel."""
         return self.shape[0] if self.vocabulary or len(self.shape) < 3 else math.prod(self.shape[1:])
 
     @property
     def classed(self) -> bool:
-        """True if targets are classes, as `Dataset.classed`."""
+        """True if targets are classes, like `Dataset.classed`."""
         return self.task in CLASS_TASKS
 
     @property
     def agreement(self) -> Agreement | None:
-        """Agreement with which sites read their tables like the training data, or None without a table."""
+        """Agreement by which sites read their tables like the training data, or None if the data are not a table."""
         if self.table is None:
             return None
         columns = tuple(column.with_(range=None) for column in self.table.columns)  # far rows get a note, no refusal
@@ -131,7 +131,7 @@ class InputSpec(Value):
 
     @default_to_cpu()
     def labelled(self, data: Any) -> Dataset:
-        """Return a data set of samples with targets. Task and vocabulary of the old data are kept.
+        """Return a data set of samples with targets. The task and vocabulary of the old data are kept.
 
         Raises:
             DataError: the samples do not form a data set, or the data are a table without column names.
@@ -147,13 +147,13 @@ class InputSpec(Value):
         return Dataset.create(data, task=self.task, **options)
 
     def take(self, data: Dataset) -> Dataset:
-        """Return new data in the terms of the old data: classes and columns by name, and the same scaling.
+        """Return new data expressed like the old data: classes and columns matched by name, and the same scaling.
 
         Args:
-            data: data set from any source. Labels may contain only some of the known classes.
+            data: data set from any source. Labels may cover only some of the known classes.
 
         Raises:
-            DataError: classes, columns, shape, or range of values differ, or samples change at random.
+            DataError: classes, columns, shape or range of values differ, or samples change at random.
         """
         data.refuse_random("a trained model")
         return Dataset(
@@ -194,18 +194,18 @@ class InputSpec(Value):
         return self.samples(x, data.name, data.original_dtype)
 
     def samples(self, x: Tensor, name: str, original_dtype: str = "") -> Tensor:
-        """Return checked samples ``[N, *shape]`` that are not a table.
+        """Return checked samples ``[N, *shape]`` that do not come from a table.
 
-        A model that was trained on bytes accepts bytes, which are divided by 255, and floats from 0 to 1, which are
-        used unchanged. A model that was trained on floats uses floats unchanged.
+        A model trained on bytes accepts bytes, which are divided by 255, and floats from 0 to 1, which are used
+        unchanged. A model trained on floats uses floats unchanged.
 
         Args:
             x: bytes, floats, or tokens.
-            name: name for messages.
+            name: name used in messages.
             original_dtype: as `Dataset.original_dtype`.
 
         Raises:
-            DataError: shape, type or range of values differ. The message names the expected input.
+            DataError: shape, type or range of values differ. The message states the expected input.
         """
         if self.vocabulary:
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
@@ -217,7 +217,7 @@ class InputSpec(Value):
         if tuple(x.shape[1:]) != self.shape:
             last = x.ndim == 4 and (x.shape[3], *x.shape[1:3]) == self.shape
             raise DataError(
-                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model needs {_text(self.shape)}"
+                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
                 + (". The channels are last: pass numpy.moveaxis(x, -1, 1)" if last else "")
             )
         refuse_other_numbers(x, name, self.pixels, original_dtype)
@@ -280,11 +280,11 @@ class InputSpec(Value):
 
 
 def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
-    """Return a federation of one client with all samples. A table is scaled on the client's training part.
+    """Return a federation with one client that has all samples. Tables are scaled on the client's training part.
 
     Args:
         data: result of `InputSpec.take`.
-        holdout: share of the samples for its test part, in [0, 1). Every class keeps a training sample.
+        holdout: share of the samples in the test part, in [0, 1). At least one sample of each class stays in training.
         seed: seed of the split.
 
     Raises:
@@ -302,7 +302,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
 
 
 def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:
-    """Return a column's values as the old data's codes."""
+    """Return a column's values encoded like the old data."""
     if bool(old.levels) != bool(new.levels):
         what = {True: "codes", False: "numbers"}
         raise DataError(

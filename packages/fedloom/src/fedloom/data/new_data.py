@@ -1,4 +1,4 @@
-"""NewData: files and data sets that appear after a run, read with the options of the run that apply."""
+"""NewData: files and data sets that appear after a run, read with those options of the run that still apply."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fedloom.errors import DataError, NoSamples
 from fedloom.values import fields_of
 
 DETECTED_OPTION_DEFAULTS = {"separator": (",", ";", "\t", "|"), "decimal": (".", ",")}
-"""Options that are detected again for each file, unless the run used another value."""
+"""Options that are detected again for each file, unless the run set a different value."""
 FILE_OPTIONS = ("header", "skip", "encoding", "sheet", "labels", "catalog")
-"""Options for the layout of a file, which do not apply to a file of another format."""
+"""Options for the layout of a file, which do not apply to a file in a different format."""
 FIXED_TABLE_OPTIONS = (
     "agreement",
     "categorical",
@@ -38,13 +38,13 @@ FIXED_TABLE_OPTIONS = (
     "unit",
     "scale",
 )
-"""Options of a table that a trained model determines."""
+"""Table options that a trained model determines."""
 
 
 def client_column_of(conversion: Mapping[str, Any]) -> str | None:
-    """Return the column of clients in the options of a run's data, or None without it.
+    """Return the client column in the options of a run's data, or None if the options do not name a client column.
 
-    Earlier versions call it ``users``.
+    Earlier versions called this option ``users``.
     """
     column: str | None = conversion.get("client_column", conversion.get("users"))
     return column
@@ -60,16 +60,16 @@ class NewData(NamedTuple):
 
     @property
     def factors(self) -> Factors:
-        """Factors by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`."""
+        """Factors by which columns are multiplied (see `fedloom.data.sources.tabular.TableSource`)."""
         factors: Factors = self.options.get("factors", {})
         return factors
 
     def labelled(self, facts: InputSpec, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Return new labeled data in the old data's terms: columns are matched by name, and others are ignored.
+        """Return new labeled data expressed like the old data: columns are matched by name, and others are ignored.
 
         Args:
-            facts: facts of the training data of the models.
-            data: name or path, in the form of ``[data] source``.
+            facts: facts about the training data of the models.
+            data: name or path, as in ``[data] source``.
             data_dir: folder of data sets.
 
         Raises:
@@ -86,9 +86,9 @@ class NewData(NamedTuple):
     def rows(
         self, facts: InputSpec, data: object, data_dir: str | Path | None = None, keep: Sequence[str] = ()
     ) -> NewRows:
-        """Return rows without labels, from a file or from memory.
+        """Return rows without labels, read from a file or taken from memory.
 
-        Arguments and errors as in `labelled` and `new_rows`.
+        The arguments and errors are the same as for `labelled` and `new_rows`.
         """
         users, factors = client_column_of(self.options), self.factors
         if not isinstance(data, str | Path):
@@ -112,7 +112,7 @@ class NewData(NamedTuple):
             return new_rows(facts, raw, str(data), users, factors, keep)
 
     def source(self, data: str | Path, facts: InputSpec) -> Source:
-        """Return the reader of new data, with the options of the run that apply to it."""
+        """Return the reader of new data, with those options of the run that apply to the new data."""
         options = {k: v for k, v in self.options.items() if k not in ("source", "path")}
         name = self.options.get("source", "")
         named = SOURCES.get(name)

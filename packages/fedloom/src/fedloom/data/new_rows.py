@@ -1,4 +1,4 @@
-"""Rows without labels, in the terms of the training data of a model."""
+"""Rows without labels, expressed like a model's training data."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ class NewRows(NamedTuple):
     """Rows to predict.
 
     Attributes:
-        x: raw columns ``[N, p]`` float64 of a table, in the order of training, with levels as codes and NaN for missing
-            cells.
-            Otherwise samples ``[N, *shape]``.
-        sites: owner of each row, from a column. None without such a column.
-        notes: sentences on filled cells.
-        files: file of each row, if each row is a separate file.
+        x: raw table columns ``[N, p]`` float64, in the order of training, with levels as codes and NaN for missing
+            cells. Otherwise samples ``[N, *shape]``.
+        sites: owner of each row, read from a column. None without an owner column.
+        notes: sentences about cells that were filled.
+        files: file of each row, if each row is stored in its own file.
         kept: columns that accompany the predictions, by name, as text.
     """
 
@@ -57,25 +56,25 @@ def new_rows(
     keep: Sequence[str] = (),
     days_since: Mapping[str, str] | None = None,
 ) -> NewRows:
-    """Return rows without labels in the form for a model: columns by name, levels by their old codes.
+    """Return rows without labels in the form that a model needs: columns by name, levels as their old codes.
 
     Args:
-        facts: facts of the training data of the model.
-        rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a table of pandas, pyarrow or polars,
-            columns by name, or an array ``[N, *shape]``, for a table without text an array of its columns, for a model
-            of sequences texts, or tokens ``[N, length]``. Columns that the model does not know are ignored. Samples may
+        facts: facts about the model's training data.
+        rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a pandas, pyarrow or polars table,
+            columns by name, or an array ``[N, *shape]``. For a table without text, an array of its columns. For a model
+            of sequences, texts or tokens ``[N, length]``. Columns that the model does not know are ignored. Samples may
             also be a list of arrays, tensors or pictures, a torch data set, or a data set of the hub: see
             `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`.
-        name: name for messages.
-        users: column that names the client of a row.
-        factors: factors by which columns are multiplied, see `fedloom.data.sources.tabular.TableSource`.
+        name: name used in messages.
+        users: column that names the client of each row.
+        factors: factors by which columns are multiplied (see `fedloom.data.sources.tabular.TableSource`).
         keep: columns of a table that are included in the result, such as a patient number.
-        days_since: columns of dates, and the column or date from which their days count. It is not allowed for an open
-            table.
+        days_since: date columns, each with the column or date from which its days are counted. It must not be set for
+            an open table.
 
     Raises:
-        DataError: columns do not exist, the shape differs, or numbers contain text. Without imputation, also missing
-            cells and unknown levels. One message lists all of them.
+        DataError: columns do not exist, the shape differs, or numeric columns contain text. Also raised, without
+            imputation, for missing cells and unknown levels. A single message lists all of them.
     """
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
         raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}. Read the file first")
@@ -120,7 +119,7 @@ def _replace_dates(
     days_since: Mapping[str, str] | None,
     facts: InputSpec,
 ) -> Iterator[Piece]:
-    """Yield cells with dates replaced by days, as in training."""
+    """Yield cells in which dates are replaced by days, as in training."""
     if not days_since or facts.table is None:
         return cells
     check_dates(days_since, names, problems.where)
@@ -179,7 +178,7 @@ def _read_columns(
 
 
 def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:
-    """Return texts ``[N]``, or tokens ``[N, length]``, as new rows."""
+    """Return texts ``[N]`` or tokens ``[N, length]`` as new rows."""
     if rows.dtype.kind != "U":
         wide = torch.from_numpy(rows) if rows.dtype.kind in "ui" else torch.zeros(0)
         if wide.ndim != 2:

@@ -1,4 +1,4 @@
-"""Order of the samples in a client's steps."""
+"""Order in which a client's steps use its samples."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedloom.seeds import Purpose, generator, states
 
 
 def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | None) -> Tensor:
-    """Return the positions of the batches of one client.
+    """Return the positions of the samples in one client's batches.
 
-    Every epoch is a new permutation cut into ceil(size / batch_size) batches, and the last batch may be shorter. The
-    batches depend only on (size, batch_size, gen): more steps do not change the first batches.
+    Every epoch is a new permutation that is cut into ceil(size / batch_size) batches. The last batch may be shorter.
+    The batches depend only on (size, batch_size, gen), so taking more steps does not change the first batches.
 
     Args:
-        size: number of samples of the client, >= 1.
-        batch_size: number of samples per step, >= 1. None is the full batch (in order, without a draw).
+        size: client's number of samples, >= 1.
+        batch_size: number of samples per step, >= 1. None means the full batch (in order, without a random draw).
         steps: number of steps, >= 0.
-        gen: generator of (seed, round, client, purpose). The full batch needs no generator.
+        gen: generator for (seed, round, client, purpose). A full batch needs no generator.
 
     Returns:
         positions [steps, batch_size] int64 in 0..size-1. -1 pads short batches.
@@ -47,7 +47,7 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
 
 
 MAX_PERMUTATION_SAMPLES = 1 << 27
-"""Number of samples from which PyTorch draws an order with another method."""
+"""Number of samples from which on PyTorch draws an order by a different algorithm."""
 
 
 @cache
@@ -60,21 +60,21 @@ def matches_torch() -> bool:
 def plans(
     sizes: Tensor, batch_size: int, steps: Tensor, seed: int, round: int, clients: Sequence[int], purpose: Purpose
 ) -> Tensor:
-    """Return the batches of many clients from one compiled loop: each client's `plan`, as narrow as the largest client.
+    """Return the batches of many clients from one compiled loop: each client's `plan`, as wide as the largest.
 
-    Valid if `matches_torch` is True and every client has fewer than `MAX_PERMUTATION_SAMPLES` samples.
+    The result is valid if `matches_torch` is True and every client has fewer than `MAX_PERMUTATION_SAMPLES` samples.
 
     Args:
-        sizes: numbers of samples ``[m]`` of the clients, >= 1.
+        sizes: number of samples of each client ``[m]``, >= 1.
         batch_size: number of samples per step, >= 1.
-        steps: ``[m]`` numbers of steps.
-        seed: seed that names the generators, with the next three arguments.
+        steps: number of steps of each client ``[m]``.
+        seed: seed that, together with the next three arguments, identifies the generators.
         round: round of the run.
         clients: ids of the clients.
         purpose: purpose of the draws.
 
     Returns:
-        positions ``[most steps, m, b]``, b at most ``batch_size``. -1 pads.
+        positions ``[most steps, m, b]``, where b is at most ``batch_size``. -1 pads.
     """
     from fedloom import kernels
 

@@ -1,4 +1,4 @@
-"""Bytes and floats: the numbers that a model accepts, depending on its training data."""
+"""Bytes and floats: which numbers a model accepts, depending on its training data."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fedloom.data.dataset import Dataset
 from fedloom.errors import DataError
 
 FLOAT_TYPE_PREFIXES = ("float", "bfloat")
-"""Prefixes of the names of types with a fraction."""
+"""Name prefixes of types that can store fractions."""
 ROUNDING_TOLERANCE = 1e-3
-"""Largest excess of floats over the range 0 to 1 at which the error suggests clipping.
+"""Largest excess of floats beyond the range 0 to 1 for which the error suggests clipping.
 
 The excess is 1e-7 for a resized image. A quarter of a gray level is 1e-3. The excess is 1 for normalized samples.
 """
@@ -23,18 +23,19 @@ def came_as_bytes(data: Dataset) -> bool:
 
 
 def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str = "") -> None:
-    """Raise if the numbers of samples differ in type or range from the numbers that a model accepts.
+    """Raise if samples differ in number type or range from the numbers that a model accepts.
 
     Args:
         x: samples ``[N, ...]``.
-        name: name for messages.
+        name: name used in messages.
         pixels: True if the model was trained on bytes. Such a model accepts bytes, which are divided by 255, and floats
-            from 0 to 1 unchanged. Other models accept floats unchanged. Integers and booleans are floats for a model
-            trained on floats, as in its training. For a model trained on bytes, their meaning is ambiguous.
+            from 0 to 1, which are used unchanged. All other models use floats unchanged. A model trained on floats
+            treats integers and booleans as floats, as in training. For a model trained on bytes, the meaning of
+            integers and booleans is ambiguous.
         original_dtype: as `Dataset.original_dtype`.
 
     Raises:
-        DataError: the numbers differ, or are NaN or Inf. The message names the expected input.
+        DataError: the numbers differ in type or range, or are NaN or Inf. The message states the expected input.
     """
     dtype = original_dtype or str(x.dtype).removeprefix("torch.")
     odd = ~x.isfinite().flatten(1).all(1)
@@ -60,7 +61,7 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
 
 
 def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
-    """Return advice on samples outside bytes and floats from 0 to 1 for a model trained on bytes."""
+    """Return advice for samples that are neither bytes nor floats from 0 to 1, for a model trained on bytes."""
     if dtype == "bool":
         return "give x.astype('float32'), in which True is white, or bytes"
     if low >= 0 and high <= 255 and bool((x == x.floor()).all()):

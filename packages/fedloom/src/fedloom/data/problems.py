@@ -1,6 +1,6 @@
-"""Synthetic problems with a known answer, in which all clients have the same number of samples.
+"""Synthetic problems with known answers, in which all clients have the same number of samples.
 
-Therefore the mean over clients is the mean over samples. The tests contain the answers and check them.
+The mean over clients therefore equals the mean over samples. The tests contain the answers and check them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 
 class _Equal(Source):
-    """Base class of the problems: equal clients, and the data set of their features and targets."""
+    """Base class of the problems: clients of equal size, and a data set of their features and targets."""
 
     clients: int = Field(default=10, ge=1, description="number of clients m")
     samples: int = Field(default=20, ge=1, description="N, number of samples per client")
@@ -28,7 +28,7 @@ class _Equal(Source):
     seed: int = Field(default=0, ge=0, description="seed of the problem")
 
     def _dataset(self, name: str, x: Floats, y: Floats, task: Task = "regression") -> Dataset:
-        """Return x [m, N, d], y [m, N, k] as one data set with the clients as users."""
+        """Return x [m, N, d] and y [m, N, k] as one data set whose users are the clients."""
         flat = torch.from_numpy(x.reshape(-1, x.shape[-1]))
         users = torch.arange(self.clients).repeat_interleave(self.samples)
         target = torch.from_numpy(y.reshape(len(flat), -1))
@@ -46,11 +46,11 @@ class _Equal(Source):
 class LinearRegression(_Equal):
     """Federated linear regression of FLAME, section V-D and appendix B: y = X_i theta_i + z, X_i' X_i = N b I.
 
-    After one round of exact steps from 0, client i sends q * (least squares solution), q = 1 for pFedMe and Ditto. The
-    last `malicious` clients attack with strength gamma. Corrections to the paper: the variance of the least squares
-    solution is sigma^2/(b N) throughout (Eq. 157 and 159 print b m), the sum in Eq. 161 is over benign clients, and the
-    thresholds of Proposition 2 are the minimizers of the losses as derived (the printed thresholds lack a norm).
-    Proposition 3 is valid if all theta_i have the same length (`equal_length`), which its proof requires. Otherwise it
+    After one round of exact steps from 0, client i sends q * (least squares solution), where q = 1 for pFedMe and
+    Ditto. The last `malicious` clients attack with strength gamma. Corrections to the paper: the variance of the least
+    squares solution is sigma^2/(b N) throughout (Eq. 157 and 159 print b m), the sum in Eq. 161 is over benign clients,
+    and the thresholds in Proposition 2 are the derived minimizers of the losses (the printed thresholds lack a norm).
+    Proposition 3 holds if all theta_i have the same length (`equal_length`), which its proof requires. Otherwise, it
     can fail.
     """
 
@@ -107,7 +107,7 @@ class SparseLogistic(_Equal):
 
 
 class LowRank(_Equal):
-    """Low-rank matrix regression: mean squared error + penalty * ||W||_*. y = W x + noise, W of low rank."""
+    """Low-rank matrix regression: mean squared error + penalty * ||W||_*. y = W x + noise, where W has low rank."""
 
     samples: int = Field(default=50, ge=1, description="N, number of samples per client")
     features: int = Field(default=12, ge=1, description="features")

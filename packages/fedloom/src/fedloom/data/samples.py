@@ -1,4 +1,4 @@
-"""Arrays from individual samples of torch data sets, lists and the Hugging Face hub."""
+"""Arrays built from individual samples of torch data sets, lists and the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEATURE_TARGET_NAMES = (
 
 
 TARGET_READINGS = 8
-"""Number of readings of some samples in which targets must not change."""
+"""Number of times that some samples are read to check that their targets do not change."""
 
 
 class Stack(NamedTuple):
@@ -40,9 +40,9 @@ class Stack(NamedTuple):
     Attributes:
         x: features ``[N, ...]``, bytes or float32.
         y: targets in their original form.
-        dtype: numpy's name of the type of the first sample.
-        pictures: True if samples were pictures, whose channels have been moved to the first axis.
-        reader: function that reads samples with other random changes. None: samples do not change.
+        dtype: numpy name of the first sample's type.
+        pictures: True if samples were pictures whose channels have been moved to the first axis.
+        reader: function that reads the samples again, with different random changes. None: samples do not change.
     """
 
     x: NDArray[Any]
@@ -53,21 +53,24 @@ class Stack(NamedTuple):
 
 
 def find_pair(obj: Any) -> tuple[Any, Any] | None:
-    """Return features and targets of a dictionary by their names. None if it does not contain such a pair."""
+    """Return the features and targets that a dictionary contains under known names.
+
+    The result is None if the dictionary does not contain such a pair.
+    """
     pairs = (pair for pair in FEATURE_TARGET_NAMES if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
     return next(((obj[x], obj[y]) for x, y in pairs), None)
 
 
 def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
-    """Return stacked features, which are never stored twice, and targets.
+    """Return stacked features, of which no second copy is ever stored, and targets.
 
     Args:
         samples: pairs of features and target.
-        name: name of the data set, for messages.
+        name: name of the data set, used in messages.
 
     Raises:
         DataError: samples differ in shape or type, or are not numbers.
-        NoSamples: no sample exists.
+        NoSamples: there are no samples.
     """
     x: GrowingRows | None = None
     y: list[Any] = []
@@ -99,7 +102,7 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
 
 
 def _numbers(value: object) -> NDArray[Any]:
-    """Return one sample as an array, with channels first for a picture and colors for a palette."""
+    """Return one sample as an array, with channels first for a picture, and with colors instead of a palette."""
     array = as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)  # type: ignore[attr-defined]
     if is_picture(value) and array.ndim == 3:
         array = array.transpose(2, 0, 1)
@@ -107,17 +110,19 @@ def _numbers(value: object) -> NDArray[Any]:
 
 
 def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> Stack:
-    """Return the stacked samples of a torch data set. If they change at random, one draw, and a reader of others.
+    """Return the stacked samples of a torch data set.
+
+    If samples change at random, return one draw, and a reader for more draws.
 
     Args:
-        obj: the data set, whose samples are pairs (features, target), or, if not ``labelled``, also features alone.
-        name: name for messages.
+        obj: data set whose samples are pairs (features, target), or, unless ``labelled`` is True, also features alone.
+        name: name used in messages.
         labelled: True if every sample needs a target.
 
     Raises:
         ConfigError: the data set has no length.
         DataError: a sample cannot be read, is not a pair, or its target, shape or type changes at random. Features may
-            change if the data set has positions and the global generators decide.
+            change if samples can be read by position and only the global generators determine the changes.
     """
 
     def pairs(places: Sequence[int] | None = None) -> Iterator[tuple[Any, Any]]:
@@ -172,17 +177,17 @@ def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = N
 def paired(
     samples: Iterable[object], name: str, labelled: bool = True, places: Sequence[int] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield features and target of every sample.
+    """Yield the features and target of each sample.
 
     Args:
-        samples: tuples (features, target), or dictionaries with both by the names of `FEATURE_TARGET_NAMES`.
-        name: name for messages.
-        labelled: True if every sample needs a target. Otherwise features alone are accepted, with the target 0.
-        places: numbers of the samples, for messages. None: 0, 1, ...
+        samples: tuples (features, target), or dictionaries that contain both under the names in `FEATURE_TARGET_NAMES`.
+        name: name used in messages.
+        labelled: True if every sample needs a target. Otherwise, features alone are accepted, and their target is 0.
+        places: numbers of the samples, used in messages. None: 0, 1, ...
 
     Raises:
-        DataError: a sample is something else. A list is also rejected, because two features look like features and
-            target.
+        DataError: a sample has any other form. A list is also rejected, because two features would look like features
+            and a target.
     """
     for k, entry in enumerate(samples):
         sample = find_pair(entry) or entry
@@ -202,17 +207,18 @@ def paired(
 
 
 def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, name: str) -> tuple[Stack, list[str]]:
-    """Return a column of features and a column of targets of a Hugging Face data set, stacked, and the owners.
+    """Return a feature column and a target column of a Hugging Face data set, stacked, and the owners.
 
     Args:
         obj: the data set.
-        x_name: column of features.
-        y_name: column of targets. None: targets are 0.
-        users: column of owners. None: no owners.
-        name: name for messages.
+        x_name: feature column.
+        y_name: target column. None: all targets are 0.
+        users: owner column. None: no owners.
+        name: name used in messages.
 
     Raises:
-        DataError: as in `stacked`, or a row differs in a second reading, for example because of ``set_transform``.
+        DataError: `stacked` rejects the samples, or a row differs when it is read again, for example because of
+            ``set_transform``.
     """
     image = type(obj.features.get(x_name)).__name__ == "Image"  # decoded as [height, width, channels]
     owners: list[str] = []
@@ -239,15 +245,15 @@ def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, na
 
 
 def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
-    """Return samples ``[N, ...]`` that need no target, and numpy's name of their original type.
+    """Return samples ``[N, ...]``, which need no targets, and the numpy name of their original type.
 
     Args:
-        rows: an array or tensor. A list of samples: arrays, tensors or pictures. A torch data set, whose targets are
-            ignored. A data set of the hub with a column of arrays or pictures.
-        name: name for messages.
+        rows: an array or tensor. Also accepted: a list of samples, which are arrays, tensors or pictures. A torch data
+            set, whose targets are ignored. A data set of the hub with a column of arrays or pictures.
+        name: name used in messages.
 
     Raises:
-        ConfigError: the argument is a tuple, which means features with their targets, or something else.
+        ConfigError: the argument is a tuple, which means features with targets, or has any other form.
         DataError: samples differ in shape or type.
     """
     if isinstance(rows, tuple):

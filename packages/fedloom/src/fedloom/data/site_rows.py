@@ -1,4 +1,4 @@
-"""Table as rows of numbers by site, for regressions that are fitted from sums."""
+"""Table as numeric rows by site, for regressions that are fitted from sums."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class SiteRows(NamedTuple):
     """Complete rows of a table.
 
     Attributes:
-        sites: columns ``[N, p]`` and targets ``[N, k]`` of every site.
-        columns: names of the columns. Every level of a text column except the first is a column.
+        sites: columns ``[N, p]`` and targets ``[N, k]`` of each site.
+        columns: names of the columns. Each level of a text column except the first is a separate column.
         names: names of the sites.
-        data: data set of the rows.
-        notes: sentences on rows that are left out.
-        test: columns and targets of every site's test rows, which `sites` does not contain. Empty if no test rows are
-            named.
+        data: data set that contains the rows.
+        notes: sentences about rows that are left out.
+        test: columns and targets of each site's test rows, which `sites` does not contain. It is empty if no test rows
+            are specified.
     """
 
     sites: list[tuple[Floats, Floats]]
@@ -46,13 +46,13 @@ def rows_by_site(
     """Return the complete rows of a table by site.
 
     Args:
-        source: reader of the table, which names the column with the owner of a row.
+        source: reader of the table, with the name of the column that contains each row's owner.
         data_dir: folder of data sets.
-        test: column, and its value in test rows. It is not a column of the regression.
-        changes: keys of the source that are replaced.
+        test: column, and the value that marks test rows. This column is not used in the regression.
+        changes: keys of the source to replace.
 
     Raises:
-        ConfigError: the source is not a table, or contains no column besides the target.
+        ConfigError: the source is not a table, or contains only the target column.
         DataError: a cell is not a number, or no row is complete.
     """
     if not isinstance(source, TableSource):
@@ -87,7 +87,7 @@ def rows_by_site(
 
 
 def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
-    """Return the rows ``[N]`` with a value in a column.
+    """Return a mask ``[N]`` of the rows with a given value in a column.
 
     Raises:
         ConfigError: no row or every row contains the value.
@@ -103,7 +103,7 @@ def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
 
 
 def column_names(table: Table) -> list[str]:
-    """Return the names of the columns of a regression: every level of a text column except the first is a column."""
+    """Return the column names of a regression: each level of a text column except the first is a column."""
     return [
         name
         for column in table.columns
@@ -112,7 +112,7 @@ def column_names(table: Table) -> list[str]:
 
 
 def numbers_of(table: Table, x: Tensor) -> Tensor:
-    """Return the numeric columns ``[N, p]`` of a regression. A missing level becomes the first."""
+    """Return the numeric columns ``[N, p]`` of a regression. A missing level is replaced by the first level."""
     blocks = [
         block
         for column, values in zip(table.columns, x.double().T, strict=True)
@@ -131,14 +131,14 @@ def survival_rows(
     """Return `rows_by_site` with times from 0 on and events as targets.
 
     Args:
-        source: as in `rows_by_site`. The source's target is not a column.
-        time: column of times. None: the source's target.
-        event: column with 1 for an event and 0 for no event. None: the source's.
+        source: reader of the table, as in `rows_by_site`. The source's target is not used as a column.
+        time: column that contains the times. None: the source's target.
+        event: column that contains 1 for an event and 0 for no event. None: the source's.
         data_dir: folder of data sets.
-        test: as in `rows_by_site`.
+        test: column and value, as in `rows_by_site`.
 
     Raises:
-        ConfigError: as in `rows_by_site`, or time and event are not named.
+        ConfigError: `rows_by_site` rejects the source, or time and event are not specified.
         DataError: see `rows_by_site`.
     """
     target, named, drop = (getattr(source, key, None) for key in ("target", "event", "drop"))

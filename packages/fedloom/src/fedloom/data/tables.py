@@ -1,4 +1,4 @@
-"""Table: imputation, missing flags, one-hot levels and scaling, fitted only on each client's training part."""
+"""Table: imputation, missing flags, one-hot levels and scaling, each fitted only on a client's training part."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MISSING_MARKERS = (
     "", "?", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "<NA>", "NaN", "nan", "-NaN", "-nan", "NULL", "null",
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
-"""Cells that mean missing in every table, in addition to its own markers: the defaults of pandas except None, and "?".
+"""Cells that mean missing in every table, besides the table's own markers: pandas' defaults except None, and "?".
 
-None is a level in many tables, for example of a treatment. The markers of a table may include it.
+In many tables, None is a level, for example of a treatment. The markers of a table may include None.
 """
 
 
 WHOLE_NUMBER_PATTERN = re.compile(r"([-+]?\d+)\.0+")
 """Pattern of an integer with zeros after its decimal point."""
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
-"""Truth values as text, in lower case, which are numbers in every table."""
+"""Truth values as text, in lower case, which count as numbers in every table."""
 
 
 def level(cell: object) -> str:
@@ -49,7 +49,7 @@ def number_of(cell: Any) -> float | None:
     """Return the number that a cell of any table represents. None for any other cell.
 
     A text is a number if it consists of ASCII digits without ``_``. Python also reads 1_000 and digits of other
-    scripts, but pandas and Arrow do not, and 1_0 could be 10, 1.0 or a code.
+    scripts, but pandas and Arrow do not, and 1_0 could mean 10, 1.0 or a code.
 
     >>> [number_of(cell) for cell in ("1e3", " 2 ", "True", 3, "1_000", "\u0661\u0662", "inf", "two")]
     [1000.0, 2.0, 1.0, 3.0, None, None, None, None]
@@ -68,7 +68,7 @@ def number_of(cell: Any) -> float | None:
 
 
 def is_number(cell: Any) -> bool:
-    """Return True if a cell is a finite number in digits. Truth values are not, see `number_of`."""
+    """Return True if a cell is a finite number written in digits. Truth values are not (see `number_of`)."""
     return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH_VALUES)
 
 
@@ -76,7 +76,7 @@ class Markers:
     """Cells that mean missing, by value: the marker -9 matches the number -9, and the texts "-9", " -9" and "-9.0".
 
     Args:
-        markers: texts. A marker that can be read as a number is compared as a number.
+        markers: texts. If a marker can be read as a number, it is compared as a number.
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -101,15 +101,15 @@ markers_of = lru_cache(maxsize=64)(Markers)
 FITTED_NUMBERS = 5
 """Number of values that are fitted to a column at a client."""
 MAX_RANGE_WIDTHS = 0.5
-"""Distance from the training range, in widths of this range, beyond which a single number is noted."""
+"""Distance from the training range, in widths of this range, beyond which even a single number is noted."""
 FAR_ROW_SHARE = 0.5
-"""Share of a column's rows above which a prediction has another exit code."""
+"""Share of a column's rows above which a prediction ends with a different exit code."""
 NOTED_ROW_SHARE = 0.1
 """Smallest share of a column's rows far from the training range that is noted."""
 
 
 class TableColumn(Value):
-    """One raw column: a number, or a code 0..levels-1. NaN is missing."""
+    """A raw column: a number, or a code 0..levels-1. NaN is missing."""
 
     name: str
     levels: int = Field(
@@ -131,16 +131,17 @@ class TableColumn(Value):
 
 
 class Table(Value):
-    """Conversion of raw columns [N, p] to features [N, q], client by client.
+    """Conversion of raw columns [N, p] to features [N, q], separately for each client.
 
-    A number: missing values become the median of the client's observed training values, then the column is centered and
-    divided by its standard deviation over the client's training part (by 1 if that is 0), unless switched off. A code:
-    missing values become the client's most frequent training level, then one feature per level of the schema. A column
-    with fewer than `min_observed` observed training values at a client is 0 for this client. A flagged column gets an
-    additional feature: 1 if the value was missing. Nothing is fitted across clients or on validation or test parts.
+    For a number, missing values become the median of the client's observed training values. The column is then centered
+    and divided by its standard deviation over the client's training part (by 1 if the standard deviation is 0), unless
+    scaling is switched off. A code: missing values become the client's most frequent training level, followed by one
+    feature per level of the schema. A column with fewer than `min_observed` observed training values at a client is 0
+    for this client. A flagged column has an additional feature: 1 if the value was missing. Nothing is fitted across
+    clients, or on validation or test parts.
 
-    The same scaling applies to training, evaluation, prediction, exports and deployments: the rows of a client are
-    encoded with the fit to its training part, for every model. A new client, which has no training part, uses
+    The same scaling applies to training, evaluation, prediction, exports and deployments: a client's rows are always
+    encoded with the fit to its training part, whatever the model. A new client, which has no training part, uses
     `typical`.
     """
 
@@ -155,7 +156,7 @@ class Table(Value):
 
     @classmethod
     def numeric(cls, count: int) -> Table:
-        """Return a table of `count` numeric columns without missing values."""
+        """Return a table with `count` numeric columns that have no missing values."""
         return cls(columns=tuple(TableColumn(name=f"x{i}") for i in range(count)), min_observed=1)
 
     @property
@@ -164,21 +165,22 @@ class Table(Value):
         return sum(max(column.levels, 1) + column.flag for column in self.columns)
 
     def unmarked(self, x: Tensor) -> Tensor:
-        """Return raw columns ``[N, p]`` with NaN for numbers that mean missing."""
+        """Return raw columns ``[N, p]`` with NaN in place of numbers that mean missing."""
         marks = torch.tensor(markers_of(self.missing).numbers, dtype=x.dtype)
         numbers = torch.tensor([not column.levels for column in self.columns])
         return torch.where(torch.isin(x, marks) & numbers, torch.nan, x) if len(marks) else x
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Return features [N, q] float32, see `Prepare`."""
+        """Return features [N, q] float32 (see `Prepare`)."""
         return self.encode(x, owner, self.fit(x, owner, train))
 
     def fit(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Return a summary of the columns of every client's training part. Arguments as `Prepare`.
+        """Return a summary of the columns in each client's training part. Arguments as `Prepare`.
 
         Returns:
-            [n, p, 5] float64: the value that fills a missing value, the value that is subtracted, the value that
-            divides, and the 1st and 99th percentiles of the observed values. NaN for a column with too few observed
+            [n, p, 5] float64: the value that fills missing cells, the value that is subtracted, the value by which
+            numbers are divided, and the 1st and 99th percentiles of the observed values. NaN for a column with too few
+            observed
             values.
 
         Raises:
@@ -210,8 +212,8 @@ class Table(Value):
     def typical(self, fitted: Tensor) -> Tensor:
         """Return typical columns ``[p, .]`` for a client without a training part, from other clients' ``[n, p, .]``.
 
-        A number gets the medians over the clients that observed it, and the widest bounds. A code gets the most
-        frequent fill level of the clients.
+        A numeric column has the medians over the clients that observed it, and the widest bounds. A coded column has
+        the clients' most frequent fill level.
         """
         middle = torch.stack([column.nanquantile(0.5, dim=0) for column in fitted.unbind(1)])
         for k, column in enumerate(self.columns):
@@ -223,11 +225,11 @@ class Table(Value):
         return middle
 
     def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return sentences on numbers of raw columns ``[N, p]`` far from the training, with the fit ``[p, .]``.
+        """Return sentences about numbers of raw columns ``[N, p]`` far from the training data, with the fit ``[p, .]``.
 
-        A number is far if it exceeds the bounds of the training by more than a standard deviation, or, in a column with
+        A number is far away if it exceeds the training bounds by more than a standard deviation, or, in a column with
         an agreed range, if it is outside this range. A column is reported if at least `NOTED_ROW_SHARE` of its rows are
-        far, or if a single number exceeds the bounds by `MAX_RANGE_WIDTHS` of the width.
+        far away, or if a single number exceeds the bounds by `MAX_RANGE_WIDTHS` times the width.
         """
         sentences = []
         for k, column in enumerate(self.columns):
@@ -256,9 +258,10 @@ class Table(Value):
         return sentences
 
     def find_far(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return the columns of raw ``[N, p]`` with most numbers outside the training range.
+        """Return the columns of raw ``[N, p]`` in which most numbers are outside the training range.
 
-        Such columns have another unit, or describe another population. Bounds and ``fitted`` as in `strange`.
+        Such columns are in a different unit or describe a different population. The bounds and ``fitted`` are as in
+        `strange`.
         """
         far = []
         for k, column in enumerate(self.columns):
@@ -301,10 +304,10 @@ class Table(Value):
 
 
 class Fitted(NamedTuple):
-    """Table with its fit at every client ``[n, p, 5]``, see `Table.fit`.
+    """Table with its fit at each client ``[n, p, 5]`` (see `Table.fit`).
 
     Attributes:
-        table: table with the columns.
+        table: table that contains the columns.
         values: values of the fit.
         raw: raw columns [N, p], which analyses of rows need.
     """
@@ -315,11 +318,11 @@ class Fitted(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """Conversion of one client's raw columns to features: the common transform, as a graph that can be exported.
+    """Conversion of one client's raw columns to features: the common transform, as an exportable graph.
 
     Args:
         columns: columns of the table.
-        fitted: fit ``[p, .]`` of the columns, see `Table.fit`.
+        fitted: fit ``[p, .]`` of the columns (see `Table.fit`).
     """
 
     def __init__(self, columns: tuple[TableColumn, ...], fitted: Tensor) -> None:
@@ -340,7 +343,7 @@ class Encoder(nn.Module):
         self.register_buffer("order", torch.argsort(torch.tensor(blocks), stable=True))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Return features ``[b, q]`` float32, in the order of the table's columns, of raw columns ``[b, p]``."""
+        """Return features ``[b, q]`` float32 for raw columns ``[b, p]``, in the order of the table's columns."""
         missing, (fill, centre, scale) = samples.isnan(), self.fitted.unbind(0)
         full = torch.where(missing, fill, samples.double())
         scaled = torch.where(self.complete, (full - centre) / scale, 0.0)
@@ -354,6 +357,6 @@ class Encoder(nn.Module):
 
 
 def _clients(owner: Tensor) -> list[Tensor]:
-    """Return the rows of every client, in their order."""
+    """Return the rows of each client, in their order."""
     order = torch.argsort(owner, stable=True)
     return list(order.split(torch.bincount(owner + 1).tolist()))[1:]

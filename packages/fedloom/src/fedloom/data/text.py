@@ -1,4 +1,4 @@
-"""Text as tokens: numbers in a vocabulary, where 0 is padding at the end of a sequence."""
+"""Text as tokens: numbers in a vocabulary, where 0 is the padding at the end of a sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 PAD_TOKEN, UNKNOWN_TOKEN = "<pad>", "<unk>"
-"""The first two entries of a vocabulary that is built from text."""
+"""First two entries of a vocabulary that is built from text."""
 
 NO_LABEL = -1
 """Target of a position that never counts: padding, or a position with an unknown label."""
@@ -37,12 +37,12 @@ def level_of(vocabulary: Sequence[str]) -> Level:
 
 
 def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, least: int = 1) -> tuple[str, ...]:
-    """Return a vocabulary: padding, the unknown token, and the tokens of texts in alphabetical order.
+    """Return a vocabulary: padding, the unknown token, and the tokens of the texts in alphabetical order.
 
     Args:
         texts: all texts.
         level: type of a token.
-        most: largest number of entries. The most frequent tokens are kept. None: all.
+        most: largest number of entries. If there are more tokens, the most frequent ones are kept. None: all.
         least: smallest number of occurrences of a token.
 
     >>> vocabulary_of(["abba", "ac"], "character", least=2)
@@ -56,7 +56,8 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
 def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Tensor:
     """Return texts as tokens, int32 ``[N, length]``: padded at the end, with 1 for tokens outside the vocabulary.
 
-    Longer texts are cut to the first words, or the last characters. A text without tokens becomes one unknown token.
+    Longer texts are cut to their first words, or their last characters. A text without tokens becomes a single unknown
+    token.
     """
     level, code = level_of(vocabulary), {token: k for k, token in enumerate(vocabulary)}
     out = np.zeros((len(texts), length), np.int32)
@@ -68,14 +69,17 @@ def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Ten
 
 
 def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tensor:
-    """Return tokens of one vocabulary, ``names``, in another. Missing tokens become 1."""
+    """Return tokens that refer to the vocabulary ``names`` as tokens of another vocabulary.
+
+    Tokens that the other vocabulary lacks become 1.
+    """
     place = {token: k for k, token in enumerate(vocabulary)}
     code = torch.tensor([0, *(place.get(token, 1) for token in names[1:])], dtype=torch.int32, device=x.device)
     return x if tuple(names) == tuple(vocabulary) else code[x.long()]
 
 
 def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
-    """Yield sentences on errors in the tokens of samples."""
+    """Yield sentences about errors in the tokens of samples."""
     if x.dtype not in (torch.int32, torch.int64) or x.ndim != 2:
         yield f"tokens must be whole numbers [N, length] (int32 or int64), got {x.dtype} {[*x.shape]}. Encode the text"
         return
@@ -100,7 +104,7 @@ def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
 
 
 def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
-    """Yield errors in the labels of positions, ``[N, length]``, with -1 for no label."""
+    """Yield errors in the labels of positions ``[N, length]``, with -1 for no label."""
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
             f"labels of positions must be int64 like the tokens {[*x.shape]}, got {y.dtype} "
@@ -114,7 +118,7 @@ def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
 
 
 def wrong_range(y: Tensor, classes: int) -> Iterator[str]:
-    """Yield sentences on labels of positions ``[N, length]`` that are not classes, and on samples without labels."""
+    """Yield sentences about labels of positions ``[N, length]`` that are not classes, and samples without labels."""
     if int(y.min()) < NO_LABEL or int(y.max()) >= classes:
         yield f"labels must be within 0..{classes - 1}, or -1 for none, got {int(y.min())}..{int(y.max())}"
     without = (y < 0).all(1)

@@ -1,6 +1,6 @@
-"""Checkpoints of a run, and the fingerprint on which they and all ranks must agree.
+"""Checkpoints of a run, and the fingerprint on which checkpoints and all ranks must agree.
 
-With several ranks, the first one reads and writes for all.
+With several ranks, the first rank reads and writes for all.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ UNATTACKED_NOTE = "no attacker took part in any round, so nothing was attacked"
 
 
 class Resumed(NamedTuple):
-    """A run, as its newest checkpoint contains it.
+    """A run as its newest checkpoint describes it.
 
     Attributes:
         state: state from which the run continues.
-        stop: reason why the run had ended there. None if the same command resumes it.
-        detail: round, clients and numbers of that end.
-        diverged: round by which the run had diverged, if it continued to its end.
-        extras: further values that this kind of run saves.
+        stop: reason why the run ended in this state. None if the same command resumes the run.
+        detail: round, clients and numbers of this end.
+        diverged: round by which the run had diverged, for a run that still continued to its end.
+        extras: additional values that this kind of run saves.
     """
 
     state: State
@@ -56,9 +56,9 @@ class RunCheckpoints:
 
     Args:
         job: the run.
-        folder: the folder of the checkpoints.
+        folder: checkpoint folder.
         mark: fingerprint on which the checkpoints must agree. None: the job's fingerprint.
-        every_round: True saves after every round, however recent the last checkpoint is.
+        every_round: True to save after every round, however recent the last checkpoint is.
     """
 
     def __init__(self, job: Job, folder: Path | None, mark: str | None = None, *, every_round: bool = False) -> None:
@@ -72,7 +72,7 @@ class RunCheckpoints:
         self._saved = time.monotonic()
 
     def resume(self, start: State) -> Resumed:
-        """Read the newest checkpoint. Without a checkpoint, return ``start``."""
+        """Read the newest checkpoint. If there is no checkpoint, return ``start``."""
         resumed, ranks = self._resume(start), self._job.ranks
         if ranks.size == 1:
             return resumed
@@ -105,10 +105,10 @@ class RunCheckpoints:
         return Resumed(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
-        """Return the rounds of a shorter run that ended in the folder and that this run continues.
+        """Return the number of rounds of a shorter run that ended in the folder and that this run continues.
 
         Raises:
-            RunDirError: something in the run depends on the number of rounds, so the longer run is a different one.
+            RunDirError: part of the run depends on the number of rounds, so the longer run is a different run.
         """
         meta, rounds = checkpoints.meta() if self._extends else None, self._job.setting.rounds
         before = update_numbers((meta or {}).get("numbers") or {})
@@ -128,7 +128,7 @@ class RunCheckpoints:
     def save(
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
     ) -> None:
-        """Write a checkpoint of the state. JSON must be able to represent ``extras``."""
+        """Write a checkpoint of the state. ``extras`` must be representable in JSON."""
         self._job.locations.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:
@@ -143,7 +143,7 @@ class RunCheckpoints:
         self._saved = time.monotonic()
 
     def is_due(self) -> bool:
-        """Return whether the last checkpoint is old enough for another one."""
+        """Return True if the last checkpoint is old enough for a new one."""
         return (
             self._saves
             and not self.every_round
@@ -152,7 +152,7 @@ class RunCheckpoints:
 
 
 def find_round_readers(setting: Setting) -> list[str]:
-    """Name the choices of a run not given that read the number of rounds, as ``aggregation_weights.beta``."""
+    """Name the options that are not given but depend on the number of rounds, such as ``aggregation_weights.beta``."""
     options_open = list[str]()
     parts = {"algorithm": setting.method, **{name: value for name, value in setting if isinstance(value, Value)}}
     for name, part in parts.items():
@@ -167,14 +167,14 @@ def find_round_readers(setting: Setting) -> list[str]:
 
 
 def _replace_rounds(job: Job, rounds: int) -> Job:
-    """Return the run with another number of rounds, and the same stores."""
+    """Return the run with a different number of rounds and the same stores."""
     other = copy.copy(job)
     other.__dict__.update(setting=job.setting.with_(rounds=rounds))
     return other
 
 
 def fingerprint(job: Job) -> str:
-    """Return 16 hexadecimal digits of everything on which a run's numbers depend."""
+    """Return 16 hexadecimal digits that identify everything on which a run's numbers depend."""
     data = hashlib.blake2b(job.alpha.cpu().numpy().tobytes(), digest_size=16)
     for part in sorted(job.eval_fed.parts):
         data.update(job.eval_fed.parts[part].index.cpu().numpy().tobytes())
@@ -196,7 +196,7 @@ def fingerprint(job: Job) -> str:
 
 
 def _external_digests(job: Job) -> dict[str, str]:
-    """Return digests of a run's external inputs: frozen parameters, a weight file, a file of devices."""
+    """Return digests of a run's external inputs: frozen parameters, a weight file, a device file."""
     frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
     digests = dict[str, str]()
     if isinstance(job.setting.devices, Trace):
@@ -213,7 +213,7 @@ def _external_digests(job: Job) -> dict[str, str]:
 
 
 def _user_code(setting: Setting) -> list[Any]:
-    """Return the classes and functions that may be a user's."""
+    """Return the classes and functions that a user may have written."""
     return [*(type(value) for _, value in setting), *(f.call for f in setting.task.functions)]
 
 
@@ -221,7 +221,7 @@ def check_ranks(job: Job) -> None:
     """Raise if the ranks would not compute the same numbers.
 
     Raises:
-        ConfigError: experiment, data, libraries or processor instructions differ.
+        ConfigError: the ranks' experiments, data, libraries or processor instructions differ.
     """
     if job.ranks.size == 1:
         return

@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class ScoredState(Protocol):
-    """A run's state with its scores (`fedloom.engine.state.State`)."""
+    """State of a run with its scores (`fedloom.engine.state.State`)."""
 
     @property
     def round(self) -> int:
-        """Number of rounds that the run has taken."""
+        """Number of completed rounds."""
         ...
 
     @property
     def records(self) -> Records:
-        """Records of the run until this round."""
+        """Records of the run up to this round."""
         ...
 
 
 class EarlyStop(Value):
-    """Ends a run whose validation metric has not improved in the last evaluations.
+    """Ends a run whose validation metric has not improved in the most recent evaluations.
 
     The metric is the mean over clients. With ``result = "best"``, the result is the best evaluated round instead of the
-    last one. fedloom plays the rounds up to it again, so the run costs up to twice as much. As a callback, it only ends
-    the run.
+    last round. fedloom plays the rounds up to the best round again, so the run costs up to twice as much. As a
+    callback, EarlyStop only ends the run.
     """
 
     metric: str = Field("loss", description="metric that should improve (`fedloom.metrics.METRICS`)")
@@ -68,18 +68,18 @@ class EarlyStop(Value):
         return f"{what} has not improved on {history[last][1]:.4g} since round {history[last][0]}"
 
     def best_round(self, records: Records) -> int | None:
-        """Return the best evaluated round from 1 on. None if the metric was never measured."""
+        """Return the best evaluated round, from 1 on. None if the metric was never measured."""
         history = [(round, value) for round, value in self._history(records)[1] if round]
         return history[self._best(history)][0] if history else None
 
     def _history(self, records: Records) -> tuple[str, list[tuple[int, float]]]:
-        """Return the monitored model, and its metric by round."""
+        """Return the monitored model and its metric by round."""
         models = {r.model for r in records.items if self._is_mine(r)}
         model = self.model or ("personal" if "personal" in models else "global")
         return model, [(r.round, float(r.values[0])) for r in records.items if self._is_mine(r) and r.model == model]
 
     def _best(self, history: list[tuple[int, float]]) -> int:
-        """Return the index of the best value, the first among values that differ by at most ``least``."""
+        """Return the index of the best value, which is the first among values that differ by at most ``least``."""
         sign = -1.0 if facts(self.metric).higher else 1.0
         best, last = history[0][1], 0
         for k, (_, value) in enumerate(history):

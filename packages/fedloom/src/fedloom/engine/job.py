@@ -1,4 +1,4 @@
-"""Job: facts of a run that every process knows, fixed before the first round."""
+"""Job: facts about a run that every process knows, fixed before the first round."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fedloom.storage.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobFacts):
-    """A problem with storage for the clients' state, and the processes that compute it.
+    """Problem with storage for the clients' state, and with the processes that compute it.
 
     Attributes:
-        workers: number of processes forked from this one.
+        workers: number of processes forked from this process.
         ranks: processes that run together.
         clients: state rows of the clients.
-        kept: the server's stored rows of every client.
-        models: last models of the clients for a mixer, if `kept` does not contain them.
-        summed: accumulated uploads of every client (`summed_fields`).
-        residue: every client's differences that the channel has not sent.
-        optimizer: states of every client's optimizers, if they are stored.
-        locations: the machines that have the latest row of every client.
+        kept: rows that the server stores for each client.
+        models: clients' last models for a mixer, if `kept` does not contain them.
+        summed: accumulated uploads of each client (`summed_fields`).
+        residue: for each client, the parts of differences that the channel has not sent.
+        optimizer: optimizer states of each client, if they are stored.
+        locations: machines that have the latest row of each client.
     """
 
     workers: int
@@ -46,7 +46,7 @@ class Job(JobFacts):
 
     @property
     def stores(self) -> dict[str, Store[Fields]]:
-        """All state that is stored by client."""
+        """All state that is stored per client."""
         return {
             "clients": self.clients,
             "kept": self.kept,
@@ -58,24 +58,24 @@ class Job(JobFacts):
 
     @property
     def state_stores(self) -> dict[str, Store[Fields]]:
-        """Return the clients' states, by the names of `fedloom.engine.clients.chunk.ClientState`."""
+        """Return the clients' states, under the names that `fedloom.engine.clients.chunk.ClientState` uses."""
         return {"rows": self.clients, "residue": self.residue, "optimizer": self.optimizer}
 
     def drop_states(self) -> Job:
-        """Return the run at a server whose clients store their own state."""
+        """Return the run as it is at a server whose clients store their own state."""
         none: Store[Fields] = Store(self.n, Nothing())
         locations = RowLocations(self.ranks, {**self.stores, "clients": none, "residue": none, "optimizer": none})
         return replace(self, clients=none, residue=none, optimizer=none, locations=locations, memory=None)
 
     def replace_shares(self, alpha: Tensor | None) -> Job:
-        """Return the run with other shares of the objective ``[n, 1]`` and the same stores. None: this run."""
+        """Return the run with different shares in the objective ``[n, 1]`` and the same stores. None: this run."""
         return self if alpha is None else replace(self, alpha=alpha)
 
     def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
-        """Return the local problems of clients in a round, with the replayed batches if they train.
+        """Return the local problems of clients in a round, with the replayed batches if the clients train.
 
-        With ``steps [m]`` they take that number of steps. Stored states of their optimizers continue from the previous
-        round.
+        If ``steps [m]`` is given, clients take that number of steps. If optimizer states are stored, the optimizers
+        continue from the previous round.
         """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
         fixed_batches, projection = self.replay.fixed_batches(round, ids) if trains else None, self.replay.projection
@@ -96,7 +96,7 @@ class Job(JobFacts):
         )
 
     def changed_from(self, down: Fields, up: Fields, ids: Tensor) -> Tensor:
-        """Return the server's base of a difference upload, see `Messages.tracks`."""
+        """Return the server's base for a difference upload (see `Messages.tracks`)."""
         if not self.messages.tracks:
             return self.algorithm.received(down, up)
         row: Tensor = getattr(self.kept.read(ids), self.primary)
@@ -112,7 +112,10 @@ class Job(JobFacts):
         return down if mixer is None else self._mix_download(mixer, down, ctx)
 
     def _mix_download(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
-        """Replace the model in a download by every client's mixture, of a part only the sent coordinates."""
+        """Replace the model in a download by each client's mixture.
+
+        For a part, only the coordinates that are sent are replaced.
+        """
         if not mixer.mixing_weight:
             return down
         models, name = (self.models, "w") if self.models.template else (self.kept, self.primary)
@@ -137,7 +140,10 @@ class Job(JobFacts):
         return down._replace(**{down._fields[0]: mixed})
 
     def _robust_mixture(self, round: int) -> Rule:
-        """Return the aggregator as a mixer's rule. With too few models, a mixture is the client's own model."""
+        """Return the aggregator as a rule for a mixer.
+
+        If there are too few models, the mixture is the client's own model.
+        """
         aggregator, name = self.setting.aggregator, self.primary
         assert aggregator is not None
 

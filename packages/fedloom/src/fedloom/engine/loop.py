@@ -1,4 +1,4 @@
-"""The loop: rounds, their evaluation and their checkpoints, in a simulation and in a deployment."""
+"""Main loop: rounds, their evaluation and their checkpoints, in a simulation and in a deployment."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fedloom.processes.clients import Clients
 
 
 class End(NamedTuple):
-    """The end of a run.
+    """How a run ended.
 
     Attributes:
         state: the run after its last round.
-        stop: reason why it ended.
+        stop: reason why the run ended.
         detail: round, clients and numbers of an early end.
-        diverged: round by which the run had diverged, if it continued to its end.
+        diverged: round by which the run had diverged, for a run that still continued to its end.
     """
 
     state: State
@@ -34,12 +34,12 @@ class End(NamedTuple):
 
 
 class Hooks:
-    """Actions of a kind of run around its rounds. This base class does nothing.
+    """Actions that a kind of run takes around its rounds. This base class does nothing.
 
     Attributes:
-        scores_with_training: True if clients evaluate the models of a round together with the next training, in one
-            message.
-        robust_losses: True if the median of the clients' losses, and not their mean, decides whether the run diverges.
+        scores_with_training: True if clients evaluate the models of a round together with the next training, in a
+            single message.
+        robust_losses: True if divergence is judged by the median of the clients' losses, and not by their mean.
         pause: round after which the run is evaluated and interrupted. None: the run continues.
     """
 
@@ -48,14 +48,14 @@ class Hooks:
     pause: int | None = None
 
     def prepare_round(self, state: State) -> RunStopped | None:
-        """Prepare the next round. Return the reason why it must not start, if there is one."""
+        """Prepare the next round. Return the reason why the next round must not start, or None."""
         return None
 
     def ask_for_scores(self, state: State) -> None:
         """Let the next training also return the scores of this state, which `evaluate` then uses."""
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        """Return the state with its scores in the records, and a sentence if the run cannot continue from them."""
+        """Return the state with its scores in the records, and a sentence if the run cannot continue with them."""
         return state, ""
 
     def trained(self, state: State) -> tuple[str, ...]:
@@ -63,29 +63,29 @@ class Hooks:
         return ()
 
     def diverges(self, state: State, sentence: str) -> None:
-        """Record that a run diverges and continues."""
+        """Record that a run diverges but continues."""
 
     def record_failure(self, state: State, error: GivenUp) -> None:
         """Record a round that changes nothing."""
 
     def review_round(self, state: State) -> str | None:
-        """Inspect a round after its scores are known. A returned sentence ends the run."""
+        """Inspect a round after its scores are known. If a sentence is returned, the run ends."""
         return None
 
     def interrupted(self) -> bool:
-        """Return whether the user wants to stop the run and resume it later."""
+        """Return True if the user wants to stop the run and resume it later."""
         return False
 
     def extras(self, state: State) -> dict[str, Any]:
-        """Return the JSON values that a checkpoint stores beside the state."""
+        """Return the JSON values that a checkpoint stores in addition to the state."""
         return {}
 
 
 def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
     """Run the remaining rounds, and save the end.
 
-    A run in which no upload was used, or that changed no loss, has trained nothing. It has failed, however many rounds
-    have passed. A round that fails changes nothing: the end contains the state before it. If such an end can be
+    A run has trained nothing if it used no upload or changed no loss. Such a run has failed, however many rounds have
+    passed. A round that fails changes nothing: the end contains the state before this round. If such an end can be
     resumed, no checkpoint is written, and the run resumes from the newest checkpoint.
 
     Raises:
@@ -125,10 +125,10 @@ class _Loop:
         self._step = run_round if state.clock is None else advance
 
     def run(self) -> tuple[Stop, str]:
-        """Run to the end. The reason why it ends, with the detail.
+        """Run to the end. The reason why the run ends, with details.
 
         Raises:
-            RunStopped: it ends within a round or an evaluation.
+            RunStopped: the run ends within a round or an evaluation.
         """
         hooks, rounds, every = self._hooks, self._job.setting.rounds, self._job.setting.evaluate.every
         while True:
@@ -167,7 +167,7 @@ class _Loop:
                 self._save()
 
     def _train_and_score(self) -> None:
-        """Train a round whose messages contain the scores of the previous round."""
+        """Train a round whose messages also contain the scores of the previous round."""
         before = self.state
         self._hooks.ask_for_scores(before)
         try:
@@ -195,7 +195,7 @@ class _Loop:
         """Score the state.
 
         Raises:
-            RunStopped: the run cannot continue from these scores.
+            RunStopped: the run cannot continue with these scores.
         """
         self.state, unusable = self._evaluated(self.state)
         if unusable:
@@ -217,6 +217,6 @@ class _Loop:
 
 
 def _abandon_round(before: State, error: GivenUp) -> State:
-    """Return the state after a round without a result: unchanged, except for its privacy cost."""
+    """Return the state after a round without a result, which is unchanged except for its privacy cost."""
     clients = torch.tensor(error.clients)
     return before.with_(round=before.round + 1, tally=before.tally.plus(clients))

@@ -1,17 +1,17 @@
-"""The guarantee of noise: epsilon for a given delta, by dp-accounting (extra ``privacy``).
+"""Privacy guarantee of noise: epsilon for a given delta, computed with dp-accounting (extra ``privacy``).
 
-Noise of the channel is local: each client adds it before its upload leaves the device. Epsilon then describes the
-client-level local differential privacy of everything that one client has sent, against every recipient, including the
-server. Noise of the aggregator ``private-mean`` is central: the server adds it to the sum, and epsilon holds against
-recipients of the models, but not against the server. Both are the Gaussian mechanism composed over the rounds of the
-client that took part most often: one Gaussian mechanism with multiplier / sqrt(rounds), whose epsilon is exact with
-``pld``. Amplification by sampling is not used.
+Noise added by the channel is local: each client adds it before its upload leaves the device. Epsilon then describes the
+client-level local differential privacy of everything that one client has sent, with respect to every recipient,
+including the server. Noise added by the aggregator ``private-mean`` is central: the server adds it to the sum, and
+epsilon holds with respect to recipients of the models, but not with respect to the server. Both are Gaussian
+mechanisms, composed over the rounds of the client that participated most often: together, they equal a single Gaussian
+mechanism with multiplier / sqrt(rounds), whose epsilon ``pld`` computes exactly. Amplification by sampling is not used.
 
 A simulation draws continuous noise from seeded generators and protects no client. Its epsilon is the epsilon of the
 same run with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid (`fedloom_sites.deploy.noise`)
-and always
-accounts by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the continuous one
-(Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is at most alpha
+and always accounts by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the
+continuous one (Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is
+at most alpha
 * rho, which ``rdp`` composes and converts (Proposition 12). The exact epsilon of ``pld`` is proven only for continuous
 noise.
 """
@@ -39,7 +39,7 @@ Noise = GaussianNoise | PrivateMean
 
 
 def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
-    """Return the noise for which epsilon is recorded: Gaussian noise with a delta, the clients' first."""
+    """Return the noise for which epsilon is recorded: Gaussian noise with a delta, preferably the clients' noise."""
     noises = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
     return noises[0] if noises else None
 
@@ -50,8 +50,8 @@ def check_privacy(
     """Raise if the accountant cannot cover the run.
 
     Raises:
-        ConfigError: the accountant is not installed,
-        clients also send answers without noise, or the clipped values are not differences.
+        ConfigError: the accountant is not installed, clients also send answers without noise, or the clipped values are
+        not differences.
     """
     fields, name = upload_fields(type(algorithm)).values(), type(algorithm).__name__
     if isinstance(aggregator, PrivateMean):
@@ -100,7 +100,7 @@ def epsilon(channel: Noise, uploads: int) -> float:
     """Return epsilon at ``channel.delta`` of a client that has sent ``uploads`` uploads.
 
     With sensitivity 2 clip (``replace``: any two uploads, local differential privacy) or clip (``zero``: an upload
-    against none), the noise multiplier is sigma / 2 or sigma.
+    compared to none), the noise multiplier is sigma / 2 or sigma.
     """
     assert channel.delta is not None
     multiplier = channel.sigma / (2 if channel.neighbours == "replace" else 1)
@@ -112,9 +112,9 @@ def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> floa
 
     Args:
         channel: channel with a delta.
-        sampler: the choices of a sampler that learns from uploads could reveal something, so every round then counts
-            for all clients.
-        uploads: ``[n]`` rounds in which every client took part.
+        sampler: sampler of the run. The choices of a sampler that learns from uploads could reveal information, so
+            every round then counts for all clients.
+        uploads: number of rounds in which each client participated ``[n]``.
         round: rounds done.
     """
     return epsilon(channel, round if sampler.learns else int(uploads.max()))

@@ -29,17 +29,17 @@ class JobFacts:
     """Computation of a run: its choices, data and local problems, without any state.
 
     Attributes:
-        setting: choices of the user, with presets resolved.
+        setting: the user's choices, with presets resolved.
         oracle: the local problems.
-        fed: the data that clients train on.
-        eval_fed: the data on which models are evaluated: `fed`, unless the clients were pooled.
-        attackers: ``[b]`` ids of the attackers.
-        alpha: ``[n, 1]`` the clients' shares of the objective before round 1, or after `Job.replace_shares`.
+        fed: data on which clients train.
+        eval_fed: data on which models are evaluated, which is `fed` unless the clients were pooled.
+        attackers: ids of the attackers ``[b]``.
+        alpha: clients' shares in the objective before round 1, or after `Job.replace_shares`, ``[n, 1]``.
         chunk: largest number of clients per chunk.
-        memory: form of the clients' optimizer states. None: optimizers start without a state in every round.
+        memory: form of the clients' optimizer states. None: optimizers start every round without a state.
         notes: sentences known before the first round.
         replay: values that replace the run's own draws.
-        spent: ``[7]`` work and traffic before round 1 (`COUNTS`), if any.
+        spent: work and traffic before round 1 ``[7]`` (`COUNTS`), if any.
     """
 
     setting: Setting
@@ -71,10 +71,10 @@ class JobFacts:
 
     @cached_property
     def masses(self) -> Tensor:
-        """Weights ``[n, 1]`` float64 of clients in stored or accumulated sums, see `Ctx.masses`.
+        """Weights of clients in stored or accumulated sums, float64 ``[n, 1]`` (see `Ctx.masses`).
 
-        They are 1 if the aggregator reads no weights, or if the method's uploads already contain the shares or other
-        weights.
+        They are 1 if the aggregator does not read weights, or if the method's uploads already contain the shares or
+        other weights.
         """
         aggregator = self.setting.aggregator
         weighed = any(kind.weight for kind in self.fields.values())
@@ -82,7 +82,7 @@ class JobFacts:
         return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
 
     def weights(self, up: Fields) -> list[Tensor]:
-        """Return the upload fields ``[m, 1]`` that weight other stored fields in their mean."""
+        """Return the upload fields ``[m, 1]`` that serve as weights in the mean of other stored fields."""
         named = {kind.weight for kind in self.fields.values() if kind.keeps and kind.weight is not None}
         return [getattr(up, name) for name in sorted(named)]
 
@@ -99,7 +99,7 @@ class JobFacts:
 
     @property
     def gathers(self) -> bool:
-        """True if uploads are gathered as rows, and not summed chunk by chunk."""
+        """True if uploads are gathered as rows instead of being summed chunk by chunk."""
         return self.setting.aggregation_weights.probes or self.robust
 
     @property
@@ -109,22 +109,22 @@ class JobFacts:
 
     @property
     def forges(self) -> bool:
-        """True if attackers forge uploads. None if nothing is uploaded."""
+        """True if attackers forge uploads. It is None if nothing is uploaded."""
         return isinstance(self.setting.attack, Forgery) and bool(self.fields)
 
     @property
     def sees_honest(self) -> bool:
-        """True if attackers read the models of the honest clients."""
+        """True if attackers read the honest clients' models."""
         return self.forges and isinstance(self.setting.attack, Forgery) and self.setting.attack.sees_honest
 
     @property
     def asks(self) -> bool:
-        """True if clients answer questions about the model that they trained."""
+        """True if clients answer questions about the model that they have trained."""
         return self.setting.aggregation_weights.probes or self.setting.sampler.learns
 
     @cached_property
     def model_field(self) -> str:
-        """Upload field that the server's side reads as a model. Empty if it reads none."""
+        """Upload field that the server's side reads as a model. It is empty if the server's side reads no model."""
         return primary_field(type(self.algorithm)) if self.asks else ""
 
     @cached_property
@@ -134,14 +134,14 @@ class JobFacts:
 
     @cached_property
     def scored_ids(self) -> Tensor:
-        """Ids ``[s]`` of the evaluated clients, ascending: all, or the clients that the run's seed draws."""
+        """Ids of the evaluated clients ``[s]``, ascending: all clients, or the clients drawn with the run's seed."""
         n, most = self.eval_fed.n, self.setting.evaluate.clients
         if most is None or most >= n:
             return torch.arange(n)
         return torch.randperm(n, generator=generator(self.setting.seed, purpose="judged"))[:most].sort().values
 
     def places_by_honesty(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return indices of a cohort's honest clients, and of the clients that forge their uploads."""
+        """Return the indices of a cohort's honest clients, and of the clients that forge their uploads."""
         if not self.forges:
             return torch.arange(len(ids)), torch.zeros(0, dtype=torch.long)
         forges = self.malicious[ids]
@@ -149,21 +149,21 @@ class JobFacts:
 
     @property
     def kept_fields(self) -> list[str]:
-        """Upload fields of which the server stores every client's last row."""
+        """Upload fields of which the server stores each client's last row."""
         return [name for name, kind in self.fields.items() if kind.keeps]
 
     @property
     def regroups(self) -> bool:
-        """True if clusters, and so the clients' shares, are found again between two rounds."""
+        """True if clusters, and therefore the clients' shares, are determined again between two rounds."""
         period = period_of(self.setting.client_weights)
         return period is not None and period < self.setting.rounds
 
     @cached_property
     def summed_fields(self) -> list[str]:
-        """Fields that the server accumulates, while each client's sum is stored.
+        """Fields that the server accumulates and of which each client's sum is also stored.
 
-        A robust rule decides on the sums of changes to clients' rows. If shares change, a sum by shares is computed
-        again from the clients' sums.
+        A robust rule is applied to the sums of changes to clients' rows. If shares change, sums by shares are
+        recomputed from the clients' sums.
         """
         fields = self.fields.items() if self.robust or self.regroups else ()
         whole = self.regroups and not self.robust
@@ -177,7 +177,7 @@ class JobFacts:
         )
 
     def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
-        """Return personal models ``[m, d]``, or for a method without them the mixtures that clients receive."""
+        """Return personal models ``[m, d]``, or for a method without any, the mixtures that clients receive."""
         if type(self.algorithm).personal is Algorithm.personal:
             received: Tensor = down[0]
             return received.expand(work.m, -1)
@@ -185,12 +185,12 @@ class JobFacts:
 
     @property
     def mixes(self) -> bool:
-        """True if downloads are mixtures of the server's stored rows of individual clients."""
+        """True if downloads are mixtures of the rows that the server stores for individual clients."""
         return self.setting.personalized_aggregation is not None or self.algorithm.mixes
 
     @cached_property
     def train_sizes(self) -> Tensor:
-        """Numbers ``[n, 1]`` of training samples."""
+        """Numbers of training samples ``[n, 1]``."""
         return self.fed.sizes("train").cpu()[:, None]
 
     @cached_property
@@ -207,7 +207,7 @@ class JobFacts:
         return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, projection)
 
     def mixed(self, ids: Tensor) -> Tensor:
-        """Return the clients whose stored rows the download of a cohort mixes."""
+        """Return the clients whose stored rows are mixed in a cohort's download."""
         mixer = self.setting.personalized_aggregation
         return self.everyone if self.algorithm.mixes_all or (mixer is not None and mixer.mixes_all) else ids
 

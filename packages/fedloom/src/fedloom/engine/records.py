@@ -1,10 +1,11 @@
-"""Records: everything measured in a run, as a tidy table without times."""
+"""Records: everything that is measured in a run except times, as a tidy table."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -18,29 +19,31 @@ from fedloom.errors import ConfigError
 from fedloom.processes.clients import Scores
 
 DIVERGENCE_FACTOR = 10.0
-"""A run diverges if its mean training loss exceeds this multiple of its initial value (at least 1).
+"""Multiple of the initial mean training loss (at least 1) above which a run diverges.
 
-Chosen by arithmetic, not measured: ten classes begin at a loss of ln 10 = 2.3, and a loss of 23 gives the true class a
-probability of 1e-10, which no run that learns comes near."""
+It was chosen by arithmetic, not measured: ten classes begin at a loss of ln 10 = 2.3, and a loss of 23 gives the true
+class a probability of 1e-10, which a run that learns never approaches."""
 DIVERGING_EVALUATIONS = 3
-"""Number of consecutive diverging evaluations after which a run has diverged. Fewer if the run ends with them.
+"""Number of consecutive diverging evaluations after which a run counts as diverged. Fewer are enough if the run ends
+with them.
 
-Chosen, not measured: one evaluation after a bad cohort may exceed the factor, and the next one then falls below it."""
+It was chosen, not measured: a single evaluation after a bad cohort may exceed the factor, and the next one then falls
+below it."""
 
 FEDERATION_CLIENT = -1
-"""Client number of a figure of the whole federation."""
+"""Client number for a value of the whole federation."""
 
 
 class Record(NamedTuple):
-    """One figure of every client, or one figure of the federation.
+    """A metric's values for all clients, or its value for the federation.
 
     Attributes:
-        round: round number, 0 before the first.
+        round: round number, or 0 before the first round.
         model: "global", "personal", "hybrid", or "" for work and traffic.
         part: "train", "validation", "test", "common", or "".
         metric: name.
-        values: float64 ``[s]`` by evaluated client, or ``[1]`` of the federation.
-        total: True for a figure of the federation.
+        values: values of the evaluated clients, float64 ``[s]``, or of the federation, ``[1]``.
+        total: True for a value of the federation.
     """
 
     round: int
@@ -52,12 +55,12 @@ class Record(NamedTuple):
 
     @classmethod
     def make_client_record(cls, round: int, model: str, part: str, metric: str, values: Tensor) -> Record:
-        """Create the record of a figure of every evaluated client, ``[s]``."""
+        """Create the record of a metric for all evaluated clients, ``[s]``."""
         return cls(round, model, part, metric, values.double().numpy(), total=False)
 
     @classmethod
     def make_federation_record(cls, round: int, model: str, part: str, metric: str, value: float) -> Record:
-        """Create the record of a figure of the federation."""
+        """Create the record of a metric for the federation."""
         return cls(round, model, part, metric, np.array([float(value)]), total=True)
 
 
@@ -66,7 +69,7 @@ class Records:
 
     Args:
         items: the records.
-        ids: ``[s]`` evaluated clients, ascending. None: all.
+        ids: evaluated clients ``[s]``, ascending. None: all.
     """
 
     def __init__(self, items: Iterable[Record] = (), ids: Tensor | None = None) -> None:
@@ -78,18 +81,19 @@ class Records:
 
     @property
     def round(self) -> int:
-        """Round of the newest record, or -1 before the first."""
+        """Round of the newest record, or -1 before the first record."""
         return self.items[-1].round if self.items else -1
 
     def table(self) -> pa.Table:
-        """Columns round, client, model, part, metric, value. Sorted."""
-        items = sorted(self.items, key=lambda r: (*r[:4], not r.total))
+        """Table with the columns round, client, model, part, metric, value. Sorted."""
+        items = sorted(self.items, key=lambda r: (r[:4], not r.total))
+        keys = dict(zip(Record._fields, zip(*items, strict=True), strict=True)) if items else {}
         place = pa.array(np.repeat(np.arange(len(items)), [len(r.values) for r in items]))
         ids = None if self.ids is None else self.ids.numpy()
         clients = [[FEDERATION_CLIENT] if r.total else np.arange(len(r.values)) if ids is None else ids for r in items]
 
         def column(name: str, kind: pa.DataType) -> pa.Array:
-            return pa.array([getattr(r, name) for r in items], kind).take(place)
+            return pa.array(keys.get(name, ()), kind).take(place)
 
         return pa.table(
             {
@@ -101,14 +105,14 @@ class Records:
         )
 
     def last(self, model: str, part: str, metric: str) -> NDArray[np.float64] | None:
-        """Return the newest values of a figure."""
+        """Return the newest values of a metric."""
         for r in reversed(self.items):
             if (r.model, r.part, r.metric) == (model, part, metric):
                 return r.values
         return None
 
     def is_unchanged(self) -> bool:
-        """Return whether every loss measured in several rounds is equal, bit for bit, in the first and last one."""
+        """Return True if each loss measured in several rounds is equal, bit for bit, in its first and last round."""
         losses: dict[tuple[str, str, bool], list[Record]] = {}
         for r in self.items:
             if r.metric == "loss":
@@ -128,23 +132,23 @@ class Records:
 
     @classmethod
     def read_tensors(cls, tensors: dict[str, Tensor]) -> Records:
-        """Read records from `tensors`."""
-        keys = json.loads(bytes(tensors["keys"].tolist()).decode())
-        pieces = np.split(tensors["values"].numpy(), np.cumsum([k[-1] for k in keys])[:-1]) if keys else []
-        items = (Record(k[0], k[1], k[2], k[3], values, total=k[4]) for k, values in zip(keys, pieces, strict=True))
+        """Read records from the result of `tensors`."""
+        keys, values = json.loads(tensors["keys"].numpy().tobytes()), tensors["values"].numpy()
+        ends = accumulate(k[-1] for k in keys)
+        items = (Record(*k[:4], values[end - k[-1] : end], total=k[4]) for k, end in zip(keys, ends, strict=True))
         return cls(items, tensors.get("ids"))
 
 
 def score_records(
     round: int, scores: Scores, sizes: Mapping[str, NDArray[np.float64]], benign: NDArray[np.float64] | None
 ) -> Iterator[Record]:
-    """Yield the records of scores, and the federation's figures that follow from them.
+    """Yield the records of scores, and the federation's metrics that follow from them.
 
     Args:
-        round: the round after which the models were evaluated.
-        scores: the scores of every model.
-        sizes: ``[s]`` samples of the evaluated clients, by part.
-        benign: ``[s]`` NaN for attackers, which no figure of the federation includes. None without them.
+        round: round after which the models were evaluated.
+        scores: scores of each model.
+        sizes: number of samples of the evaluated clients ``[s]``, by part.
+        benign: NaN for attackers, which are excluded from all metrics of the federation ``[s]``. None without them.
     """
     for (model, part), metrics_of_part in scores.items():
         for name, value in metrics_of_part.items():
@@ -164,10 +168,10 @@ def score_records(
 
 
 class Divergence:
-    """Decides whether a run diverges while its figures are finite. The verdict depends only on the records.
+    """Decides whether a run diverges while its metrics are still finite. The verdict depends only on the records.
 
-    The start is the largest training loss of any model at the first evaluation. If ``train`` is not evaluated, no
-    divergence is found.
+    The reference is the largest training loss of any model at the first evaluation. If ``train`` is not evaluated, no
+    divergence is detected.
 
     Args:
         robust: True uses the median loss over the clients, so a single one of three or more clients cannot decide. If
@@ -175,8 +179,9 @@ class Divergence:
             records only contain sums.
 
     Attributes:
-        round: evaluation by which the run had diverged. None if it has not.
-        sentence: the model, its loss and its start. Empty if it has not.
+        round: evaluation by which the run had diverged. None if the run has not diverged.
+        sentence: sentence that states the model, its loss and its initial loss. It is empty if the run has not
+            diverged.
     """
 
     def __init__(self, *, robust: bool = False) -> None:
@@ -190,7 +195,7 @@ class Divergence:
         """Read the new records of a run. Return the sentence if the run has diverged by now, else an empty text.
 
         Args:
-            records: records of the run. Records that were read before are skipped.
+            records: records of the run. Records that have already been read are skipped.
             ended: True if there is no further evaluation.
         """
         before = self.sentence
@@ -233,7 +238,7 @@ class Divergence:
 
 
 def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[str, str, str]]) -> ConfigError:
-    """Build the error for a missing figure. ``measured`` lists (model, part, metric)."""
+    """Build the error for a metric that was not measured. ``measured`` lists (model, part, metric)."""
     names = set(measured)
     models = sorted({kind for kind, _, _ in names})
     if model not in models:

@@ -1,4 +1,4 @@
-"""Replay given values instead of a run's own draws, to follow other code step by step."""
+"""Replay: uses given values instead of a run's own draws, to follow other code step by step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from fedloom.rows.layout import Layout
 
 @dataclass(frozen=True)
 class Replay:
-    """Given values. A run draws the values that are None.
+    """Given values. The run draws all values that are None.
 
     Attributes:
-        initial: ``[d]``, in the order of the model's ``named_parameters()``, or tensors by name (a state dict).
-        cohorts: client ids of every round. A client that occurs twice counts twice in a mean.
-        batches: for every client (a list of n, or by id) and every round a list of steps, each a list of positions in
-            the client's training part. They belong to the stream "local". For a method with more streams, a round is a
-            table of such lists by stream, and an error names the streams. A client takes one step per batch
-            (Per-FedAvg's steps take two or three batches each), unless ``local.steps`` is given. If a round has streams
-            other than "local", its evaluation uses them for personal models that it trains.
-        projection: ``[dim, d]``, the matrix of a subspace method (Lp-Proj, ADMM-Lp-Proj).
+        initial: initial model ``[d]``, in the order of the model's ``named_parameters()``, or tensors by name (a state
+            dict).
+        cohorts: client ids of each round. A client that occurs twice counts twice in a mean.
+        batches: for each client (a list of n, or by id) and each round, a list of steps, each of which is a list of
+            positions in the client's training part. They belong to the stream "local". For a method with more streams,
+            a round is a table of such lists by stream. If a stream is wrong, an error lists the streams. A client takes
+            one step per batch, unless ``local.steps`` is given. (In Per-FedAvg, a step takes two or three batches.) If
+            a round has streams other than "local", the evaluation uses them for personal models that it trains.
+        projection: matrix of a subspace method ``[dim, d]`` (Lp-Proj, ADMM-Lp-Proj).
     """
 
     initial: Tensor | Mapping[str, Tensor] | None = None
@@ -43,7 +44,7 @@ class Replay:
         """Return the initial model ``[d]``, or ``default`` if none is given.
 
         Raises:
-            ConfigError: it belongs to another model, or is not finite.
+            ConfigError: the initial model belongs to a different model, or is not finite.
         """
         if self.initial is None:
             return default
@@ -74,15 +75,15 @@ class Replay:
         return start
 
     def cohort(self, round: int) -> Tensor | None:
-        """Return the ids of the clients of a round, from 1, if they are given."""
+        """Return the ids of the clients in a round (counted from 1), if they are given."""
         return None if self.cohorts is None else torch.as_tensor(self.cohorts[round - 1], dtype=torch.long)
 
     def fixed_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
-        """Return the given batches of clients in a round, from 1, by stream, or None if none are given."""
+        """Return the given batches of clients in a round (counted from 1), by stream, or None if none are given."""
         return None if self.batches is None else [self._read[i][round] for i in ids.tolist()]
 
     def evaluation_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
-        """Return the batches after a round, from 0, of all streams but "local", or None without another stream."""
+        """Return the batches after a round (from 0) of all streams except "local", or None if there are none."""
         tuning = {
             i: {stream: table for stream, table in of.get(round, {}).items() if stream != "local"}
             for i, of in self._read.items()
@@ -96,11 +97,11 @@ class Replay:
             algorithm: the method.
             sampler: sampler of the run.
             rounds: number of rounds of the run.
-            sizes: ``[n, 1]`` training samples.
+            sizes: numbers of training samples ``[n, 1]``.
 
         Raises:
-            ConfigError: a length, an id or a position is wrong, a client of a cohort has no batches,
-                a given value has no effect, or the sampler decides the same thing.
+            ConfigError: a length, an id or a position is wrong, a client in a cohort has no batches, a given value has
+                no effect, or the sampler determines the same values.
         """
         if self.cohorts is not None and sampler != Uniform():
             raise Refused(
@@ -162,7 +163,7 @@ def _numbers(rule: str, value: Any) -> Tensor:
     """Convert a value to a tensor.
 
     Raises:
-        ConfigError: it does not consist of numbers. ``rule`` describes the required value.
+        ConfigError: the value does not consist of numbers. ``rule`` describes the required value.
     """
     try:
         return torch.as_tensor(value)
@@ -177,7 +178,7 @@ def _exactly(where: str, what: str, entries: object, wanted: int) -> None:
 
 
 def _integers(where: str, what: str, numbers: object, below: int) -> Tensor:
-    """Check that there is at least one integer, and that all are between 0 and ``below`` - 1."""
+    """Check that there is at least one integer, and that all integers are between 0 and ``below`` - 1."""
     try:
         integers = torch.as_tensor(numbers)
     except (TypeError, ValueError, RuntimeError):
@@ -197,7 +198,7 @@ def _short(value: object) -> str:
 
 
 def _feed(digest: Any, value: Any) -> None:
-    """Add everything in ``value`` to a digest."""
+    """Add the content of ``value`` to a digest."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             digest.update(repr(key).encode())

@@ -37,16 +37,17 @@ class Result:
     """Result of a run.
 
     Attributes:
-        stop: reason why it ended.
+        stop: reason why the run ended.
         detail: round, clients and numbers of an early end.
         rounds: rounds done.
-        notes: sentences on the data and their split, which start with ``data:``, and on the run, for instance on
-            dropped clients. Equal sentences occur once, with their number.
+        notes: sentences about the data and their split, which start with ``data:``, and about the run, for instance
+            about dropped clients. Equal sentences are listed once, with the number of occurrences.
         status: done, diverged, interrupted or failed.
-        diverged: round by which a run had diverged that continued to its end with finite figures, else None.
-        seconds: seconds of every round, without evaluation, and without the one-off costs of a process's first round.
-        startup: one-off costs of every round: compilation, forks, page faults, see `fedloom.engine.state.Times`.
-        models: "global", "personal" and "hybrid", if the method has them, see `Models`.
+        diverged: round by which a run had diverged if it still continued to its end with finite metrics, else None.
+        seconds: duration of each round in seconds, without evaluation, and without the one-off costs of a process's
+            first round.
+        startup: one-off costs in each round: compilation, forks, page faults (see `fedloom.engine.state.Times`).
+        models: "global", "personal" and "hybrid" models, as far as the method provides them (see `Models`).
     """
 
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
@@ -69,16 +70,16 @@ class Result:
         return as_pandas(self.table())
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """Return a metric of every evaluated client (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
+        """Return a metric for each evaluated client (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
 
         Args:
-            model: "global", "personal" or "hybrid". None: the model that a client would use: hybrid if it was measured,
-                else personal, else global.
+            model: "global", "personal" or "hybrid". None: the model that a client would use, which is the hybrid model
+                if it was measured, else the personal model, else the global model.
             metric: its name. None: accuracy, or the task's leading metric if accuracy was not measured.
             part: part of the clients' samples.
 
         Raises:
-            ConfigError: it was not measured.
+            ConfigError: the metric was not measured.
         """
         metric, model = self._measured(model, metric, part)
         values = self.state.records.last(model, part, metric)
@@ -86,7 +87,7 @@ class Result:
         return torch.from_numpy(values)
 
     def _measured(self, model: str | None, metric: str | None, part: str) -> tuple[str, str]:
-        """Return the requested metric and model, after checking that every client has the figure."""
+        """Return the requested metric and model, after checking that a value exists for each client."""
         model = model or self.used
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (model, part) and not r.total}
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
@@ -97,16 +98,16 @@ class Result:
 
     @property
     def used(self) -> str:
-        """Model that a client would use: the most personal one that was measured."""
+        """Model that a client would use: the most personal model that was measured."""
         measured = {r.model for r in self.state.records.items}
         return next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
 
     def uploads(self) -> pa.Table:
-        """Return every piece of work in virtual time, in the order of its end.
+        """Return each piece of work in virtual time, in the order in which it ended.
 
-        Columns: ``client``. ``version`` is the number of server steps at its dispatch. ``round`` is the step that used
-        it, or in which it was given up. ``start``, ``end`` and ``busy`` are in seconds. ``fate`` is a word
-        (`fedloom.engine.virtual.clock.Fate`), and ``staleness`` the number of server steps in between.
+        Columns: ``client``. ``version`` is the number of server steps at the time of its dispatch. ``round`` is the
+        step that used the work, or in which it was given up. ``start``, ``end`` and ``busy`` are in seconds. ``fate``
+        is a word (`fedloom.engine.virtual.clock.Fate`), and ``staleness`` is the number of server steps in between.
 
         Raises:
             ConfigError: the run has no devices.
@@ -128,12 +129,12 @@ class Result:
         """Return the simulated seconds until a metric first reaches a target in an evaluation, or inf if it never does.
 
         Args:
-            target: the value to reach.
+            target: value to reach.
             metric: its name. None: accuracy, or the task's leading metric if accuracy was not measured.
             model: "global", "personal" or "hybrid". None: the model that a client would use.
             part: part of the clients' samples.
             by: "all": for the mean over the clients. "client": for each client, by number. "device": for the mean of
-                each class.
+                each device class.
 
         Raises:
             ConfigError: the run has no devices, or the metric was not measured.
@@ -167,7 +168,7 @@ class Result:
         return self.state.clock
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Draw an Altair chart of a metric by round, see `fedloom.lazy.display`."""
+        """Draw an Altair chart of a metric by round (see `fedloom.lazy.display`)."""
         chart: LayerChart = display().draw_curve(self.table(), metric, part)
         return chart
 
@@ -179,7 +180,7 @@ class Result:
         return page
 
     def __repr__(self) -> str:
-        """Return one line on how the run went."""
+        """Return one line that says how the run went."""
         end = f" ({self.detail})" if self.detail else ""
         parts = [type(self.job.algorithm).__name__, f"{self.rounds} rounds", f"{self.stop.value}{end}"]
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (self.used, "test") and not r.total}
@@ -191,7 +192,7 @@ class Result:
 
 
 class Live:
-    """A `Source` of models from a run in memory."""
+    """`Source` of models from a run in memory."""
 
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state
@@ -237,7 +238,7 @@ class Live:
 
     @cached_property
     def _down(self) -> Fields:
-        """Return the download of all clients, which may mix all stored rows."""
+        """Return the download for all clients, which may mix all stored rows."""
         return self._job.down(self._state.server, max(self._state.round, 1))
 
     @undisturbed()
@@ -274,7 +275,7 @@ class Live:
         return ServerSide(job.algorithm, local, server, kept, job.alpha, job.train_sizes, self._state.round, seed)
 
     def _statistics(self, row: Tensor, ids: Tensor) -> Tensor:
-        """Compute running statistics ``[b]`` of a model from the training parts of clients."""
+        """Compute running statistics ``[b]`` for a model from the training parts of clients."""
         oracle = self._job.oracle
         oracle.set_statistics(row.to(oracle.device), ids)
         statistics = [s.flatten() for s in running_statistics(oracle.module)]

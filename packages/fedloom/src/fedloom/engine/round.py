@@ -1,4 +1,4 @@
-"""The round: sample clients, send the download, train in chunks, aggregate accepted uploads, step the server."""
+"""One round: sample clients, send the download, train in chunks, aggregate accepted uploads, take the server's step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     """Run one round.
 
     Returns:
-        The state after the round, and sentences on events in it.
+        The state after the round, and sentences about events in the round.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.
@@ -56,7 +56,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
 def take(
     job: Job, state: State, t: int, cohort: Tensor, sampler: Fields, query_counts: Tensor, uploads: Uploads
 ) -> tuple[State, tuple[str, ...]]:
-    """Take the server's step with the uploads of a cohort ``[m]``, drawn with ``sampler`` at cost ``query_counts [7]``.
+    """Take the server's step with the uploads of a cohort ``[m]`` that ``sampler`` drew at cost ``query_counts [7]``.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.
@@ -86,12 +86,12 @@ def take(
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Return whether all numbers are finite, in one pass."""
+    """Return True if all numbers are finite, checked in a single pass."""
     return not values.numel() or all(math.isfinite(extreme) for extreme in values.aminmax())
 
 
 def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:
-    """Draw the cohort. Also return the sampler's new state and the cost ``[7]`` of queries."""
+    """Draw the cohort. Also return the sampler's new state and the cost ``[7]`` of its queries."""
     if (replayed := job.replay.cohort(t)) is not None:
         return replayed, state.sampler, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
     ctx = job.ctx(t)

@@ -1,4 +1,4 @@
-"""Evaluation after a round: the scores of all clients, the method's own figures, and their records."""
+"""Evaluation after a round: the scores of all clients, the method's diagnostics, and their records."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     """Evaluate every model after a round.
 
     Returns:
-        Return the state with the scores added to its records, and a sentence if a model's training loss is not finite,
-        or if training parts are not evaluated, its loss on an evaluated part.
+        Return the state with the scores added to its records, and a sentence if a loss is not finite: a model's
+        training loss, or, if training parts are not evaluated, its loss on an evaluated part.
     """
     job = job.replace_shares(state.shares)
     scores, t = scores_of(job, clients, state), state.round
@@ -51,7 +51,7 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
 
 
 def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield each part with a loss that is not finite at clients with samples: the part, the model, these clients."""
+    """Yield each part whose loss is not finite at clients with samples: the part, the model, and these clients."""
     names = {"train": "training"}
     for (model, part), values in scores.items():
         if part in job.setting.evaluate.parts:
@@ -92,8 +92,8 @@ def scores_of(job: Job, clients: Clients, state: State) -> Scores:
 def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     """Yield the records of a round: scores, the clients' work so far, the privacy cost, and recovered groups.
 
-    The clients' work is the training of all rounds plus the work of the personal models after this round. If only some
-    clients are evaluated, the other clients count with the same work.
+    The clients' work is the training in all rounds plus the work of the personal models after this round. If only some
+    clients are evaluated, the same work is assumed for the other clients.
     """
     t, scored = state.round, job.scored_ids
     cost, scores = scores.get(WORK_KEY, {}), {key: values for key, values in scores.items() if key != WORK_KEY}
@@ -143,7 +143,7 @@ def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterato
 
 
 def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Record]:
-    """Yield the clients whose uploads arrived until a round, and their staleness."""
+    """Yield the clients whose uploads arrived up to a round, and the staleness of their uploads."""
     log, counts = clock.history(), upload_counts(clock, n)
     yield Record.make_federation_record(t, "", "", "unheard", float(counts.unheard.sum()))
     used = log[log[:, FATE_COLUMN] == Fate.USED]
@@ -156,7 +156,7 @@ def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Re
 
 
 def diagnose(job: Job, state: State) -> dict[str, float]:
-    """Compute the method's own figures after a round. Computing them does not count as the method's work."""
+    """Compute the method's diagnostics after a round. The computation does not count as the method's work."""
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)
     with attribute_error("method", job.algorithm, f"the diagnostics of round {state.round}"):

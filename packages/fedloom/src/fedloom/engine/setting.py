@@ -1,4 +1,4 @@
-"""Setting: one run as a value. Its tables are the tables of an experiment file, and its numbers identify a run."""
+"""Setting: one run as a value. Its tables are the tables of an experiment file, and its values identify a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Part = Literal["train", "validation", "test"]
 
 
 class Evaluate(Value):
-    """Which models are evaluated, when and on which parts. These options do not change training."""
+    """Which models are evaluated, when, and on which parts. These options do not affect training."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,14 +70,14 @@ class Evaluate(Value):
 
 
 def _check_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
-    """Raise if there is less than one worker."""
+    """Raise if the number of workers is below one."""
     if workers != "auto" and workers < 1:
         raise ValueError(f"must be at least 1 or 'auto', got {workers}")
     return workers
 
 
 class Engine(Value):
-    """How a run is computed. The number of workers does not change results. Other options change only rounding."""
+    """How a run is computed. The number of workers does not change results. The other options change only rounding."""
 
     free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "state_memory_mib")
 
@@ -119,7 +119,7 @@ OF_DATA = (
     "target", "client_column", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
     "layout",
 )  # fmt: skip
-"""Options of `fedloom.Dataset.create` that are often confused with choices of a run."""
+"""Options of `fedloom.Dataset.create` that are often confused with options of a run."""
 NAMED_SHARES = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?|groups by .+"
 Shares = (
     Literal["samples", "uniform", "groups"]
@@ -127,7 +127,7 @@ Shares = (
     | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 )
 GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
-"""A model's name or specification, or a module, class or function of a user."""
+"""Name or specification of a model, or a user's module, class or function."""
 Options = Mapping[str, Any] | None
 """Table of an experiment file. None leaves the default."""
 
@@ -159,17 +159,17 @@ Method = Annotated[Algorithm | PresetMethod, PlainValidator(lambda method: Named
 
 
 class Setting(Value):
-    """One run of one method, for any data: all choices of a user, each a key or table of a file.
+    """One run of one method, for any data: all of a user's choices, each of which is a key or table in a file.
 
-    A new field here is read from experiment files, written to them, offered by `fedloom.simulate`, part of a
-    checkpoint's fingerprint, and named if a directory contains another run.
+    A new field here is automatically read from experiment files, written to them, offered by `fedloom.simulate`, part
+    of a checkpoint's fingerprint, and named if a directory contains a different run.
     """
 
     per_method: ClassVar[tuple[str, ...]] = (
         "model", "task", "local", "sampler", "aggregation_weights", "personalized_aggregation", "aggregator", "attack",
         "upload_transform", "rounds", "client_weights", "schedule",
     )  # fmt: skip
-    """Choices that each method of an experiment may set for itself."""
+    """Choices that each method of an experiment may set separately."""
 
     algorithm: Method = Field(description="a method, or a preset of several parts")
     model: Annotated[ModelSpec, SettingTable(ModelSpec, MODEL_CLASSES, "softmax")] = Field(
@@ -236,7 +236,7 @@ class Setting(Value):
     def create(
         cls, algorithm: Algorithm | PresetMethod | str, model: GivenModel | None = None, **choices: Unpack[Choices]
     ) -> Setting:
-        """Create the setting of a method. A choice of None keeps its default.
+        """Create the setting of a method. If a choice is None, its default is kept.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -244,7 +244,7 @@ class Setting(Value):
         return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """Return the setting with other choices. A choice of None does not change.
+        """Return the setting with some choices changed. If a choice is None, it stays unchanged.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -259,14 +259,14 @@ class Setting(Value):
         places: Places | None = None,
         base: Setting | None = None,
     ) -> Setting:
-        """Create a setting from a mapping. This is the only way from keywords, tables and files to a run.
+        """Create a setting from a mapping. All keywords, tables and files are converted to a run by this function.
 
         Args:
-            mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting: values, names or
-                tables. None keeps the default.
-            where: the file or call, for messages.
+            mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting, as values, names
+                or tables. None keeps the default.
+            where: the file or call, used in messages.
             places: other keys that may occur, and how keys are written. None: a mapping in Python.
-            base: provides the choices that are missing in the mapping. None: the defaults.
+            base: setting that provides the choices missing from the mapping. None: the defaults.
 
         Raises:
             ConfigError: a key is unknown, has the wrong type or is out of range.
@@ -287,11 +287,11 @@ class Setting(Value):
 
     @classmethod
     def places(cls, algorithm: Any = None, **changes: Any) -> Places:
-        """Return the keys that Python accepts, and the place of every other key.
+        """Return the keys that Python accepts, and where every other key belongs.
 
         Args:
-            algorithm: the method, if its options must not stand beside it.
-            changes: fields of the places that differ.
+            algorithm: the method, if its options are not allowed next to it.
+            changes: fields of the result to replace.
         """
         tables = {name: table.keys() for name, table in cls.tables().items()}
         tables["partition"] = SettingTable(Partition, PARTITIONS, "iid").keys()
@@ -325,7 +325,7 @@ class Setting(Value):
         return [name for name in cls.model_fields if name not in ("algorithm", "seed", *cls.tables())]
 
     def document(self) -> dict[str, Any]:
-        """Return every choice except the method and the seed in the form of an experiment file, including defaults."""
+        """Return every choice except the method and the seed as an experiment file writes it, including defaults."""
         tables, entries = type(self).tables(), dict[str, Any]()
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -338,7 +338,7 @@ class Setting(Value):
         return entries
 
     def numbers(self) -> dict[str, Any]:
-        """Return everything that decides a run's numbers, by dotted key."""
+        """Return everything that determines a run's numbers, by dotted key."""
         run = self.resolved()
         algorithm = {"class": type(run.algorithm).__qualname__, **dump(run.method)}
         entries = flatten_document({**run.document(), "algorithm": algorithm, "seed": run.seed})
@@ -352,7 +352,7 @@ class Setting(Value):
 
     @property
     def role(self) -> str:
-        """Role of the method in a comparison, see `fedloom.algorithms.role_of`."""
+        """Role of the method in a comparison (see `fedloom.algorithms.role_of`)."""
         return role_of(self.algorithm)
 
     @property
@@ -363,7 +363,8 @@ class Setting(Value):
     def resolved(self) -> Setting:
         """Replace a preset by its method, sampler and aggregation weights.
 
-        A sampler that draws by samples already contains the shares, so the clients of a cohort then have equal weight.
+        If a sampler draws clients by samples, the draw already contains the shares, so the clients of a cohort have
+        equal weight.
         """
         parts, preset = dict[str, Any](), self.algorithm
         if isinstance(preset, PresetMethod):

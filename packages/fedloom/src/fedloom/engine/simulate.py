@@ -51,7 +51,8 @@ T = TypeVar("T")
 BEST_FOLDER = "best"
 """Folder of the best round's checkpoints, inside the run's folder."""
 Progress = Callable[[State], object]
-"""Called after every round, with the state after it. A returned sentence ends the run (`fedloom.callbacks`)."""
+"""Function that is called after every round, with the state after this round. If it returns a sentence, the run ends
+(`fedloom.callbacks`)."""
 
 
 @undisturbed()
@@ -75,40 +76,41 @@ def simulate(
     """Run a method on a federation.
 
     Args:
-        algorithm: a method or its name, a preset's result, or a complete `fedloom.Setting`.
-        fed: the clients and their data. Alternatively a list of clients, or a mapping by name, as for
+        algorithm: method or method name, result of a preset, or complete `fedloom.Setting`.
+        fed: clients and their data. A list of clients, or a mapping by name, is also accepted, as for
             `Federation.create`.
-        model: a name in `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
-            class or function that returns one (called as `fedloom.models.Import` does). Softmax when None.
-        folder: folder for checkpoints and client state. Running again with the same arguments resumes from there.
-            None keeps everything in memory.
+        model: name in `fedloom.models`, specification, `nn.Module` whose weights are the initial values, or class or
+            function that returns a module (called as `fedloom.models.Import` does). Softmax when None.
+        folder: folder for checkpoints and client state. Calling the function again with the same arguments resumes from
+            there. None keeps everything in memory.
         callbacks: functions called after every round. A returned sentence ends the run, and an error becomes a warning
             (`fedloom.callbacks`).
-        advance: False only reads the folder's content.
-        pause: round after which the run is evaluated and interrupted. The same call with a later round, or without
-            it, resumes.
-        ranks: processes, which all make this call, from `fedloom.processes.distributed.joined`. The models are then at
-            rank 0.
-        initial: the initial model, ``[d]`` or a state dict. This and the next three replay other code: they replace the
-            run's own draws, and a folder must agree on them (`Replay`).
-        cohorts: client ids of every round.
-        batches: for every client, every round and every step, the positions in its training part.
-        projection: ``[dim, d]``, the matrix of a subspace method.
-        defaults: default values of a method that is given by name: "default", "paper" for the paper's values, or
-            "released" for its public code's.
-        choices: the other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
+        advance: False to only read the folder's content.
+        pause: round after which the run is evaluated and interrupted. The same call with a later round, or without this
+            argument, resumes the run.
+        ranks: processes, each of which makes this call, from `fedloom.processes.distributed.joined`. The models are
+            then available at rank 0.
+        initial: initial model, as ``[d]`` or a state dict. This argument and the next three replay other code: they
+            replace the run's own draws, and a folder must have been made with the same values (`Replay`).
+        cohorts: client ids of each round.
+        batches: for each client, each round and each step, the positions in the client's training part.
+        projection: matrix of a subspace method ``[dim, d]``.
+        defaults: default values of a method that is passed by name: "default", "paper" for the paper's values, or
+            "released" for the values in its public code.
+        choices: other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
             ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``, ``attack``, ``upload_transform``,
             ``augment``, ``client_weights``, ``devices``, ``schedule``, ``evaluate``, ``engine``, ``early_stop``. None
             keeps a default.
 
     Returns:
-        Metrics and models. `Result.stop` of a run that diverged or was interrupted says so. One whose training loss is
-        finite, but in three evaluations in a row or in the last one more than ten times its start, has diverged. It
-        continues to its end.
+        Metrics and models. If a run diverged or was interrupted, `Result.stop` says so. A run has also diverged if
+        its training loss is finite but more than ten times its initial value in three evaluations in a row or in the
+        last evaluation. Such a
+        run still continues to its end.
 
     Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
-        RunDirError: the folder holds another run.
+        ConfigError: values are impossible, or (Refused) do not work together.
+        RunDirError: the folder contains a different run.
         ClientError: code of the method failed.
         CheckpointError: a checkpoint cannot be written or read.
     """
@@ -178,7 +180,7 @@ def _play(
 
 
 class _Simulation(Hooks):
-    """Actions of a simulation around its rounds."""
+    """Actions that a simulation takes around its rounds."""
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class _Simulation(Hooks):
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on callbacks that failed."""
+        """Sentences about callbacks that failed."""
         return self._guard.warnings
 
     def evaluate(self, state: State) -> tuple[State, str]:
@@ -227,7 +229,10 @@ class _Simulation(Hooks):
 
 @contextmanager
 def clients_of(job: Job) -> Iterator[LocalClients]:
-    """Open the clients of a simulation. Their workers have room for a download and for a chunk's results."""
+    """Open the clients of a simulation.
+
+    Their workers have enough memory for a download and for the results of a chunk.
+    """
     row = job.oracle.layout.d * 8
     down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.regroups
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
@@ -247,7 +252,8 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
 def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
     """Seed the global generators for user code within a chunk's function.
 
-    Chunks do not depend on the number of workers, so neither does a draw. Afterwards the generators are as before.
+    Chunks do not depend on the number of workers, so the draws do not depend on it either. The generators are restored
+    afterwards.
     """
 
     def call(shared: S, task: K) -> T:

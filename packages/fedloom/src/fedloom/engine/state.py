@@ -1,4 +1,4 @@
-"""State of a run between rounds: all contents of a checkpoint besides the clients' rows."""
+"""State of a run between rounds: everything that a checkpoint contains except the clients' rows."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import Stream
 
 START_UP_BASELINE_ROUNDS = 5
-"""Number of later rounds with which a process's first round is compared, for its one-off costs."""
+"""Number of later rounds with which a process's first round is compared to determine its one-off costs."""
 PACE_WINDOW_ROUNDS = 10
 """Number of newest rounds and evaluations whose median is the pace."""
 MOST_LATEST = 64
-"""Number of cohorts that a tally holds before it adds them up: a round must not cost a copy of all clients' counts."""
+"""Number of cohorts that a tally holds before it adds them up, because a round must not cost a copy of all clients'
+counts."""
 
 
 class Tally(NamedTuple):
-    """Counts of every client.
+    """Counts of all clients.
 
     Attributes:
-        before: ``[n]`` counts without the latest cohorts.
-        latest: ids ``[m]`` of the cohorts counted since.
+        before: counts without the latest cohorts ``[n]``.
+        latest: ids ``[m]`` of the cohorts that were counted since then.
     """
 
     before: Tensor
     latest: tuple[Tensor, ...] = ()
 
     def plus(self, ids: Tensor) -> Tally:
-        """Return the tally with a cohort counted."""
+        """Return the tally with one more cohort counted."""
         longer = Tally(self.before, (*self.latest, ids))
         return longer if len(longer.latest) < MOST_LATEST else Tally(longer.counts())
 
     def counts(self) -> Tensor:
-        """Return the counts ``[n]`` of every client."""
+        """Return the counts of all clients ``[n]``."""
         if not self.latest:
             return self.before
         ids = torch.cat(self.latest)
@@ -52,16 +53,19 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Measured seconds of a run.
+    """Measured times of a run in seconds.
 
-    A process's first round also pays for compilation, forks and page faults. These one-off costs are reported apart:
-    the time of the round beyond the median of the rounds after it. A process with one round is compared with the rounds
-    of the other processes. The only round of a run cannot be compared, so it has no one-off costs.
+    A process's first round also includes the time for compilation, forks and page faults. These one-off costs are
+    reported
+    separately:
+    they are the time by which the round exceeds the median of the rounds after it. A process with only one round is
+    compared with the
+    rounds of the other processes. The only round of a run cannot be compared, so it has no one-off costs.
 
     Attributes:
-        rounds: seconds of every round without evaluation, all costs included.
-        process_starts: places in `rounds` at which a process started.
-        evaluations: seconds of the evaluations of this process.
+        rounds: duration of each round in seconds, without evaluation, with all costs included.
+        process_starts: positions in `rounds` at which a process started.
+        evaluations: duration of this process's evaluations in seconds.
     """
 
     rounds: tuple[float, ...] = ()
@@ -74,15 +78,15 @@ class Times:
         return cls(tuple(rounds), tuple(dict.fromkeys([*process_starts, len(rounds)])))
 
     def add_round(self, seconds: float) -> Times:
-        """Return the times with the time of a round appended."""
+        """Return the times with the duration of one more round."""
         return replace(self, rounds=(*self.rounds, seconds))
 
     def add_evaluation(self, seconds: float) -> Times:
-        """Return the times with the time of an evaluation appended."""
+        """Return the times with the duration of one more evaluation."""
         return replace(self, evaluations=(*self.evaluations, seconds))
 
     def startup(self) -> list[float]:
-        """Return the one-off costs of every round, at least 0. They are part of `rounds`."""
+        """Return the one-off costs of each round, at least 0. They are part of `rounds`."""
         costs = [0.0] * len(self.rounds)
         usual = [s for k, s in enumerate(self.rounds) if k not in self.process_starts]
         for first, end in zip(self.process_starts, [*self.process_starts[1:], len(self.rounds)], strict=True):
@@ -92,14 +96,14 @@ class Times:
         return costs
 
     def steady_seconds(self) -> list[float]:
-        """Return the seconds of every round without its one-off costs."""
+        """Return the duration of each round in seconds, without one-off costs."""
         return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
 
     def pace(self, every: int) -> float | None:
-        """Return recent seconds per round, including a share of the evaluation every ``every`` rounds.
+        """Return the recent time per round in seconds, including its part of an evaluation every ``every`` rounds.
 
-        None before this process's third round. If evaluations take a fifth of the time or more, also None before its
-        second evaluation, because the first evaluation has one-off costs too.
+        None before this process's third round. Also None before the process's second evaluation if evaluations take a
+        fifth of the time or more, because the first evaluation has one-off costs too.
         """
         rounds = self.rounds[self.process_starts[-1] + 1 :][-PACE_WINDOW_ROUNDS:]
         if len(rounds) < 2:
@@ -119,18 +123,17 @@ class State:
         sampler: state of the sampler.
         weigher: state of the weigher.
         aggregator: state of the aggregator.
-        sums: float64 sums, by field, of the rows that the server keeps, over all clients.
-        totals: ``[8]`` `CLIENT_COUNTS` and dropped uploads, over all rounds.
+        sums: sums of the rows that the server stores, over all clients, float64 by field.
+        totals: `CLIENT_COUNTS` and the number of dropped uploads, over all rounds ``[8]``.
         tally: number of rounds in which each client sent an upload or an answer.
-        cohort: ``[m]`` clients of the last round.
-        trained: newest round that changed the server's state. It is earlier than `round` after a round that was given
-            up.
-        records: figures measured so far.
-        notes: sentences on events such as dropped clients.
-        times: seconds of the rounds. No result depends on them.
-        clock: time, virtual or of real sites, and the work under way. None without devices and without a stream.
-        shares: ``[n, 1]`` shares of the clients in the objective. Given only if the run computes the shares again.
-            None: `Job.alpha`.
+        cohort: clients of the last round ``[m]``.
+        trained: newest round that changed the server's state. It is earlier than `round` if a round was given up.
+        records: measurements so far.
+        notes: sentences about events such as dropped clients.
+        times: durations of the rounds in seconds. No result depends on them.
+        clock: time, virtual or at real sites, and the work under way. None without devices and without a stream.
+        shares: clients' shares in the objective ``[n, 1]``. They are given only if the run recomputes the shares. None:
+            `Job.alpha`.
     """
 
     round: int
@@ -151,12 +154,12 @@ class State:
 
     @property
     def uploads(self) -> Tensor:
-        """Number ``[n]`` of rounds in which each client sent an upload or an answer."""
+        """Number of rounds in which each client sent an upload or an answer ``[n]``."""
         return self.tally.counts()
 
     @property
     def is_scored(self) -> bool:
-        """True if the records contain the scores of these models."""
+        """True if the records contain the scores of the current models."""
         return self.records.round >= self.trained
 
     def with_(self, **changes: Any) -> State:
@@ -172,7 +175,7 @@ class State:
         return name_tensors({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
-        """Return the state of this run after another round, restored from its `tensors`.
+        """Return the state of this run after a different round, restored from the result of `tensors`.
 
         ``self`` provides the types.
         """

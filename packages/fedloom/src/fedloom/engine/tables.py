@@ -1,4 +1,4 @@
-"""Parts of a setting, read from values, names and tables: a method, and a field with its table."""
+"""Parts of a setting that are read from values, names and tables: a method, and a field with its table."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class NamedMethod(NamedTuple):
     """A method and its name in files.
 
     Attributes:
-        name: name of the registry, import path, or the class's name if no path leads to the class.
-        entry: class or preset of the method. For a composition that no preset makes, the class of its algorithm.
+        name: name in the registry, import path, or the class's name if no path leads to the class.
+        entry: class or preset of the method. For a composition that is not a preset, this is the class of its
+            algorithm.
         value: method, or the value that the preset makes.
     """
 
@@ -38,13 +39,14 @@ class NamedMethod(NamedTuple):
     def read(
         cls, method: object, options: Mapping[str, Any], where: str = "", places: Places | None = None
     ) -> NamedMethod:
-        """Return a method read with its options.
+        """Return a method, read together with its options.
 
         Args:
-            method: name of the registry, import path, class, method, or value made by a preset.
-            options: options of the method, and the constants ``defaults`` of the options that are not given.
-            where: file and table, for the message.
-            places: places where other keys belong.
+            method: name in the registry, import path, class, method, or value made by a preset.
+            options: options of the method, and ``defaults``, which selects the constants for options that are not
+                given.
+            where: file and table, used in the message.
+            places: where other keys belong.
 
         Raises:
             ConfigError: the method is unknown, it does not accept an option, or a value is out of range.
@@ -65,7 +67,7 @@ class NamedMethod(NamedTuple):
 
 
 def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
-    """Return the name of a method, its class or preset, and the method if it has been made already.
+    """Return the name of a method, its class or preset, and the method if it already exists.
 
     Raises:
         ConfigError: the method is unknown.
@@ -85,13 +87,14 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
 
 @dataclass(frozen=True)
 class SettingTable:
-    """Way to give a field of `Setting`: as a value, or as in an experiment file, by a name or a table of options.
+    """How a field of `Setting` may be given: as a value, or as in an experiment file by a name or a table of options.
 
     Attributes:
         base: class of the values.
         kinds: classes by the table's ``kind``. Empty if there is only one class.
-        default: kind of a table without ``kind``. None: a table must contain ``kind``, and "none" is not a choice.
-        key: key that names the kind.
+        default: kind of a table that does not contain ``kind``. None: a table must contain ``kind``, and "none" is not
+            a choice.
+        key: key that contains the kind.
     """
 
     base: type[Any]
@@ -100,11 +103,11 @@ class SettingTable:
     key: str = "kind"
 
     def classes(self) -> dict[str, type[Any]]:
-        """Return the class of every kind. The class of a table without kinds has an empty name."""
+        """Return the class of each kind. The class of a table without kinds has an empty name."""
         return dict(self.kinds) or {"": self.base}
 
     def keys(self) -> dict[str, Iterable[str]]:
-        """Return the keys of every kind except `key`.
+        """Return the keys of each kind, without `key`.
 
         The keys of a table without a kind are listed under an empty name.
         """
@@ -118,10 +121,10 @@ class SettingTable:
         """Return the value that a table describes.
 
         Args:
-            choice: value, kind, table of options, or None. In a file, only a table.
-            where: file and table, for the message.
-            name: name of the table, for the message.
-            places: places where other keys belong.
+            choice: value, kind, table of options, or None. In a file, only a table is allowed.
+            where: file and table, used in the message.
+            name: name of the table, used in the message.
+            places: where other keys belong.
 
         Raises:
             ConfigError: the table contains an unknown kind or key, a wrong type or a value out of range.
@@ -156,7 +159,7 @@ class SettingTable:
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
     def _form(self, choice: object, name: str) -> str:
-        """Return the table that a value stands for, if the value is not a table."""
+        """Return the table that a value stands for, if the value is not a table itself."""
         if not self.kinds:
             return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
         is_kind = isinstance(choice, str) and (choice in self.kinds or is_path(choice))
@@ -177,7 +180,7 @@ def _value_at(where: str) -> str:
 
 
 def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
-    """Return the specification in a table: of a kind, of a paper's name, or of user code."""
+    """Return the specification that a table describes: by a kind, by a name from a paper, or by user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
         raise ConfigError(
             f"{_value_at(where)}this is a state dict. Load the state dict into a module, and pass the module"

@@ -1,4 +1,4 @@
-"""Workers: the number of processes that a run starts."""
+"""Workers: how many processes a run starts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ if TYPE_CHECKING:
     from fedloom.engine.problem import JobFacts
 
 WORTH_FORKING = 2e11
-"""Multiply-adds of a run, about four seconds of one core, from which more workers pay."""
+"""Number of multiply-adds in a run, about four seconds on one core, from which on more workers pay off."""
 
 
 def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
-    """Choose the processes of a run. ``auto`` uses the cores if the work pays for starting them.
+    """Choose the number of processes for a run. ``auto`` uses the cores if the work justifies starting them.
 
-    They are no more than clients, of which a chunk has one at least, and no more than the cores can use.
+    There are never more processes than clients, because a chunk has at least one client, nor more than the cores can
+    use.
 
     Raises:
-        Refused: several on a GPU.
+        Refused: several processes share a GPU.
     """
     on_cpu = engine.device == "cpu"
     if engine.workers == "auto":
@@ -38,7 +39,7 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
 
 
 def idle_workers(engine: Engine) -> list[str]:
-    """Return the note on more processes than the cores can use, if they are asked for."""
+    """Return a note if more processes are requested than the cores can use."""
     if engine.workers == "auto" or engine.workers <= PER_CORE * cores():
         return []
     return [

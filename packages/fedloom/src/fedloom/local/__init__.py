@@ -1,4 +1,4 @@
-"""Local training: settings, the loop, and the oracles. It is the only layer that calls autograd."""
+"""Local training: settings, the training loop, and the oracles. It is the only layer that calls autograd."""
 
 from fedloom.local.batches import Batch
 from fedloom.local.context import Ctx, Nothing

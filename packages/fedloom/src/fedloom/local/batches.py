@@ -1,4 +1,4 @@
-"""Batches: the samples that every client of a chunk uses in every step of a stream."""
+"""Batches: the samples that each client of a chunk uses in each step of a stream."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PIECE_SAMPLES = 1024
 """Number of samples of one client that a pass over its whole training part processes together."""
 
 MIN_COMPILED_CLIENTS = 8
-"""Number of clients from which a compiled loop for their batches pays off. One that trains alone does not wait for the
-compiler."""
+"""Number of clients from which on a compiled loop for their batches pays off. A client that trains alone does not wait
+for the compiler."""
 
 FixedBatches = Mapping[Purpose, Tensor]
-"""A client's batches of a round ``[steps, b]`` by stream: positions in its training part, or -1. Given, not drawn."""
+"""A client's batches in a round ``[steps, b]`` by stream: positions in its training part, or -1. Given, not drawn."""
 
 
 class BatchKey(NamedTuple):
-    """Identity of a batch's random draw: seed, round, client ids, stream and step."""
+    """Identity of a random draw for a batch: seed, round, client ids, stream and step."""
 
     seed: int
     round: int
@@ -36,21 +36,21 @@ class BatchKey(NamedTuple):
     k: int
 
     def generator(self, row: int, purpose: str) -> torch.Generator:
-        """Return the generator of the client in ``row``, seeded by (seed, round, client, (*stream, k, purpose))."""
+        """Return the generator for the client in ``row``, seeded by (seed, round, client, (*stream, k, purpose))."""
         stream = self.stream if isinstance(self.stream, tuple) else (self.stream,)
         return generator(self.seed, self.round, self.ids[row], (*stream, self.k, purpose))
 
 
 class Batch(NamedTuple):
-    """One batch per client: positions in its training part, or -1 if a short batch has no more samples.
+    """One batch per client: positions in its training part, or -1 if a short batch contains no more samples.
 
     Attributes:
-        position: ``[m, b]`` in 0..n_i-1, or -1. Samples come before the padding.
-        where: ``[m, b]`` result of `Oracle.locate` for the positions.
-        count: ``[m, 1]`` number of samples in each client's batch.
-        ids: ``[m]`` client ids.
-        draw: identifies further draws for this batch, for instance dropout masks.
-        total: ``[m, 1]`` divisor of the sum of sample losses: ``count``, or the client's size for a part of its data.
+        position: positions ``[m, b]`` in 0..n_i-1, or -1. Samples come before the padding.
+        where: result ``[m, b]`` of `Oracle.locate` for the positions.
+        count: number of samples in each client's batch ``[m, 1]``.
+        ids: client ids ``[m]``.
+        draw: key for further draws for this batch, for instance dropout masks.
+        total: divisor of the sum of sample losses ``[m, 1]``: ``count``, or the client's size for a part of its data.
         full: True if no client's batch is padded.
     """
 
@@ -63,7 +63,7 @@ class Batch(NamedTuple):
     full: bool
 
     def scaled(self, factor: Tensor) -> Batch:
-        """Multiply the losses of each client's samples, and so the batch's gradient, by ``factor [m, 1]``."""
+        """Multiply the losses of each client's samples, and therefore the batch's gradient, by ``factor [m, 1]``."""
         return self._replace(total=self.total / factor.to(self.total.device))
 
 
@@ -71,13 +71,13 @@ class BatchPlan(NamedTuple):
     """All batches of a stream.
 
     Attributes:
-        position: ``[steps, m, b]``.
-        where: ``[steps, m, b]`` result of `Oracle.locate` for the positions.
-        count: ``[steps, m, 1]`` number of samples in each batch.
-        width: length of the longest batch of every step.
-        narrowest: length of the shortest batch of every step.
-        ids: ``[m]`` client ids.
-        draw: identifies draws, except for the step.
+        position: positions ``[steps, m, b]``.
+        where: result ``[steps, m, b]`` of `Oracle.locate` for the positions.
+        count: number of samples in each batch ``[steps, m, 1]``.
+        width: length of the longest batch in each step.
+        narrowest: length of the shortest batch in each step.
+        ids: client ids ``[m]``.
+        draw: key for random draws, except for the step.
     """
 
     position: Tensor
@@ -96,14 +96,14 @@ class BatchPlan(NamedTuple):
         return self._replace(position=position, where=where, count=count, ids=ids, draw=draw)
 
     def batch(self, k: int) -> Batch:
-        """Return the batch of every client in step ``k``, as wide as the longest of them."""
+        """Return the batch of each client in step ``k``, as wide as the longest batch."""
         position, where, count, width = self.position[k], self.where[k], self.count[k], self.width[k]
         if width < position.shape[1]:
             position, where = position[:, :width], where[:, :width]
         return Batch(position, where, count, self.ids, self.draw._replace(k=k), count, self.narrowest[k] == width)
 
     def each(self, steps: Tensor) -> Batch:
-        """Return the batch of every client in its own step, ``steps [m]``."""
+        """Return the batch of each client in its own step, ``steps [m]``."""
         rows = torch.arange(len(steps))
         position, where, count = (t[steps, rows] for t in (self.position, self.where, self.count))
         return Batch(position, where, count, self.ids, self.draw, count, int(count.min()) == position.shape[1])
@@ -120,9 +120,11 @@ def make_plan(
     locate: Callable[[Tensor, Tensor], Tensor],
     fixed_batches: Sequence[FixedBatches] | None = None,
 ) -> BatchPlan:
-    """Plan the batches of every client of a chunk for one stream of a round. ``batch_size`` None is the full batch.
+    """Plan the batches of all clients in a chunk, for one stream of a round.
 
-    The batches in ``fixed_batches``, one entry per client, are not drawn.
+    If ``batch_size`` is None, each batch is the full training part.
+
+    The batches in ``fixed_batches``, with one entry per client, are not drawn.
 
     Raises:
         ConfigError: a client has fewer fixed batches than steps.
@@ -150,7 +152,7 @@ def _position(
     stream: Purpose,
     fixed_batches: Sequence[FixedBatches] | None,
 ) -> Tensor:
-    """Return positions ``[most steps, m, b]``, one client after another."""
+    """Return positions ``[most steps, m, b]``, computed for one client after another."""
     longest, width = max(steps.tolist(), default=0), max(sizes.tolist(), default=0)
     if batch_size is not None:
         width = min(batch_size, width)
@@ -197,9 +199,10 @@ def pieces(
     together: int | None = None,
     places: Tensor | None = None,
 ) -> list[Batch]:
-    """Yield batches that together contain every client's whole part ``sizes [m, 1]``, or the samples at ``places``.
+    """Yield batches that together contain each client's entire part ``sizes [m, 1]``, or the samples at ``places``.
 
-    A batch contains the first clients, up to the last client with remaining samples, with ``together`` samples each.
+    A batch contains the first clients, up to the last client with remaining samples, with ``together`` samples for
+    each.
     """
     longest, together = int(sizes.max()), PIECE_SAMPLES if together is None else together
     batches = []

@@ -18,21 +18,21 @@ class Nothing(NamedTuple):
 
 
 class Ctx(NamedTuple):
-    """What the server's functions know. It is the same in simulation and in deployment.
+    """What the server's functions know about a round. It is the same in simulations and in deployments.
 
     Attributes:
-        round: round number, from 1. 0 in `Algorithm.init`.
+        round: round number, from 1, or 0 in `Algorithm.init`.
         n: all clients.
         m: number of clients in the (accepted) cohort.
-        ids: ``[m]`` ids of these clients.
+        ids: ids of these clients ``[m]``.
         layout: shapes of the model.
-        weight: ``[n, 1]`` the clients' shares alpha_i, which sum to 1 over all clients.
-        sizes: ``[n, 1]`` training samples of every client.
-        groups: ``[n]`` group of every client, if the run has groups.
+        weight: clients' shares alpha_i ``[n, 1]``, which sum to 1 over all clients.
+        sizes: number of training samples of each client ``[n, 1]``.
+        groups: group of each client ``[n]``, if the run defines groups.
         local: settings of local training.
         seed: seed of the run.
-        rounds: rounds of the run.
-        projection: ``[k, d]`` the matrix of a subspace method, if a run replays it.
+        rounds: number of rounds of the run.
+        projection: matrix of a subspace method ``[k, d]``, if a run replays it.
     """
 
     round: int
@@ -50,31 +50,31 @@ class Ctx(NamedTuple):
 
     @property
     def masses(self) -> Tensor:
-        """Shares of the clients divided by the largest, ``[n, 1]`` float64.
+        """Clients' shares divided by the largest share, ``[n, 1]`` float64.
 
-        Exactly 1 for each where shares are equal.
+        They are exactly 1 if all shares are equal.
         """
         shares = self.weight.double()
         return shares / shares.max()
 
     @property
     def cohort_masses(self) -> Tensor:
-        """The `masses` of the cohort, ``[m, 1]``."""
+        """Values of `masses` for the cohort, ``[m, 1]``."""
         return self.weight[self.ids].double() / _largest(self.weight)
 
     @property
     def part(self) -> float:
-        """The cohort's part of all shares, the sum of alpha_i over ``ids``: m/n if the shares are equal."""
+        """Cohort's part of all shares, which is the sum of alpha_i over ``ids``: m/n if the shares are equal."""
         masses = self.masses
         return float(masses[self.ids].sum() / masses.sum())
 
     @property
     def reach(self) -> float:
-        """Return the length of a round's local SGD in time of the gradient flow: step size times mean steps.
+        """Return the length of a round's local SGD in gradient-flow time: step size times mean number of steps.
 
-        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a constant gradient. Dampening and Nesterov's
-        step also count. Other optimizers move every coordinate by the step size, whatever the gradient. This counts as
-        a gradient of norm one. Adam's averages do not change a constant gradient.
+        With momentum, the i-th step counts 1 + ... + momentum^(i-1), as on a constant gradient. Dampening and
+        Nesterov's step are also taken into account. Other optimizers move each coordinate by the step size, whatever
+        the gradient is. This counts like a gradient of norm one. Adam's averages do not change a constant gradient.
         """
         local = self.local
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))
@@ -85,12 +85,12 @@ class Ctx(NamedTuple):
         return local.lr * max(mean, 1.0) * unit
 
     def rng(self, purpose: str) -> torch.Generator:
-        """Return the server's generator of this round."""
+        """Return the server's generator for this round."""
         return generator(self.seed, self.round, purpose=("server", purpose))
 
 
 def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> float:
-    """Return the displacement of momentum steps on a constant gradient of one, at step size 1."""
+    """Return the displacement that momentum steps cause on a constant gradient of one, at step size 1."""
     rest = 1 - momentum
     length = (steps - momentum * (1 - momentum**steps) / rest) / rest
     if dampening:  # the first gradient is not dampened
@@ -100,5 +100,5 @@ def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> fl
 
 @lru_cache(maxsize=2)
 def _largest(shares: Tensor) -> Tensor:
-    """Return the largest share of all clients in double precision. It is computed once, not in every round."""
+    """Return the largest share of all clients in double precision. It is computed once, and not in every round."""
     return shares.max().double()

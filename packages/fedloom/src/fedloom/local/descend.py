@@ -1,4 +1,4 @@
-"""descend: local SGD, or another optimizer, with a declared direction, so that an oracle can fuse it."""
+"""descend: local SGD, or another optimizer, with a declared direction, so that an oracle can fuse the steps."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from fedloom.seeds import Purpose
 
 Pull = tuple[float | Tensor, Tensor]
-"""(mu, x): the term mu/2 ||w - x||^2, x ``[d]`` or ``[m, d]``.
+"""(mu, x): the term mu/2 ||w - x||^2, where x is ``[d]`` or ``[m, d]``.
 
-Mu is a number or ``[m, 1]``. With mu ``[d]`` or ``[m, d]``, the term is the sum of mu_j/2 (w_j - x_j)^2.
+mu is a number or ``[m, 1]``. If mu is ``[d]`` or ``[m, d]``, the term is the sum of mu_j/2 (w_j - x_j)^2.
 """
 
 ALL_ROWS = [slice(None)]
@@ -66,26 +66,26 @@ def descend(
     direction, without a prox.
 
     Args:
-        w: ``[d]`` or ``[m, d]`` start of every client. Not modified.
+        w: starting point of each client, ``[d]`` or ``[m, d]``. Not modified.
         work: the local problems.
-        pull: pairs (mu, x). Mu is a number, ``[m, 1]``, or ``[d]`` or ``[m, d]`` for a strength per coordinate.
-        shift: ``[d]`` or ``[m, d]``, added to the gradient.
-        prox: (f, centre). A center of None is zero.
-        mask: ``[d]`` or ``[m, d]``, bool or zeros and ones: only these coordinates change.
-        steps: ``[m, 1]`` or one number. None: the steps of the round.
-        stream: equal names give equal batches.
+        pull: pairs (mu, x). mu is a number, ``[m, 1]``, or ``[d]`` or ``[m, d]`` for a strength per coordinate.
+        shift: vector ``[d]`` or ``[m, d]`` that is added to the gradient.
+        prox: (f, centre). If the center is None, it is zero.
+        mask: mask ``[d]`` or ``[m, d]``, bool or zeros and ones: only the marked coordinates change.
+        steps: number of steps, ``[m, 1]`` or a single number. None: the number of steps in the round.
+        stream: name of the stream. Equal names give equal batches.
         lr: step size. None: the step size of the round.
-        scale: s > 0, ``[m, 1]``. None: 1.
-        decay: factor of the step size from one step to the next, in (0, 1].
+        scale: factor s > 0, ``[m, 1]``. None: 1.
+        decay: factor by which the step size changes from one step to the next, in (0, 1].
         terms: functions of the representation. Their gradient is added to the batch's gradient before clipping.
 
     Returns:
         ``[m, d]``. A problem with an exact solution (`Quadratic` with ``solve=True``) is solved exactly.
 
     Raises:
-        CodeError: pulls are not pairs, or a strength has another shape.
-        ConfigError: a prox is given with an optimizer other than plain SGD, or the model or an exact solution does not
-            support the terms.
+        CodeError: pulls are not pairs, or a strength has the wrong shape.
+        ConfigError: a prox is given with an optimizer other than plain SGD, or the terms are not supported by the model
+            or the exact solution.
     """
     m, local = work.m, work.local
     pairs: Sequence[object] = pull  # of user code, perhaps
@@ -192,9 +192,9 @@ def descend(
 
 
 class _Left(NamedTuple):
-    """Parameters without a gradient, saved before a step of an optimizer that may change them.
+    """Parameters without a gradient, saved before an optimizer step that may change them.
 
-    Optimizers of torch skip a parameter without a gradient. In a row, such a parameter has the gradient 0.
+    PyTorch optimizers skip parameters that have no gradient. In a row, such a parameter has the gradient 0.
     """
 
     skipped: Tensor
@@ -202,17 +202,17 @@ class _Left(NamedTuple):
 
     @classmethod
     def create(cls, w: Tensor, g: Tensor, reached: Tensor) -> _Left:
-        """Select the clients' rows of ``w [m, d]`` and of the step's direction ``g [m, d]``."""
+        """Select some clients' rows of ``w [m, d]`` and of the step's direction ``g [m, d]``."""
         skipped = (reached == 0) & (g == 0)
         return cls(skipped, w[skipped])
 
     def put_back_(self, w: Tensor) -> None:
-        """Return ``w`` with the saved values of these parameters."""
+        """Return ``w`` with these parameters set to their saved values."""
         w[self.skipped] = self.before
 
 
 def _hold_(rows: _Rows) -> None:
-    """Restore the coordinates that must not change, if they differ between clients."""
+    """Restore the coordinates that must not change, if these coordinates differ between clients."""
     if rows.mask is not None:
         rows.w.mul_(rows.mask)
         if rows.rest is not None:
@@ -224,7 +224,7 @@ def _scaled(batch: Batch, rows: _Rows) -> Batch:
 
 
 def _unscaled(rows: _Rows) -> Sequence[Bound]:
-    """Terms whose mean over a scaled batch equals their mean over the batch."""
+    """Return terms whose mean over a scaled batch equals their mean over the original batch."""
     scale = rows.scale
     return rows.terms if scale is None else [t._replace(weight=t.weight / scale) for t in rows.terms]
 
@@ -244,7 +244,7 @@ def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor
 def _minimum(
     work: Work, w: Tensor, mu: float | Tensor, steady: Tensor | None, mask: Tensor | None, scale: Tensor | None
 ) -> Tensor:
-    """Return argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> of a problem with an exact solution."""
+    """Return argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> for a problem with an exact solution."""
     assert work.oracle.minimise is not None
     s = per_client(1.0 if scale is None else scale, work.m, w)
     rest = None if steady is None else each_client(steady, work.m) / s

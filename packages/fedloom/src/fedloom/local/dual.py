@@ -30,22 +30,22 @@ class _Rows(NamedTuple):
 
 
 def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work, lam: float, rho: float) -> Primal:
-    """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2. After each epoch, update w and pi.
+    """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2. After each epoch, w and pi are updated.
 
     With the client's share a_i, w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), then pi <- pi + rho (w - x).
     Momentum continues from one epoch to the next. The last epoch may be incomplete.
 
     Args:
-        theta: ``[m, d]`` start of every client.
-        w: ``[m, d]`` prox center of the first epoch.
-        pi: ``[m, d]`` dual of w = x.
-        x: ``[d]`` the received model.
+        theta: starting point of each client ``[m, d]``.
+        w: prox center of the first epoch ``[m, d]``.
+        pi: dual of w = x ``[m, d]``.
+        x: received model ``[d]``.
         work: the local problems.
         lam: weight of the distance to w.
         rho: penalty.
 
     Returns:
-        All three after the round's steps. For a client without steps they do not change.
+        All three values after the round's steps. They stay unchanged for a client without steps.
     """
 
     def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
@@ -66,12 +66,12 @@ class _Solve(NamedTuple):
 
 
 def until_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: float, most: int) -> Tensor:
-    """Gradient descent on f_i + lam/2 ||theta - w||^2 from theta until its gradient is small (FLAME, Eq. 17).
+    """Run gradient descent on f_i + lam/2 ||theta - w||^2 from theta until the gradient is small (FLAME, Eq. 17).
 
     Args:
-        theta: ``[m, d]`` start of every client.
-        w: ``[m, d]`` prox center.
-        eps: ``[m, 1]`` bound on the squared gradient times the client's share.
+        theta: starting point of each client ``[m, d]``.
+        w: prox center ``[m, d]``.
+        eps: bound on the squared gradient times the client's share ``[m, 1]``.
         work: the local problems.
         lam: weight of the distance to w.
         most: most steps.
@@ -91,7 +91,7 @@ def until_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: floa
 
 
 class Residuals(NamedTuple):
-    """The client's term of the augmented Lagrangian, and squares of its primal and dual residuals ``[m, 1]``."""
+    """A client's term of the augmented Lagrangian, and the squares of its primal and dual residuals ``[m, 1]``."""
 
     lagrangian: Tensor
     primal: Tensor

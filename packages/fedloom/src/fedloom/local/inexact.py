@@ -23,7 +23,10 @@ Solver = Literal["svrg", "gd", "sgd", "released"]
 
 
 class DescentResult(NamedTuple):
-    """Last points ``w [m, d]`` of the clients after ``steps [m, 1]``. ``met [m, 1]``: the stopping rule holds."""
+    """Last points ``w [m, d]`` of the clients after ``steps [m, 1]``.
+
+    ``met [m, 1]``: True if the stopping rule holds.
+    """
 
     w: Tensor
     steps: Tensor
@@ -42,13 +45,13 @@ def gradient_descent(
     """Minimize L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> from ``w`` by ``w <- w - lr grad L(w)``.
 
     Args:
-        w: ``[d]`` or ``[m, d]``.
-        work: the local problems. Each step needs a full gradient, and the end needs one more.
+        w: starting point, ``[d]`` or ``[m, d]``.
+        work: the local problems. Each step needs a full gradient, and the end needs an additional one.
         pull: pairs (mu, x).
-        shift: ``[d]`` or ``[m, d]``.
-        steps: largest number of steps, ``[m, 1]`` or one number. None: the steps of the round.
+        shift: vector ``[d]`` or ``[m, d]``.
+        steps: largest number of steps, ``[m, 1]`` or a single number. None: the number of steps in the round.
         lr: step size. None: the step size of the round.
-        until: stopping rule, checked after each step.
+        until: stopping rule, which is checked after each step.
 
     Returns:
         The last point, the number of steps of each client, and whether the stopping rule holds.
@@ -77,11 +80,11 @@ def inexact(
 ) -> DescentResult:
     """Minimize L(w) = f_i(w) + beta/2 ||w - y||^2 + <shift, w> approximately, starting at ``w``.
 
-    "svrg" and "gd" end with ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. If the gradients of f_i have
-    the Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2 for the minimizer w*, as (beta - L)
-    ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. With L >= beta there is no such implication, and the bound is
+    "svrg" and "gd" end when ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. If the gradients of f_i have
+    Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2 for the minimizer w*, because (beta - L)
+    ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. If L >= beta, there is no such implication, and the bound is
     0: all iterations are taken. "sgd" repeats the local steps of the round until the criterion holds. With one
-    iteration it is `descend`, which does not check a criterion.
+    iteration, "sgd" equals `descend`, which does not check a criterion.
 
     Args:
         w: ``[m, d]``.
@@ -90,10 +93,10 @@ def inexact(
         shift: ``[m, d]``.
         solver: SVRG, gradient descent, or the run's local SGD.
         smooth: L.
-        r: tolerance, >= 0. 0 takes all iterations.
-        most: largest number of outer iterations of SVRG, steps of gradient descent or rounds of SGD, for clients that
+        r: tolerance, >= 0. If it is 0, all iterations are taken.
+        most: largest number of outer iterations of SVRG, steps of gradient descent, or rounds of SGD, for clients that
             train in the round.
-        inner: number of steps of an outer iteration, see `svrg`.
+        inner: number of steps in an outer iteration (see `svrg`).
         lr: step size. None: 1/(8 beta) for SVRG, 1/beta for gradient descent, and the round's step size for SGD.
 
     Returns:
@@ -119,7 +122,7 @@ def inexact(
 
 
 def below(method: object, beta: float | None, smooth: float) -> list[str]:
-    """Warn if a given beta is at most L, because the criterion of `inexact` then guarantees nothing."""
+    """Warn if a given beta is at most L, because the criterion in `inexact` then guarantees nothing."""
     if not beta or beta > smooth:
         return []
     return [
@@ -160,14 +163,17 @@ def _passes(
 
 
 class LyapunovParts(NamedTuple):
-    """Gradient of f_i at y ``[m, d]``, and energy ``[m, 1]``: the client's part of FIAELT's H_t."""
+    """Gradient of f_i at y ``[m, d]``, and energy ``[m, 1]``, which is the client's part of FIAELT's H_t."""
 
     gradient: Tensor
     energy: Tensor
 
 
 def lyapunov_parts(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor, moved: Tensor) -> LyapunovParts:
-    """Compute the client's part of FIAELT's figures at (beta, y) = ``pull``. ``moved`` comes from `lyapunov_step`."""
+    """Compute the client's part of FIAELT's diagnostics at (beta, y) = ``pull``.
+
+    ``moved`` is the result of `lyapunov_step`.
+    """
     alpha = work.weight.to(x)
     return LyapunovParts(alpha * work.full_grad(pull[1]), alpha * (augmented_lagrangian(x, work, pull, z) + moved))
 
@@ -181,6 +187,6 @@ def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: 
 
 
 def lyapunov_step(dx: Tensor, dz: Tensor, beta: float, smooth: float, tau: float, r: float) -> Tensor:
-    """Compute the term ``[m, 1]`` of the last changes in inexact ADMM's Lyapunov function (FIAELT, Proposition 5)."""
+    """Compute the term ``[m, 1]`` for the last changes in inexact ADMM's Lyapunov function (FIAELT, Proposition 5)."""
     upsilon = (2 * beta**2 + 4 * smooth**2) / (tau * beta) * 4 * r / (1 - 2 * r)
     return ((1 - tau) / tau**2 / beta * dz.square() + upsilon * dx.square()).sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The only loop of local training: every client takes its own number of steps, and finished rows are removed."""
+"""The only loop of local training: each client takes its own number of steps, and finished rows are removed."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def iterate(
     stream: Purpose = "local",
     until: Callable[[R, Work], Tensor] | None = None,
 ) -> R:
-    """Repeat ``rows <- step(rows, work, *batches)``, for each client its own number of times.
+    """Repeat ``rows <- step(rows, work, *batches)`` for each client's own number of times.
 
     Args:
-        step: receives the rows and the work of the unfinished clients, and ``batches`` batches.
-        rows: a tensor or NamedTuple of tensors ``[m, .]``. It contains every value per client that ``step`` reads.
+        step: function that receives the rows and the work of the unfinished clients, and ``batches`` batches.
+        rows: tensor or NamedTuple of tensors ``[m, .]``. It contains all per-client values that ``step`` reads.
         work: the local problems. ``work.k`` is the number of the step, from 0.
-        steps: ``[m, 1]`` or one number. None: ``work.steps``, or the number of given batches.
+        steps: number of steps, ``[m, 1]`` or a single number. None: ``work.steps``, or the number of given batches.
         batches: number of batches drawn per step.
-        stream: equal names give equal batches, and different names different orders.
-        until: ``[m, 1]`` bool after each step. True ends that client's training.
+        stream: name of the stream. Equal names give equal batches, and different names give different orders.
+        until: function that returns ``[m, 1]`` bool after each step. True ends the training of this client.
 
     Returns:
         The rows after each client's last step, in the given order.
@@ -58,7 +58,7 @@ def _sorted(
     stream: Purpose,
     until: Callable[[R, Work], Tensor] | None,
 ) -> R:
-    """Run `iterate` for clients in order of decreasing steps."""
+    """Run `iterate` for clients in order of decreasing number of steps."""
     plan = work.plan(stream, count * batches) if batches else None
     finished: list[tuple[list[int], R]] = []
     alive, limits = list(range(work.m)), count.tolist()

@@ -1,4 +1,4 @@
-"""Train with optimizers other than plain SGD: a class of `torch.optim` or a user's class, with its state."""
+"""Training with optimizers other than plain SGD: a class of `torch.optim` or a user's class, with its state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ELEMENTWISE_OPTIMIZERS = FUSED_OPTIMIZERS | {
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop,
 }  # fmt: skip
-"""Optimizers that treat each coordinate separately: a client's row is one parameter, and one optimizer has all rows."""
+"""Optimizers that treat each coordinate separately: each client's row is one parameter, and one optimizer handles all
+rows."""
 
 
 class Slot(NamedTuple):
@@ -37,13 +38,13 @@ class Slot(NamedTuple):
 
 
 class OptimizerStates:
-    """States of the clients' optimizers between rounds: numbers ``[m, S W]``, one part per stream.
+    """States of the clients' optimizers between rounds: numbers ``[m, S W]``, with one part per stream.
 
-    A part's first number is 1 if there is a state. Every call of `descend` in a round has its own optimizers,
-    named after its stream: a second call of "local" is "local 2", while ("local", 1) continues "local".
+    The first number of a part is 1 if there is a state. Each call of `descend` in a round has its own optimizers, named
+    after its stream: a second call with "local" is "local 2", while ("local", 1) continues "local".
 
     Attributes:
-        rows: ``[m, S W]``.
+        rows: states ``[m, S W]``.
         streams: S names.
         slots: components of a state.
     """
@@ -59,12 +60,12 @@ class OptimizerStates:
         return name if self._calls[stream] == 1 else f"{name} {self._calls[stream]}"
 
     def of(self, rows: Tensor) -> OptimizerStates:
-        """Return the states of other clients, or of another round."""
+        """Return the states of other clients, or for another round."""
         return OptimizerStates(rows, self.slots, self.streams)
 
     @property
     def width(self) -> int:
-        """W, the number of values of a state."""
+        """Number W of values in a state."""
         return 1 + sum(slot.shape.numel() for slot in self.slots)
 
     def part(self, name: str) -> Tensor:
@@ -81,7 +82,7 @@ class OptimizerStates:
         return torch.cat([self.rows.new_ones(1), *values])
 
     def unpack(self, row: Tensor, parameters: int) -> list[dict[str, Any]]:
-        """Unpack the state of ``row [W]``. It is the inverse of `pack`."""
+        """Unpack the state of ``row [W]``. This function is the inverse of `pack`."""
         state: list[dict[str, Any]] = [{} for _ in range(parameters)]
         widths = [s.shape.numel() for s in self.slots]
         for slot, values in zip(self.slots, row[1:].split(widths), strict=True):
@@ -95,7 +96,10 @@ class OptimizerStates:
 
 
 def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Return a function that creates the optimizer of some parameters. For rows, it steps all of them in one call."""
+    """Return a function that creates the optimizer for some parameters.
+
+    For rows, this optimizer steps all rows in one call.
+    """
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in local.optimizer_options.items()}
     if decays_itself(local):
         options["weight_decay"] = local.weight_decay
@@ -105,7 +109,7 @@ def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.op
 
 
 def elementwise(local: LocalSGD) -> bool:
-    """Return whether the parameters are rows, and not the tensors of the model, see `ELEMENTWISE_OPTIMIZERS`."""
+    """Return True if the parameters are rows, and not the tensors of the model (see `ELEMENTWISE_OPTIMIZERS`)."""
     return local.optimizer_class in ELEMENTWISE_OPTIMIZERS
 
 
@@ -120,17 +124,17 @@ def _takes_decay(optimizer: Any) -> bool:
 
 
 def decays_itself(local: LocalSGD) -> bool:
-    """Return whether the optimizer applies the weight decay, as an L2 term or decoupled from the gradient."""
+    """Return True if the optimizer applies the weight decay, as an L2 term or decoupled from the gradient."""
     return _takes_decay(local.optimizer_class)
 
 
 def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
-    """Find the components of one client's optimizer state by a step with a zero gradient.
+    """Find the components of one client's optimizer state with a step whose gradient is zero.
 
     Args:
         local: settings with the optimizer and its options.
         layout: shapes of the model.
-        like: ``[d]`` a model.
+        like: example of a model ``[d]``.
 
     Raises:
         ConfigError: the optimizer rejects its options or the model, needs more than a gradient, or its state cannot be

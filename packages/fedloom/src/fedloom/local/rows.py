@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Fields(Protocol):
-    """A NamedTuple of tensors: a download, an upload, rows of clients, or the server's state."""
+    """NamedTuple of tensors: a download, an upload, rows of clients, or the server's state."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -55,14 +55,14 @@ def concat_rows(pieces: Sequence[R]) -> R:
 
 
 def name_tensors(tree: object, prefix: str = "") -> dict[str, Tensor]:
-    """List every tensor of a NamedTuple, or of a dict of them, by its dotted name.
+    """List all tensors in a NamedTuple, or in a dict of NamedTuples, by dotted name.
 
     Args:
-        tree: a tensor, a NamedTuple, a dict of them, or None, which contains no tensor.
+        tree: tensor, NamedTuple, dict of them, or None, which contains no tensor.
         prefix: first part of every name.
 
     Raises:
-        AssertionError: the tree contains another type.
+        AssertionError: the tree contains a different type.
     """
     return dict(_walk(tree, prefix))
 
@@ -80,7 +80,7 @@ def _walk(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors ``name.field`` of `name_tensors`, by field."""
+    """Return the tensors named ``name.field`` by `name_tensors`, by field."""
     return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
 
 
@@ -90,12 +90,12 @@ def per_client(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
 
 
 def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
-    """Return ``value`` as ``[m, 1]``, or as ``[m, d]`` if it has an entry per coordinate.
+    """Return ``value`` as ``[m, 1]``, or as ``[m, d]`` if it contains an entry per coordinate.
 
     Args:
-        value: a number, ``[m, 1]``, ``[d]``, ``[1, d]`` or ``[m, d]``.
+        value: number, ``[m, 1]``, ``[d]``, ``[1, d]`` or ``[m, d]``.
         m: number of clients.
-        like: ``[m, d]``, whose dtype and device the result has.
+        like: tensor ``[m, d]`` from which the result takes its dtype and device.
 
     Raises:
         CodeError: another shape.
@@ -105,8 +105,9 @@ def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
         return per_client(rows, m, like)
     if tuple(rows.shape) not in ((d,), (1, d), (m, d)):
         raise CodeError(
-            f"the strength of a pull has shape {list(rows.shape)}, but {m} clients have {d} parameters each. Give one "
-            f"number, [{m}, 1] for one per client, [{d}] for one per parameter, or [{m}, {d}]"
+            f"the strength of a pull has shape {list(rows.shape)}, but {m} clients have {d} "
+            f"parameters each. Pass one number, [{m}, 1] for one per client, [{d}] for one per "
+            f"parameter, or [{m}, {d}]"
         )
     return rows.expand(m, d)
 
@@ -117,7 +118,7 @@ def each_client(value: Tensor, m: int) -> Tensor:
 
 
 def remade(like: F, fields: Iterable[Any]) -> F:
-    """Build a NamedTuple of the same type with other values."""
+    """Build a NamedTuple of the same type with different values."""
     return type(like)(*fields)
 
 
@@ -127,7 +128,7 @@ def to_device(rows: F, device: torch.device) -> F:
 
 
 def for_everyone(message: F, n: int) -> F:
-    """Expand one client's message, with fields ``[d]`` or ``[1, .]``, to every client without a copy."""
+    """Expand one client's message, with fields ``[d]`` or ``[1, .]``, to all clients without a copy."""
     return remade(message, (f.expand(n, -1) if f.dim() > 1 else f for f in message))
 
 

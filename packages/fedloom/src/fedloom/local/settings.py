@@ -1,4 +1,4 @@
-"""LocalSGD: the only owner of the settings of local training."""
+"""LocalSGD: the class that contains all settings of local training."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MOMENTUM_RANGES: dict[str, Callable[[float], bool]] = {
     "momentum": lambda m: 0 <= m < 1,
     "dampening": lambda t: 0 <= t <= 1,
 }
-"""Numbers of a torch optimizer with momentum, and their ranges."""
+"""Options of a torch optimizer with momentum, and their ranges."""
 
 MIN_STEP_SIZE = 1e-45
-"""Smaller step sizes are zero in float32."""
+"""Smallest step size: smaller step sizes would be zero in float32."""
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -39,18 +39,18 @@ def _checked_optimizer(name: str) -> str:
     if is_path(name):
         find_class(name, "optimizer", torch.optim.Optimizer)
     elif name not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, OPTIMIZERS)}, or an import path")
+        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, OPTIMIZERS)}, or use an import path")
     return name
 
 
 class LocalSGD(Value):
-    """Training of a client: step size and its schedule over rounds, batches, length, momentum, decay, clipping.
+    """Training of a client: step size and its schedule over rounds, batches, duration, momentum, decay, clipping.
 
-    The direction of a step is the batch gradient (with norm at most ``clip``), plus ``weight_decay`` times the
-    parameters, plus the pulls and the shift of the method. Momentum acts on the sum, as in ``torch.optim.SGD``.
+    The direction of a step is the batch gradient (with a norm of at most ``clip``), plus ``weight_decay`` times the
+    parameters, plus the pulls and the shift of the method. Momentum acts on this sum, as in ``torch.optim.SGD``.
 
-    Any other ``optimizer`` uses the same direction. It receives ``weight_decay`` if it has an argument of that name
-    (AdamW's is decoupled from the gradient, with the default 0.01).
+    Any other ``optimizer`` uses the same direction. The optimizer receives ``weight_decay`` if it accepts an argument
+    of that name (AdamW's weight decay is decoupled from the gradient, with default 0.01).
     """
 
     lr: float = Field(0.01, gt=0, description="learning rate of local SGD in the first round")
@@ -98,7 +98,7 @@ class LocalSGD(Value):
     @model_validator(mode="before")
     @classmethod
     def _as_in_torch(cls, options: object) -> Any:
-        """Import an optimizer's class by its path, and set AdamW's default weight decay."""
+        """Import an optimizer class by its path, and set AdamW's default weight decay."""
         if not isinstance(options, dict):
             return options
         name = options.get("optimizer")
@@ -112,27 +112,30 @@ class LocalSGD(Value):
         if isinstance(self.batch_size, int) and self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 or 'full', got {self.batch_size}")
         if self.schedule == "exponential" and "decay" not in self.model_fields_set:
-            raise ValueError("schedule 'exponential' needs decay, its factor per round")
+            raise ValueError("schedule 'exponential' needs decay, the factor of the learning rate per round")
         if self.steps is not None and "epochs" in self.model_fields_set:
-            raise ValueError("give epochs or steps, but not both")
+            raise ValueError("set epochs or steps, but not both")
         if self.optimizer == "sgd":
             for key in ("optimizer_options", "optimizer_state"):
                 if key in self.model_fields_set and getattr(self, key) not in ({}, "fresh"):
                     raise ValueError(
-                        f"{key} belongs to optimizers other than plain sgd. Name one, as optimizer = 'torch.optim:SGD'"
+                        f"{key} can be used only with optimizers other than plain sgd. Name an "
+                        "optimizer, such as optimizer = 'torch.optim:SGD'"
                     )
         elif self.momentum:
-            raise ValueError(f"momentum belongs to plain sgd. For {self.optimizer!r}, set it in optimizer_options")
+            raise ValueError(
+                f"momentum can be used only with plain sgd. For {self.optimizer!r}, set momentum in optimizer_options"
+            )
         for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
-                raise ValueError(f"optimizer_options: {key} is a key of [local]. Set it there")
+                raise ValueError(f"optimizer_options: {key} is a key of [local]. Set {key} there")
             if key in MOMENTUM_RANGES and self.has_momentum and not (_is_number(value) and MOMENTUM_RANGES[key](value)):
                 limit = "less than 1" if key == "momentum" else "1"
                 raise ValueError(f"optimizer_options: {key} must be a number from 0 to {limit}, got {value!r}")
         return self
 
     def __hash__(self) -> int:
-        """Hash the written form, since options are a table."""
+        """Hash the written form, because options are a table."""
         return hash(self.model_dump_json())
 
     @property
@@ -142,23 +145,26 @@ class LocalSGD(Value):
 
     @property
     def follows_gradient(self) -> bool:
-        """True if the length of a step is proportional to the gradient, as with SGD and not with Adam."""
+        """True if the length of a step is proportional to the gradient, as with SGD but not with Adam."""
         return issubclass(self.optimizer_class, torch.optim.SGD)
 
     @property
     def has_momentum(self) -> bool:
-        """True for an optimizer of torch whose momentum accumulates its steps."""
+        """True for a torch optimizer whose momentum accumulates its steps."""
         return issubclass(self.optimizer_class, torch.optim.SGD | torch.optim.RMSprop)
 
     @property
     def momenta(self) -> tuple[float, float, bool]:
-        """Momentum, its dampening, and whether it is Nesterov's, from either option."""
+        """Momentum, its dampening, and whether it is Nesterov momentum, taken from either option."""
         options = self.optimizer_options if self.has_momentum else {}
         momentum = options.get("momentum", self.momentum)
         return momentum, options.get("dampening", 0.0) if momentum else 0.0, bool(options.get("nesterov"))
 
     def lr_at(self, round: int) -> float:
-        """Return the step size in ``round`` (from 1). Before the first round, it is the first round's step size."""
+        """Return the step size in ``round`` (counted from 1).
+
+        Before the first round, return the first round's step size.
+        """
         round = max(round, 1)
         match self.schedule:
             case "exponential":
@@ -171,21 +177,23 @@ class LocalSGD(Value):
                 return self.lr
 
     def check(self, rounds: int) -> None:
-        """Raise if local training has no step, or if the schedule makes the step size of the last of ``rounds`` zero.
+        """Raise if local training has no steps, or if the schedule makes the step size zero by the last of ``rounds``.
 
         Raises:
-            ConfigError: the settings allow no step; the message says which.
+            ConfigError: the settings do not allow any step. The message names these settings.
         """
         key = "epochs" if self.steps is None else "steps"
         if not getattr(self, key):
             raise ConfigError(
-                f"local.{key} = 0 trains nothing", rule="no-local-step", fix=f"set {{local.{key} = 1}}, or more"
+                f"local.{key} = 0 trains nothing",
+                rule="no-local-step",
+                fix=f"set {{local.{key} = 1}}, or use a larger number",
             )
         if self.lr < MIN_STEP_SIZE:
             raise ConfigError(
                 f"local.lr = {self.lr:g} is 0 in float32 and trains nothing",
                 rule="step-size-zero",
-                fix="set a larger learning rate, as {local.lr = 0.1}",
+                fix="set a larger learning rate, such as {local.lr = 0.1}",
             )
         if self.lr_at(rounds) == 0:
             longer = (
@@ -200,5 +208,5 @@ class LocalSGD(Value):
             )
 
     def batches(self, size: int) -> int:
-        """Return the steps of one epoch over ``size`` samples. The last batch may be short."""
+        """Return the number of steps in one epoch over ``size`` samples. The last batch may be short."""
         return 1 if self.batch_size == "full" else math.ceil(size / self.batch_size)

@@ -32,9 +32,9 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
     """Estimate the largest absolute eigenvalue of f_i's Hessian at ``w``, by power iteration on central differences.
 
     Args:
-        w: ``[d]`` or ``[m, d]``.
+        w: point, ``[d]`` or ``[m, d]``.
         work: the local problems. Each iteration needs two full gradients.
-        iterations: with more iterations the estimate increases towards the eigenvalue.
+        iterations: number of iterations. With more iterations, the estimate increases towards the eigenvalue.
 
     Returns:
         ``[m, 1]``.
@@ -55,16 +55,16 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 
 
 def largest(smooth: Tensor, give: str) -> Tensor:
-    """Return the largest measured constant ``[1]`` of ``[m, 1]``, at most `MAX_SMOOTHNESS_RATIO` medians.
+    """Return the largest measured constant ``[1]`` among ``[m, 1]``, at most `MAX_SMOOTHNESS_RATIO` medians.
 
-    A single client that reports a huge constant therefore cannot stop a run.
+    A single client that reports a huge constant therefore cannot bring a run to a halt.
 
     Raises:
-        ConfigError: it is 0 or not finite. ``give`` names the options to set instead.
+        ConfigError: the constant is 0 or not finite. ``give`` names the options to set instead.
     """
     median = smooth.median()
     smooth = smooth.clamp(max=MAX_SMOOTHNESS_RATIO * median) if bool(median > 0) else smooth
     constant = float(smooth.max())
     if not 0 < constant < math.inf:
-        raise ConfigError(f"the smoothness cannot be measured, got {constant:g}. Give {give}")
+        raise ConfigError(f"the smoothness constant cannot be measured, got {constant:g}. Set {give}")
     return smooth.max(0).values

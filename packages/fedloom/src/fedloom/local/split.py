@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def split(work: Work, share: float) -> tuple[Work, Work]:
-    """Split each client's training samples into a held-out share and the rest.
+    """Split each client's training samples into a held-out share and the remaining samples.
 
     The samples are drawn once per client, and not again in each round. Each part has at least one sample. A client with
-    a single sample has it in both parts. Steps, batches and `Work.loss` use the part. All other results use all
+    a single sample uses it in both parts. Steps, batches and `Work.loss` use the part. All other results use all
     samples.
     """
     rest, held = list[Tensor](), list[Tensor]()
@@ -31,7 +31,7 @@ def split(work: Work, share: float) -> tuple[Work, Work]:
 
 
 def _restrict_work(work: Work, parts: Sequence[Tensor]) -> Work:
-    """Restrict the work to these positions in the training parts, one tensor per client."""
+    """Restrict the work to these positions in the training parts, given as one tensor per client."""
     places, sizes = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True), [[len(p)] for p in parts]
     other = work.with_(places=places, sizes=torch.tensor(sizes).to(work.sizes))
     if work.local.steps is not None or work.fixed_batches is not None:

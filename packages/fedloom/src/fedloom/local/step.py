@@ -1,4 +1,4 @@
-"""step_: one step of SGD in place, for methods with their own loop instead of `descend`."""
+"""step_: one SGD step in place, for methods that have their own loop instead of `descend`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def step_(
     """Compute ``w <- keep w - lr g(at) + steady`` in one pass. g is `Work.grad` on ``batch``, which is never stored.
 
     Args:
-        w: ``[m, d]``, changed in place.
+        w: rows ``[m, d]``, changed in place.
         work: the local problems.
         batch: one batch per client.
         lr: step size, a number or ``[m, 1]``.
-        at: ``[m, d]`` point at which the gradient is computed. None: ``w`` before the step.
+        at: point ``[m, d]`` at which the gradient is computed. None: ``w`` before the step.
         keep: factor of w, a number, ``[m, 1]`` or ``[m, d]``.
-        steady: ``[m, d]``, or None for zero.
+        steady: vector ``[m, d]``, or None for zero.
 
     Returns:
         ``w``.
@@ -60,7 +60,7 @@ def step_(
 
 
 def decay_of(work: Work, w: Tensor) -> Tensor:
-    """Return the weight decay at ``w``, in its shape, and 0 for parameters without a gradient."""
+    """Return the weight decay at ``w``, in the shape of ``w``, with 0 for parameters without a gradient."""
     decay = work.local.weight_decay * w
     reached = work.oracle.reached if work.local.weight_decay else None
     return decay if reached is None else decay.mul_(reached)
@@ -74,6 +74,6 @@ def shrink_(work: Work, w: Tensor, lr: float) -> Tensor:
 
 
 def where_moved(work: Work, new: Tensor, old: Tensor) -> Tensor:
-    """Return ``new`` for the clients that take a step in the round, and ``old`` for the others. ``[m, .]``."""
+    """Return ``new`` for the clients that take a step in the round, and ``old`` for all other clients. ``[m, .]``."""
     moved = work.steps > 0
     return new if bool(moved.all()) else torch.where(moved, new, old)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Steppers:
-    """The optimizers of the clients in one call of `descend`.
+    """Optimizers of the clients in one call of `descend`.
 
     Args:
-        w: ``[m, d]`` start of every client.
+        w: starting point of each client ``[m, d]``.
         work: the clients' local problems.
         stream: name of the call.
         lr: step size.

@@ -25,7 +25,7 @@ Until = Callable[[Tensor, Tensor], Tensor]
 class SvrgResult(NamedTuple):
     """Last points ``w [m, d]`` of the clients after ``outer [m, 1]`` iterations.
 
-    ``met [m, 1]``: the stop rule holds.
+    ``met [m, 1]``: True if the stopping rule holds.
     """
 
     w: Tensor
@@ -67,22 +67,21 @@ def svrg(
 ) -> SvrgResult:
     """Run SVRG on L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> from ``w``.
 
-    An outer iteration takes the full gradient at a snapshot v, then ``inner`` steps
-    ``w <- w - lr (g(w) - g(v) + grad L(v) + sum mu (w - v))`` from v. The next snapshot is one of w_0, ...,
-    w_{inner-1}, drawn uniformly (Option II of Johnson and Zhang, NeurIPS 2013), and the sweep ends there. Pulls and
-    shift are exact, and are not sampled.
+    An outer iteration takes the full gradient at a snapshot v, followed by ``inner`` steps ``w <- w - lr (g(w) - g(v) +
+    grad L(v) + sum mu (w - v))`` from v. The next snapshot is one of w_0, ..., w_{inner-1}, drawn uniformly (Option II
+    of Johnson and Zhang, NeurIPS 2013), and the iteration ends there. Pulls and shift are exact, and are not sampled.
 
     Args:
-        w: ``[d]`` or ``[m, d]``.
+        w: starting point, ``[d]`` or ``[m, d]``.
         work: the local problems.
         pull: pairs (mu, x).
-        shift: ``[d]`` or ``[m, d]``.
-        outer: largest number of outer iterations, ``[m, 1]`` or one number.
-        inner: steps of one outer iteration. None: an epoch of each client, but at least 2. With 1 nothing changes,
-            because the last iterate is never drawn.
+        shift: vector ``[d]`` or ``[m, d]``.
+        outer: largest number of outer iterations, ``[m, 1]`` or a single number.
+        inner: number of steps in one outer iteration. None: an epoch of each client, but at least 2. With 1, nothing
+            changes, because the last iterate is never drawn.
         lr: step size. None: the step size of the round.
-        until: stopping rule on full directions that are already computed. It is checked before each outer iteration
-            except the first.
+        until: stopping rule, applied to full directions that are already computed. It is checked before each outer
+            iteration except the first.
         stream: name of the batches.
 
     Returns:
@@ -106,14 +105,13 @@ def svrg(
 
 
 def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream: Purpose = "svrg") -> Tensor:
-    """Run SVRG on f_i alone, with the start as the snapshot v throughout, as in FIAELT's released code.
+    """Run SVRG on f_i alone, with the starting point as the snapshot v throughout, as in FIAELT's released code.
 
-    It takes a full gradient step from v, then ``w <- w - lr (g(w) - g(v) + grad f_i(v))`` for the epochs of the round.
-    An epoch
-    has a length drawn uniformly from 1 to the batches of a pass.
+    It takes a full gradient step from v, followed by ``w <- w - lr (g(w) - g(v) + grad f_i(v))`` for the epochs of the
+    round. The length of an epoch is drawn uniformly from 1 to the number of batches in a pass.
 
     Args:
-        w: ``[d]`` or ``[m, d]``.
+        w: starting point, ``[d]`` or ``[m, d]``.
         work: the local problems.
         lr: step size. None: the step size of the round.
         stream: name of the batches.
@@ -150,7 +148,10 @@ def iterate_solver(
     most: Tensor | int | None,
     until: Until | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Iterate a solver from ``w``. Return the last point, the iterations, and whether the stop rule holds."""
+    """Iterate a solver from ``w``.
+
+    Return the last point, the number of iterations, and whether the stopping rule holds.
+    """
     w = each_client(w, work.m)
     mu, steady = pull_terms(w, pull, shift)
     first = full_direction(w, work, mu, steady)
@@ -175,5 +176,5 @@ def pull_terms(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[T
 
 
 def full_direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
-    """Compute the gradient over all samples of each client, with pulls and shift, ``[m, d]``, see `pull_terms`."""
+    """Compute the gradient over all samples of each client, with pulls and shift, ``[m, d]`` (see `pull_terms`)."""
     return work.add_full_grad_(torch.addcmul(steady, w, mu), w)

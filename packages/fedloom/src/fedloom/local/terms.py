@@ -1,4 +1,4 @@
-"""Term: a function of a sample's representation that a method adds to the sample's loss."""
+"""Term: a function of a sample's representation that a method adds to the loss of the sample."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ TermFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Any], Tensor]
 
 
 class Term(NamedTuple):
-    """A term of the local loss: weight times the mean of ``fn`` over the samples of a batch.
+    """Term of the local loss: weight times the mean of ``fn`` over the samples of a batch.
 
-    The representation is the output of the model's penultimate layer, flattened, as in `Work.activations`. Gradients
+    The representation is the flattened output of the model's penultimate layer, as in `Work.activations`. Gradients
     pass through features and outputs, but not through the anchors' features, which are computed without dropout.
 
     Attributes:
-        fn: function of the samples of one client, and of that client's row of `argument`.
-        weight: a number or ``[m, 1]``. A term with only zero weights is ignored.
-        anchors: models ``[d]`` or ``[m, d]``. The function receives their features of the same samples.
-        argument: a tensor or NamedTuple of tensors ``[m, .]``. The function receives the client's row. Or None.
+        fn: function of one client's samples, and of this client's row of `argument`.
+        weight: number or ``[m, 1]``. A term whose weights are all zero is ignored.
+        anchors: models ``[d]`` or ``[m, d]``. The function receives the features that these models compute for the same
+            samples.
+        argument: tensor or NamedTuple of tensors ``[m, .]``. The function receives the client's row. Or None.
     """
 
     fn: TermFunction

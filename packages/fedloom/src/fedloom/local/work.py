@@ -21,7 +21,7 @@ from fedloom.seeds import Purpose, generator
 
 @dataclass(frozen=True)
 class Counts:
-    """Work done by every client of a chunk: backward and forward samples ``[m]``, and steps ``[m]`` of any solver."""
+    """Work done by each client of a chunk: backward and forward samples ``[m]``, and steps ``[m]`` of any solver."""
 
     backward: Tensor
     forward: Tensor
@@ -29,29 +29,29 @@ class Counts:
 
     @classmethod
     def zeros(cls, m: int) -> Counts:
-        """Counters of ``m`` clients."""
+        """Return counters for ``m`` clients."""
         return cls(*(torch.zeros(m, dtype=torch.long) for _ in range(3)))
 
 
 class Work:
-    """The local problems f_i of ``m`` clients in one round.
+    """Local problems f_i of ``m`` clients in one round.
 
     Attributes:
-        ids: ``[m]`` client ids.
+        ids: client ids ``[m]``.
         round: round number, from 1.
         k: number of the step within `iterate`, from 0.
         lr: step size of the round.
-        local: the settings of local training.
-        weight: ``[m, 1]`` alpha_i, the client's share. Sums to 1 over all clients.
-        steps: ``[m, 1]`` local steps of the round.
-        sizes: ``[m, 1]`` training samples.
+        local: settings of local training.
+        weight: client's share alpha_i ``[m, 1]``. The shares sum to 1 over all clients.
+        steps: number of local steps in the round ``[m, 1]``.
+        sizes: number of training samples ``[m, 1]``.
         layout: shapes of the model.
-        fixed_batches: each client's batches by stream, if a run replays them. None: the batches are drawn.
-        counted: ``steps`` counts the given batches; a step of `iterate` may use several.
-        projection: ``[k, d]`` the matrix of a subspace method, if a run replays it. None: the matrix is drawn.
-        memory: states of the clients' optimizers that continue from the previous round. None: the optimizers start
-            without a state.
-        places: ``[m, b]`` positions of the samples that batches and losses use. None: all (`fedloom.local.split`).
+        fixed_batches: each client's batches by stream, if a run replays them. None: batches are drawn.
+        counted: True if ``steps`` counts the given batches, of which a step of `iterate` may use several.
+        projection: matrix of a subspace method ``[k, d]``, if a run replays it. None: the matrix is drawn.
+        memory: states of the clients' optimizers that continue from the previous round. None: optimizers start without
+            a state.
+        places: positions of the samples that batches and losses use ``[m, b]``. None: all (`fedloom.local.split`).
     """
 
     def __init__(
@@ -110,12 +110,15 @@ class Work:
         return e * self.batches()
 
     def passes(self) -> Tensor:
-        """Return the passes over the training part in the round, ``[m, 1]``. The last pass may be incomplete."""
+        """Return the number of passes over the training part in the round, ``[m, 1]``.
+
+        The last pass may be incomplete.
+        """
         per = self._per_epoch()
         return (self.steps + per - 1) // per
 
     def ends(self, span: Literal["epoch", "round"]) -> Tensor:
-        """Return whether step `k` of `iterate` is the client's last in an epoch or in the round, bool ``[m, 1]``."""
+        """Return True if step `k` of `iterate` is the client's last in an epoch or in the round, bool ``[m, 1]``."""
         last = self.steps == self.k + 1
         return last if span == "round" else last | ((self.k + 1) % self._per_epoch() == 0)
 
@@ -138,7 +141,7 @@ class Work:
     def add_decay_(self, out: Tensor, w: Tensor) -> Tensor:
         """Add the weight decay at ``w`` to ``out``, both ``[m, d]``, and return ``out``.
 
-        As with optimizers of torch, a parameter without a gradient has no weight decay.
+        As with PyTorch optimizers, a parameter without a gradient has no weight decay.
         """
         decay, reached = self.local.weight_decay, self.oracle.reached if self.local.weight_decay else None
         if reached is not None:
@@ -169,10 +172,10 @@ class Work:
     ) -> None:
         """Compute ``out <- beta out + alpha gradient of the mean batch loss and terms at w + steady``.
 
-        Samples count as backward samples, and as forward samples for every anchor of a term (`fedloom.local.terms`).
+        Samples count as backward samples, and as forward samples for each anchor of a term (`fedloom.local.terms`).
 
         Raises:
-            ConfigError: there are terms, and the model's samples cannot be processed one by one.
+            ConfigError: there are terms, but the model cannot process its samples one by one.
         """
         self._count(self.counts.backward, batch.count)
         self._count_anchors(batch, terms)
@@ -184,7 +187,7 @@ class Work:
             self._count(self.counts.forward, anchors * batch.count)
 
     def slope(self, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]) -> Tensor:
-        """Return the gradient of the terms alone at ``w`` ``[m, d]``. The samples count as backward samples."""
+        """Return the gradient of the terms alone at ``w``, ``[m, d]``. The samples count as backward samples."""
         self._count(self.counts.backward, batch.count)
         g = torch.zeros_like(w, memory_format=torch.contiguous_format)
         if terms:
@@ -193,31 +196,31 @@ class Work:
         return g
 
     def features(self, w: Tensor) -> list[Features]:
-        """Return representations at ``w`` of every client's training samples, with their labels, in their order.
+        """Return representations at ``w`` of each client's training samples, with their labels, in the samples' order.
 
         Args:
-            w: ``[d]`` or ``[m, d]``.
+            w: model, ``[d]`` or ``[m, d]``.
 
         Raises:
-            ConfigError: the task has no classes, or the model's samples cannot be processed one by one.
+            ConfigError: the task has no classes, or the model cannot process its samples one by one.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.features(each_client(w, self.m), self.ids)
 
     def class_means(self, w: Tensor) -> Tensor:
-        """Return the mean representation ``[m, c, k]`` at ``w`` of every class in the training part, 0 if missing.
+        """Return the mean representation ``[m, c, k]`` at ``w`` of each class in the training part, 0 if missing.
 
         Args:
-            w: ``[d]`` or ``[m, d]``.
+            w: model, ``[d]`` or ``[m, d]``.
 
         Raises:
-            ConfigError: the task has no classes, or the model's samples cannot be processed one by one.
+            ConfigError: the task has no classes, or the model cannot process its samples one by one.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.class_means(each_client(w, self.m), self.ids)
 
     def descend_(self, w: Tensor, steps: Tensor | int | None, stream: Purpose, step: Steps) -> bool:
-        """Take all steps of SGD on ``w [m, d]`` at once, in place. Return False if the oracle has no such loop."""
+        """Take all SGD steps on ``w [m, d]`` at once, in place. If the oracle cannot do this, return False."""
         descend = self.oracle.loop_for(w)
         if descend is None or not self.m:
             return False
@@ -233,13 +236,16 @@ class Work:
         counter.index_add_(0, self.slots[: len(samples)], samples[:, 0])
 
     def count_steps(self, steps: Tensor | int = 1) -> None:
-        """Count steps ``[m]``, or one number for every current client. `iterate` counts the steps that draw batches."""
+        """Count steps ``[m]``, or the same number for all current clients.
+
+        `iterate` counts the steps that draw batches.
+        """
         self.counts.steps.index_add_(0, self.slots, torch.as_tensor(steps).expand(self.m))
 
     def counted_steps(self, steps: Tensor | int | None = None, batches: int = 1) -> Tensor:
-        """Return the steps ``[m]`` of every client on the CPU.
+        """Return the number of steps ``[m]`` of each client on the CPU.
 
-        None stands for the round's steps, with ``batches`` each.
+        None stands for the round's steps, with ``batches`` batches each.
         """
         if steps is None:
             steps = self.steps // batches if self.counted and batches else self.steps
@@ -251,7 +257,7 @@ class Work:
         return self.add_full_grad_(torch.zeros_like(w, memory_format=torch.contiguous_format), w)
 
     def add_full_grad_(self, out: Tensor, w: Tensor) -> Tensor:
-        """Compute ``out <- out + full_grad(w)``, both ``[m, d]``. It returns ``out``, which must not be ``w``."""
+        """Compute ``out <- out + full_grad(w)``, both ``[m, d]``. Return ``out``, which must not be ``w``."""
         for piece in self.pieces():
             self.addgrad_(out[: len(piece.ids)], w[: len(piece.ids)], piece, 1.0, 1.0)
         return self.add_decay_(out, w)
@@ -278,22 +284,22 @@ class Work:
     def group_counts(self, w: Tensor, group: str) -> Tensor:
         """Count the client's training samples in two groups of rows, ``[m, 8]``, for a binary task.
 
-        For the first group and then the second: samples, samples predicted 1, samples labeled 1, and samples with both.
+        For the first group and then the second, the result contains the numbers of samples, samples predicted 1,
+        samples labeled 1, and samples with both.
 
         Args:
-            w: ``[d]`` or ``[m, d]``.
-            group: column with two levels, or with a bound (`fedloom.data.groups.groups_of`).
+            w: model, ``[d]`` or ``[m, d]``.
+            group: column with two levels, or column with a bound (`fedloom.data.groups.groups_of`).
 
         Raises:
-            ConfigError: the task is not binary,
-                the column was not kept, or it does not define two groups.
+            ConfigError: the task is not binary, the column was not kept, or it does not define two groups.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.group_counts(each_client(w, self.m), self.ids, group)
 
     @property
     def class_counts(self) -> Tensor:
-        """Return the number of training samples of every class, ``[m, c]``.
+        """Return the number of training samples of each class, ``[m, c]``.
 
         They are counted at the client, and no message contains them.
 
@@ -308,10 +314,10 @@ class Work:
         """Return the mean over the client's training samples of ``reduce(output of layer)`` at ``w``, ``[m, a]``.
 
         Args:
-            w: ``[d]`` or ``[m, d]``.
+            w: model, ``[d]`` or ``[m, d]``.
             layer: a module's name, or ``"penultimate"`` (the last hidden representation), or ``"logits"``.
-            reduce: function of the ``[b, a]`` outputs of single samples, for instance log-softmax.
-            batch: only these samples.
+            reduce: function of the outputs ``[b, a]`` for single samples, for instance log-softmax.
+            batch: batch to which the samples are restricted.
         """
         self._count(self.counts.forward, self.sizes if batch is None else batch.count)
         return self.oracle.activations(each_client(w, self.m), self.ids, layer, reduce, batch)
@@ -319,17 +325,17 @@ class Work:
     def last_batch(self, stream: Purpose = "local") -> Batch:
         """Return the batch of the client's last step in a stream.
 
-        If the client takes no step, return the first step's batch.
+        If the client takes no step, return the batch of the first step.
         """
         steps = self.steps[:, 0].cpu().clamp(min=1)
         return self.plan(stream, steps).each(steps - 1)
 
     def rng(self, purpose: Purpose) -> list[torch.Generator]:
-        """Return one generator per client for a draw of this round."""
+        """Return one generator per client for a draw in this round."""
         return [generator(self.seed, self.round, i, purpose) for i in self.ids.tolist()]
 
     def plan(self, stream: Purpose, steps: Tensor) -> BatchPlan:
-        """Plan the batches of a stream: ``steps [m]`` for each client."""
+        """Plan the batches of a stream, with ``steps [m]`` for each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
         named = (self.seed, self.round, stream, self.oracle.locate, self.fixed_batches)
         plan = make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
@@ -339,11 +345,11 @@ class Work:
         return plan._replace(position=position, where=self.oracle.locate(self.ids, position))
 
     def idle(self) -> Work:
-        """Return the same clients without any step."""
+        """Return the work of the same clients without any steps."""
         return self.with_(is_idle=True, steps=torch.zeros_like(self.steps))
 
     def uncounted(self) -> Work:
-        """Return the same work without counting, and without optimizer states."""
+        """Return the same work without counting and without optimizer states."""
         return self.with_(counts=Counts.zeros(self.m), memory=None)
 
     def at(self, k: int) -> Work:
@@ -358,13 +364,13 @@ class Work:
         return self.with_(**parts, fixed_batches=fixed_batches)
 
     def with_(self, **changes: object) -> Work:
-        """Return the same work with other attributes."""
+        """Return the same work with some attributes replaced."""
         other = object.__new__(Work)
         other.__dict__ = {**self.__dict__, **changes}
         return other
 
     def pieces(self) -> list[Batch]:
-        """Yield batches that together are the client's whole training part, each weighted by its share of the part.
+        """Yield batches that together contain the client's whole training part, each weighted by its share of the part.
 
         A batch contains the first clients, up to the last client with remaining samples.
         """

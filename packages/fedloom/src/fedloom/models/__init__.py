@@ -32,14 +32,14 @@ MODELS: dict[str, type[ModelSpec]] = {
 }
 """Model specifications by the ``kind`` of an experiment's ``[model]`` table."""
 MODEL_CLASSES: dict[str, type[ModelSpec]] = {**MODELS, **{name: preset_class(name) for name in PAPER_NETWORKS}}
-"""Class of every kind of `MODELS` and of every network of `PAPER_NETWORKS`, with the defaults of a run."""
+"""Class of each kind in `MODELS` and of each network in `PAPER_NETWORKS`, with the defaults that a run uses."""
 
 
 def spec_of(kind: str, **options: object) -> ModelSpec:
-    """Return the specification of a kind of `MODELS` or a name of `PAPER_NETWORKS`, with some fields replaced.
+    """Return the specification of a kind in `MODELS` or a name in `PAPER_NETWORKS`, with some fields replaced.
 
     Raises:
-        ConfigError: the kind or a field is unknown, or a value out of range.
+        ConfigError: the kind or a field is unknown, or a value is out of range.
 
     >>> spec_of("mlp", hidden=[64]).hidden
     (64,)

@@ -1,7 +1,7 @@
-"""Low-rank adapters: the module's layers are frozen, and each gets a small trainable product beside it.
+"""Low-rank adapters: the module's layers are frozen, and each layer is extended by a small trainable product.
 
-E. J. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, Section 4.1: W x + scale B A x, with
-B = 0 at the start.
+E. J. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, Section 4.1: W x + scale B A x, with B
+= 0 at the start.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fedloom.models.parts import head_prefixes
 from fedloom.values import Value
 
 ATTENTION_PATTERN = re.compile("attention|attn", re.IGNORECASE)
-"""Substring of a module's name or class that marks attention layers."""
+"""Substring of a module's name or class that identifies attention layers."""
 
 
 class Adapters(Value):
-    """Layers with adapters. Every other parameter of the model is frozen and stored once for all clients."""
+    """Layers with adapters. All other parameters of the model are frozen and stored once for all clients."""
 
     rank: PositiveInt = Field(8, description="rank of each adapter")
     on: Literal["attention", "linear"] = Field(
@@ -35,12 +35,12 @@ class Adapters(Value):
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter.
+    """Linear layer with an adapter.
 
     Attributes:
-        wrapped: the layer, frozen.
-        down: ``[rank, inputs]``. A in the paper.
-        up: ``[outputs, rank]``. B in the paper, 0 at the start.
+        wrapped: original layer, which is frozen.
+        down: ``[rank, inputs]``. down: matrix A in the paper.
+        up: ``[outputs, rank]``. up: matrix B in the paper, which is 0 at the start.
     """
 
     def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
@@ -58,7 +58,7 @@ class Adapted(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix of the layer. Some modules read it instead of calling the layer."""
+        """Matrix of the layer. Some modules read this matrix instead of calling the layer."""
         plain: Tensor = self.wrapped.weight  # type: ignore[assignment]
         product = self.scale * (self.up @ self.down)
         return plain + (product if type(self.wrapped) is nn.Linear else product.mT)
@@ -70,12 +70,12 @@ class Adapted(nn.Module):
 
 
 def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  # noqa: B008  # frozen
-    """Copy a module and add adapters. Only the adapters train, and the head if requested.
+    """Copy a module and add adapters to the copy. Only the adapters are trained, and the head if requested.
 
-    Initial values of the adapters come from torch's global generator.
+    Initial values of the adapters are drawn from torch's global generator.
 
     Raises:
-        ConfigError: there is no such layer, or the rank is too large for one of them.
+        ConfigError: no such layer exists, or the rank is too large for one of the layers.
     """
     module = copy.deepcopy(module)
     linear = {name: layer for name, layer in module.named_modules() if name and _is_linear(layer)}
@@ -107,7 +107,10 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> nn.Module:
-    """Add the adapters to their layers and return the original architecture, without adapters, return the module."""
+    """Merge the adapters into their layers and return the original architecture.
+
+    Without adapters, return the module.
+    """
     adapters = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
     module = copy.deepcopy(module) if adapters else module
     for name in adapters:
@@ -125,7 +128,7 @@ def matrix(layer: nn.Module) -> Tensor:
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    """Return whether a module is a linear layer of torch, or GPT-2's in transformers (a transposed matrix)."""
+    """Return True if a module is a torch linear layer, or GPT-2's in transformers (a transposed matrix)."""
     return type(layer) is nn.Linear or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
 
 

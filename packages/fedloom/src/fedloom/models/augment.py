@@ -1,7 +1,7 @@
 """Random changes of training images, drawn from the client's own generator. Off by default.
 
 `Augment.draw` takes the random decisions for one client's batch. `Augment.apply` applies them to the images of one or
-many clients.
+several clients.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Augment(Value):
 
     @property
     def changes(self) -> bool:
-        """True if any change is possible."""
+        """True if the images may change."""
         return self.flip > 0 or (self.crop > 0 and self.crop_probability > 0)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw decisions for ``count`` images: int64 ``[count, 3]``, flip (0 or 1) and the crop's top left corner."""
+        """Draw decisions for ``count`` images: int64 ``[count, 3]``, flip (0 or 1) and top left corner of the crop."""
         chance = torch.rand(count, 2, dtype=torch.float32, generator=generator)
         corner = torch.randint(0, 2 * self.crop + 1, (count, 2), generator=generator)
         flip = (chance[:, :1] < self.flip).long()
@@ -46,8 +46,8 @@ class Augment(Value):
         """Apply the random changes to images.
 
         Args:
-            x: ``[..., c, h, w]`` images, any number of leading dimensions.
-            drawn: ``[..., 3]`` the decisions of `draw` for these images.
+            x: images ``[..., c, h, w]``, with any number of leading dimensions.
+            drawn: decisions ``[..., 3]`` that `draw` returned for these images.
         """
         high, wide = x.shape[-2:]
         flip, top, left = drawn.to(x.device).unbind(-1)

@@ -1,4 +1,4 @@
-"""Factorized inference: two thin layers replace each linear and convolutional layer, if they are smaller."""
+"""Factorized inference: each linear and convolutional layer is replaced by two thin layers if these are smaller."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedloom.errors import ConfigError
 
 
 class Factorised(NamedTuple):
-    """A module with thin layers.
+    """Module with thin layers.
 
     Attributes:
-        module: the copy, in evaluation mode. The original does not change.
+        module: copy of the original module, in evaluation mode. The original stays unchanged.
         parameters: number of parameters.
-        before: number of parameters of the original.
-        ranks: rank of each replaced layer, by name.
+        before: number of parameters in the original.
+        ranks: rank of each replaced layer, by layer name.
     """
 
     module: nn.Module
@@ -29,16 +29,17 @@ class Factorised(NamedTuple):
 
 
 def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-6) -> Factorised:
-    """Replace every `nn.Linear` and `nn.Conv2d` by two thin layers where they have fewer parameters (FedSLR, Table 9).
+    """Replace each `nn.Linear` and `nn.Conv2d` by two thin layers if they have fewer parameters (FedSLR, Table 9).
 
-    A convolution ``[o, i, k, l]`` is the matrix ``[o*k, i*l]`` of FedSLR section 3: a convolution ``1 x l`` to ``r``
-    channels, then one ``k x 1`` from them. Grouped convolutions, and convolutions with nonzero padding, are not
-    replaced.
+    A convolution ``[o, i, k, l]`` is treated as the matrix ``[o*k, i*l]`` (FedSLR, section 3): it becomes a ``1 x l``
+    convolution to ``r`` channels, followed by a ``k x 1`` convolution. Grouped convolutions, and convolutions with
+    nonzero padding, are not replaced.
 
     Args:
-        module: the model. Predictions are equal up to rounding if no singular value is dropped.
-        rank: largest number of singular values kept per layer. If None, all above the tolerance.
-        tolerance: singular values below this share of a layer's largest are dropped, in [0, 1).
+        module: the model. If no singular value is dropped, predictions are equal up to rounding.
+        rank: largest number of singular values to keep per layer. If None, all singular values above the tolerance are
+            kept.
+        tolerance: singular values below this share of the layer's largest singular value are dropped, in [0, 1).
 
     Returns:
         The new module, and the names of its thin layers.
@@ -101,7 +102,7 @@ def _matrix(layer: nn.Module) -> Tensor | None:
 
 
 def _pair(layer: nn.Module, left: Tensor, right: Tensor) -> nn.Sequential:
-    """Return two layers with the product ``left [rows, r] right [r, columns]``."""
+    """Return two layers whose product is ``left [rows, r] right [r, columns]``."""
     r = left.shape[1]
     first: nn.Linear | nn.Conv2d
     second: nn.Linear | nn.Conv2d

@@ -14,14 +14,14 @@ from fedloom.errors import Refused
 from fedloom.models.parts import POSITIONS_REASON, Bodied, Construction, parted
 
 EMBEDDING, CONDITION = "embedding.weight", "condition"
-"""Parameters of a guided network: embeddings of the classes, and the two conditions of its valve."""
+"""Parameters of a guided network: the class embeddings, and the two conditions of its valve."""
 
 
 class Valve(nn.Module):
     """Scales and shifts features according to a condition: relu((gamma(c) + 1) z + beta(c)).
 
     Args:
-        width: number of features k.
+        width: number k of features.
     """
 
     def __init__(self, width: int) -> None:
@@ -36,18 +36,18 @@ class Valve(nn.Module):
 
 
 class Guided(Bodied):
-    """A network with a valve before its head, and an embedding of every class (GPFL).
+    """Network with a valve before its head, and with an embedding of each class (GPFL).
 
     It predicts from the features under the second condition. The embeddings do not affect predictions.
 
     Attributes:
-        body: the network below its head.
-        embedding: ``[c, k]``, drawn from the standard normal distribution.
-        valve: the valve, the same for both conditions.
-        condition: ``[2, k]`` the generic and the personal condition. 0 at the start.
+        body: part of the network below its head.
+        embedding: class embeddings ``[c, k]``, drawn from the standard normal distribution.
+        valve: valve, which is the same for both conditions.
+        condition: generic and personal condition ``[2, k]``, which are 0 at the start.
         head: the network's last linear layer.
-        penultimate: the layer whose output is the representation ``[b, k + c + 1]``: the generic features, their
-            cosines with the embeddings, and half of the squared norm of valve and embeddings.
+        penultimate: layer whose output is the representation ``[b, k + c + 1]``: the generic features, their cosines
+            with the embeddings, and half of the squared norm of valve and embeddings.
     """
 
     penultimate = "guidance"
@@ -76,7 +76,7 @@ class Guided(Bodied):
 
 
 class GuidedOption(Construction):
-    """The field ``guided`` of a model: `Guided` around its network."""
+    """Field ``guided`` of a model, which builds `Guided` around its network."""
 
     option = "guided"
     guided: bool = Field(
@@ -91,7 +91,7 @@ class GuidedOption(Construction):
     def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
         if each:
             raise Refused(
-                f"model.guided compares one representation of a sample with classes, but {POSITIONS_REASON}",
+                f"model.guided compares the representation of a whole sample with classes, but {POSITIONS_REASON}",
                 rule="guided-needs-one-label",
                 fix="leave {model.guided} out",
             )

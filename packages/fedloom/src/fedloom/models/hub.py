@@ -1,4 +1,4 @@
-"""A model of Hugging Face's transformers, loaded by name or built from a configuration, with a linear head."""
+"""Hugging Face transformers models, loaded by name or built from a configuration, with a linear head."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedloom.models.sequences import OfTokens, Pick
 
 
 class Hub(OfTokens):
-    """A body of transformers, with a linear head on its last hidden states. It needs the extra ``hub``.
+    """Transformers body with a linear head on its last hidden states. It needs the extra ``hub``.
 
-    ``name`` fetches weights by `AutoModel.from_pretrained`, and never runs code of the repository. The data must then
-    use the tokens of the model's tokenizer, with 0 as padding. ``config`` builds a new body offline. The configuration
-    determines dropout.
+    ``name`` fetches weights with `AutoModel.from_pretrained`, and never runs code from the repository. The data must
+    then use the tokens of the model's tokenizer, with 0 as padding. ``config`` builds a new body without a connection.
+    The configuration determines dropout.
     """
 
     name: str | None = Field(None, description="name of a model on the hub, or a folder that `save_pretrained` wrote")
@@ -33,7 +33,7 @@ class Hub(OfTokens):
     @model_validator(mode="after")
     def _one_of_two(self) -> Hub:
         if (self.name is None) == ("model_type" not in self.config):
-            raise ValueError("give either name, or config with a model_type such as 'bert'")
+            raise ValueError("set either name, or config with a model_type such as 'bert'")
         return self
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
@@ -53,7 +53,8 @@ class Hub(OfTokens):
         tokens = body.get_input_embeddings().num_embeddings
         if tokens < vocabulary:
             raise ConfigError(
-                f"model hub: {what!r} knows {tokens} tokens, but the data contain {vocabulary}. Use its tokenizer"
+                f"model hub: {what!r} knows {tokens} tokens, but the data contain {vocabulary} "
+                "tokens. Use the tokenizer of the model"
             )
         module = Headed(body.float(), outputs, Pick(each, self.pool == "last"))
         try_out(module, (length,), outputs, what, (vocabulary, each))
@@ -61,7 +62,7 @@ class Hub(OfTokens):
 
 
 class Headed(nn.Module):
-    """The module of `Hub`."""
+    """Module that `Hub` builds."""
 
     def __init__(self, body: Any, outputs: int, pick: Pick) -> None:
         super().__init__()
@@ -71,6 +72,6 @@ class Headed(nn.Module):
         self.body, self.pick, self.head = body, pick, nn.Linear(body.config.hidden_size, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of tokens ``[b, L]``."""
+        """Return logits for tokens ``[b, L]``."""
         h = self.body(input_ids=x, attention_mask=(x != 0).to(torch.int64)).last_hidden_state
         return self.head(self.pick(h, x))  # type: ignore[no-any-return]

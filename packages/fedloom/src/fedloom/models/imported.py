@@ -1,4 +1,4 @@
-"""A user's own `nn.Module`, given by its import path or as an object of this process."""
+"""A user's own `nn.Module`, specified by its import path or as an object in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedloom.models.spec import ModelSpec
 OwnModel = nn.Module | Callable[..., nn.Module]
 """A user's module, or a class or function that returns one."""
 ABSENT_VALUE = object()
-"""Marks an attribute that does not exist."""
+"""Marker for an attribute that does not exist."""
 PLAIN_TYPES = (int, float, str, type(None))
 CONTAINER_TYPES = (list, dict, set, deque)
 CHANGEABLE_TYPES = (Tensor, tuple, *PLAIN_TYPES, *CONTAINER_TYPES)
@@ -34,12 +34,13 @@ OF_TORCH = {*vars(nn.Module())}
 
 
 class Import(ModelSpec):
-    """A class or function of user code that returns an `nn.Module`.
+    """A user's class or function that returns an `nn.Module`.
 
-    It is called with ``options``, and with ``shape`` and ``outputs`` if it has parameters with these names. For
-    sequences also with ``vocabulary`` (its size) and ``each`` (every position has a label). The module takes
-    ``[b, *shape]`` and returns outputs of the shape in `ModelSpec`. It may have the attributes ``head`` and
-    ``penultimate`` of `fedloom.models.parts`. fedloom runs the code of the named module.
+    It is called with ``options``, and with ``shape`` and ``outputs`` if it accepts parameters with these names. For
+    sequences, it is also called with ``vocabulary`` (its size) and ``each`` (True if each position has a label). The
+    module must accept ``[b, *shape]`` and return outputs with the shape described in `ModelSpec`. It may define the
+    attributes ``head`` and ``penultimate`` described in `fedloom.models.parts`. fedloom runs the code of the named
+    module.
     """
 
     path: str = Field(pattern=IMPORT_PATH_PATTERN, description="'package.module:Name' of a class or function")
@@ -65,8 +66,8 @@ class Held(ModelSpec):
     """A module, class or function of this process without an import path, for instance one defined in a notebook cell.
 
     A module is copied with its weights, which are the initial values for every seed. A class or function is called as
-    `Import` calls it. Checkpoints identify it by ``digest``. To resume in another process, define the same object
-    there.
+    `Import` calls it. Checkpoints identify the object by ``digest``. To resume in another process, define the same
+    object there.
     """
 
     kind: ClassVar[str] = "held"
@@ -99,20 +100,23 @@ class Held(ModelSpec):
 
 
 def describe_model(model: object) -> ModelSpec | None:
-    """Return the specification of an object that describes a model in Python, or None for other objects.
+    """Return the specification of an object that describes a model in Python, or None for any other object.
 
     Args:
         model: an `nn.Module` (its weights are the initial values), a module class, or a function that returns a module.
-            An object with an import path becomes an `Import`, any other a `Held`.
+            An object with an import path becomes an `Import`, and any other object becomes a `Held`.
     """
     if isinstance(model, nn.Module):
         lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
         if lazy:
             raise ConfigError(
-                f"model {type(model).__name__!r} has lazy parameters ({', '.join(lazy)}). Call it on a sample first"
+                f"model {type(model).__name__!r} has lazy parameters ({', '.join(lazy)}). Call the "
+                "model on a sample first"
             )
         if any(value.is_meta for value in model.state_dict().values()):
-            raise ConfigError(f"model {type(model).__name__!r} has no weights (device meta). Initialize them first")
+            raise ConfigError(
+                f"model {type(model).__name__!r} has no weights (device meta). Initialize the weights first"
+            )
         kinds = {type(module): None for module in model.modules() if not type(module).__module__.startswith("torch")}
         text = "".join(map(text_of, {type(model): None, **kinds}))
         digest = hashlib.blake2b(f"{model!r} {text}".encode(), digest_size=8)
@@ -134,13 +138,13 @@ def wrap_model(model: object) -> ModelSpec:
     """Return the specification of an object that `describe_model` accepts.
 
     Raises:
-        ConfigError: it is not a model.
+        ConfigError: the object is not a model.
     """
     spec = describe_model(model)
     if spec is None:
         raise ConfigError(
-            "model must be a name, an nn.Module, a class or function that makes one, or a specification of "
-            f"fl.models, got {model!r}"
+            "model must be a name, an nn.Module, a class or function that returns an nn.Module, or a "
+            f"model specification of fl.models, got {model!r}"
         )
     return spec
 
@@ -153,7 +157,7 @@ def _build(
     outputs: int,
     tokens: tuple[int, bool] | None,
 ) -> nn.Module:
-    """Build a class's or function's module for this data, and check it."""
+    """Build the module that a class or function returns for these data, and check it."""
     facts: dict[str, Any] = {"shape": shape, "outputs": outputs}
     facts |= {} if tokens is None else {"vocabulary": tokens[0], "each": tokens[1]}
     offered = {key: value for key, value in facts.items() if key in inspect.signature(make).parameters}
@@ -162,15 +166,20 @@ def _build(
     except Exception as error:
         raise ConfigError(
             f"model {name!r} could not be created with options {dict(options)}: {error}. fedloom "
-            f"calls it with {' and '.join(facts)} if it has parameters of these names"
+            f"passes {' and '.join(facts)} if the class or function has parameters with these names"
         ) from error
     if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
         raise ConfigError(f"model {name!r} must return an nn.Module with parameters, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
-        raise ConfigError(f"model {name!r} is TorchScript, which is not trained here. Give the nn.Module it came from")
+        raise ConfigError(
+            f"model {name!r} is TorchScript, which fedloom cannot train. Pass the nn.Module from which it was made"
+        )
     odd = [n for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
     if odd:
-        raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}). Give real and imaginary parts")
+        raise ConfigError(
+            f"model {name!r} has complex parameters ({', '.join(odd)}). Use real and imaginary parts as "
+            "separate parameters"
+        )
     if tokens == (0, True) and len(shape) > 2:
         module.register_forward_hook(_flatten_pixels)
     lazy = any(isinstance(p, UninitializedParameter) for p in module.parameters())
@@ -180,18 +189,18 @@ def _build(
 
 
 def _flatten_pixels(module: nn.Module, inputs: object, output: object) -> Any:
-    """Return the outputs of an image ``[b, k, height, width]`` pixel by pixel, ``[b, height width, k]``."""
+    """Return the outputs for an image ``[b, k, height, width]`` pixel by pixel, ``[b, height width, k]``."""
     return output.flatten(2).mT if isinstance(output, Tensor) and output.ndim > 3 else output
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:
-    """Return the names of the layers that normalize a sample by the other samples of a prediction."""
+    """Return the names of the layers that normalize a sample using the other samples of a prediction."""
     layers = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [name for name, m in layers if m.running_mean is None]
 
 
 def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
-    """Return advice for a module that fails on samples of a shape."""
+    """Return advice for a module that fails on samples of a given shape."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Flatten)]
     width = math.prod(shape)
     recurrent = any(isinstance(m, nn.RNNBase | nn.TransformerEncoderLayer) for m in module.modules())
@@ -207,11 +216,13 @@ def try_out(
 ) -> None:
     """Run two samples through the module and check the output's shape.
 
-    The samples are zeros. If the module fails on zeros, they are ones (as for a mask that would exclude every position)
-    or token 1. Layers that normalize by the other samples of a prediction are also tried with one sample.
+    The samples are zeros. If the module fails on zeros, the samples are ones (for a mask that would exclude every
+    position) or token 1. If layers normalize using the other samples of a prediction, the module is also tried with one
+    sample.
 
     Raises:
-        ConfigError: the module fails, its output's shape differs from `ModelSpec`, or no parameter affects the output.
+        ConfigError: the module fails, the shape of its output differs from `ModelSpec`, or no parameter affects the
+            output.
     """
     training = module.training
     if tokens and tokens[0]:
@@ -241,8 +252,9 @@ def try_out(
                 module.eval()(samples[:1])
         except ValueError as error:
             raise ConfigError(
-                f"model {path!r} fails on a single sample: layers without running statistics ({', '.join(names)}), "
-                f"{error}. Make them with track_running_stats=True, or use GroupNorm or LayerNorm"
+                f"model {path!r} fails on a single sample: layers without running statistics "
+                f"({', '.join(names)}), {error}. Create these layers with track_running_stats=True, "
+                "or use GroupNorm or LayerNorm"
             ) from error
         finally:
             module.train(training)
@@ -264,15 +276,15 @@ def try_out(
     if trains and not (graded or torch.is_inference_mode_enabled() or _trains(module, samples)):
         raise ConfigError(
             f"model {path!r} returns outputs without a gradient in any parameter, for example after "
-            "detach(), no_grad() or round(). Compute them from the parameters with differentiable "
-            "functions"
+            "detach(), no_grad() or round(). Compute the outputs from the parameters with "
+            "differentiable functions"
         )
 
 
 def _trains(module: nn.Module, samples: Tensor) -> bool:
-    """Return whether outputs have a gradient in training mode.
+    """Return True if outputs have a gradient in training mode.
 
-    Some modules turn it off in other modes. Or fail there.
+    Some modules turn gradients off in other modes. Or fail there.
     """
     try:
         with torch.enable_grad():
@@ -292,7 +304,7 @@ def values_of(module: nn.Module) -> dict[str, object]:
 
 
 def put(owner: nn.Module, name: str, value: object) -> None:
-    """Set a buffer (on its device and in its type) or an attribute to a copy of a value, see `ABSENT_VALUE`."""
+    """Set a buffer (on its device and in its type) or an attribute to a copy of a value (see `ABSENT_VALUE`)."""
     before = owner._buffers.get(name)
     if value is ABSENT_VALUE:
         vars(owner).pop(name, None)
@@ -301,7 +313,7 @@ def put(owner: nn.Module, name: str, value: object) -> None:
 
 
 def copy_of(value: object) -> Any:
-    """Copy a value and the tensors in containers. Parameters are not copied."""
+    """Copy a value and the tensors that its containers hold. Parameters are not copied."""
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if not isinstance(value, CONTAINER_TYPES):
@@ -331,7 +343,7 @@ class Mark(NamedTuple):
         return cls(value, version, tuple(map(cls.of, _parts(value))))
 
     def is_same(self, now: object) -> bool:
-        """Return whether a value is still the same."""
+        """Return True if a value is still the same."""
         if isinstance(now, (*CONTAINER_TYPES, tuple)):
             parts = _parts(now)
             alike = type(now) is type(self.value) and len(parts) == len(self.parts)
@@ -350,7 +362,7 @@ def _parts(value: object) -> list[object]:
 
 
 class Values:
-    """State of a module's values at a time, see `values_of`."""
+    """State of a module's values at one moment (see `values_of`)."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -1,4 +1,4 @@
-"""Memory: a network combined with the nearest stored samples, by their representations and labels."""
+"""Memory: a network that is combined with the nearest stored samples, by their representations and labels."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fedloom.models.mixture import log_probabilities
 from fedloom.models.parts import POSITIONS_REASON, Bodied, Construction, parted
 
 KEYS, LABELS, RULE = "memory.keys", "memory.labels", "memory.rule"
-"""Parameters of a network with a memory: those of its `Recall`."""
+"""Parameters of a network with a memory, which are the parameters of its `Recall`."""
 
 MIN_CLASS_PROBABILITY = 1e-12
-"""The smallest probability of a class, so that its logarithm stays finite."""
+"""Smallest probability of a class, so that its logarithm stays finite."""
 
 
 class Recall(nn.Module):
-    """Representations and labels of samples, and the rule that recalls them. An empty place has no label.
+    """Representations and labels of samples, and the rule for recalling them. An empty slot has no label.
 
     Args:
-        places: number of samples S that can be stored.
+        places: number S of samples that can be stored.
         width: length k of a representation.
-        classes: number of classes c.
+        classes: number c of classes.
 
     Attributes:
-        keys: ``[S, k]`` representations.
-        labels: ``[S, c]`` one-hot labels.
-        rule: ``[3]`` weight of the memory in a prediction, scale of the kernel, number of neighbors.
+        keys: representations ``[S, k]``.
+        labels: one-hot labels ``[S, c]``.
+        rule: weight of the memory in a prediction, scale of the kernel, and number of neighbors ``[3]``.
     """
 
     def __init__(self, places: int, width: int, classes: int) -> None:
@@ -41,18 +41,18 @@ class Recall(nn.Module):
         self.rule = nn.Parameter(torch.tensor([0.0, 1.0, 1.0]))
 
     def forward(self, z: Tensor) -> Tensor:
-        """Return probabilities ``[b, c]`` of the classes for representations ``[b, k]``."""
+        """Return class probabilities ``[b, c]`` for representations ``[b, k]``."""
         return recalled(z, self.keys, self.labels, self.rule[1], self.rule[2])
 
 
 class WithMemory(Bodied):
-    """Network whose probabilities are mixed with the nearest stored samples' (kNN-Per).
+    """Network whose probabilities are mixed with those of the nearest stored samples (kNN-Per).
 
-    In training, and while the memory has weight 0, it is the network alone.
+    In training, and while the memory has weight 0, only the network is used.
 
     Attributes:
-        body: the network below its head. Its output is the representation.
-        memory: the stored samples. Empty at the start.
+        body: part of the network below its head. Its output is the representation.
+        memory: stored samples. It is empty at the start.
         head: the network's last linear layer.
     """
 
@@ -79,22 +79,22 @@ class WithMemory(Bodied):
 
 
 def mixed(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
-    """Return logarithms of the mixture of probabilities: ``weight`` for ``q [..., c]``, the rest for ``p [..., c]``."""
+    """Return logarithms of a mixture of probabilities: ``weight`` for ``q [..., c]``, the rest for ``p [..., c]``."""
     return torch.lerp(p, q, weight).clamp(min=MIN_CLASS_PROBABILITY).log()
 
 
 def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours: Tensor) -> Tensor:
-    """Return probabilities ``[b, c]`` by the nearest stored samples of representations ``[b, k]``.
+    """Return probabilities ``[b, c]`` given by the stored samples nearest to representations ``[b, k]``.
 
-    A neighbor at distance r has the weight exp(-r^2 / (k scale)). The weights are scaled to sum 1. Without a stored
-    sample the probabilities are 0.
+    A neighbor at distance r has the weight exp(-r^2 / (k scale)). The weights are scaled to sum to 1. If no sample is
+    stored, the probabilities are 0.
 
     Args:
         z: ``[b, k]``.
         keys: ``[S, k]``.
-        labels: ``[S, c]``. A row of zeros is not a sample.
+        labels: ``[S, c]``. A row of zeros does not count as a sample.
         scale: scale of the kernel.
-        neighbours: number of nearest samples that count.
+        neighbours: number of nearest samples to use.
     """
     vacant = labels.sum(1) == 0
     r = torch.cdist(z, keys, compute_mode="donot_use_mm_for_euclid_dist").masked_fill(vacant, torch.inf)
@@ -106,7 +106,7 @@ def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours:
 
 
 class MemoryOption(Construction):
-    """The field ``memory`` of a model: `WithMemory` around its network."""
+    """Field ``memory`` of a model, which builds `WithMemory` around its network."""
 
     option = "memory"
     memory: int | None = Field(
@@ -122,7 +122,7 @@ class MemoryOption(Construction):
         if each or not classed:
             what = POSITIONS_REASON if each else "this task has no classes"
             raise Refused(
-                f"model.memory recalls the classes of samples, but {what}",
+                f"model.memory stores samples with their classes, but {what}",
                 rule="memory-needs-classes",
                 fix="leave {model.memory} out",
             )

@@ -1,4 +1,4 @@
-"""Mixture: several networks of one architecture, combined by a mixture of their class probabilities."""
+"""Mixture: several networks of the same architecture, combined by mixing their class probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXING = "mixing"
 def log_probabilities(logits: Tensor) -> Tensor:
     """Return logarithms of the class probabilities ``[..., c]``.
 
-    A single output ``[..., 1]`` stands for two classes.
+    A single output ``[..., 1]`` represents two classes.
     """
     if logits.shape[-1] > 1:
         return logits.log_softmax(-1)
@@ -34,10 +34,10 @@ class Mixture(Bodied):
     network.
 
     Attributes:
-        mixing: ``[M]``, 0 at the start. Its softmax gives the weights.
+        mixing: parameters ``[M]``, which are 0 at the start. Their softmax gives the weights.
         components: the M networks.
-        penultimate: the layer whose output is the representation: the logits of all components, flattened to ``[b, M
-            c]``.
+        penultimate: layer whose output is the representation, which is the logits of all components, flattened to ``[b,
+            M c]``.
     """
 
     penultimate = "logits"
@@ -60,7 +60,7 @@ class Mixture(Bodied):
 
 
 class MixtureOption(Construction):
-    """The field ``mixture`` of a model: a `Mixture` of its networks."""
+    """Field ``mixture`` of a model, which builds a `Mixture` of its networks."""
 
     option = "mixture"
     mixture: int | None = Field(
@@ -82,14 +82,14 @@ class MixtureOption(Construction):
     def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
         if not classed:
             raise Refused(
-                "model.mixture mixes probabilities of classes, but this task has no classes",
+                "model.mixture mixes class probabilities, but this task has no classes",
                 rule="mixture-needs-classes",
                 fix="leave {model.mixture} out",
             )
         for key in ("class_weights", "loss"):
             if key in task_keys:
                 raise Refused(
-                    "model.mixture always uses -log of probabilities as its loss",
+                    "model.mixture always uses -log of the probabilities as its loss",
                     rule="mixture-has-a-loss",
                     fix=f"leave {{task.{key}}} out",
                 )

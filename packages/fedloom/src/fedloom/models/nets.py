@@ -21,14 +21,14 @@ Activation = Literal["relu", "tanh", "sigmoid", "gelu", "silu", "elu"]
 
 
 class Softmax(ModelSpec):
-    """Multinomial logistic regression: one linear layer with bias (7,850 parameters on 28x28 images of 10 classes)."""
+    """Multinomial logistic regression: one linear layer with bias (7,850 parameters for 28x28 images of 10 classes)."""
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return nn.Sequential(OrderedDict(flatten=nn.Flatten(), head=nn.Linear(prod(shape), outputs)))
 
 
 class MLP(ModelSpec):
-    """Fully connected layers with an activation after each but the last."""
+    """Fully connected layers with an activation after each layer except the last."""
 
     hidden: tuple[PositiveInt, ...] = Field(
         (200, 200), description="widths of the hidden layers (Equitable-FL on MNIST: 200, 200; FLAME's code: 128, 64)"
@@ -45,7 +45,7 @@ class MLP(ModelSpec):
 class CNN(ModelSpec):
     """Convolutions (stride 1), each with optional normalization, activation and 2x2 max pooling, then linear layers.
 
-    A setting of the convolutions is one value for all of them, or one value each.
+    A setting of the convolutions is either one value for all of them, or one value for each.
     """
 
     channels: tuple[PositiveInt, ...] = Field(
@@ -73,7 +73,9 @@ class CNN(ModelSpec):
         for name in ("kernel", "padding", "pool"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != count:
-                raise ValueError(f"{name} needs one value, or {count} values like channels, got {len(value)}")
+                raise ValueError(
+                    f"{name} needs one value, or {count} values (one per entry of channels), got {len(value)}"
+                )
         if min(_each(self.padding, count)) < 0:
             raise ValueError(f"padding must be >= 0, got {self.padding}")
         if self.norm == "group" and any(width % self.groups for width in self.channels):

@@ -1,4 +1,4 @@
-"""Networks of the papers by name, with the parameter counts that the papers or their code state."""
+"""Networks from papers by name, with the parameter counts that the papers or their code state."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ PAPER_NETWORKS: dict[str, ModelSpec] = {
     # LEAF, Shakespeare: 80 characters, padding and unknown; torch's layers have two biases each
     "leaf-shakespeare": LSTM(embedding=8, hidden=256, layers=2),  # 819,936
 }
-"""Every entry is a value: `fedloom.models.spec_of` returns it with changed fields."""
+"""Each entry is a value: `fedloom.models.spec_of` returns it with some fields changed."""
 
 
 def preset_class(name: str) -> type[ModelSpec]:
-    """Return a class with the options of a network of `PAPER_NETWORKS`, with the paper's defaults.
+    """Return a class with the options of a network in `PAPER_NETWORKS`, with the paper's defaults.
 
-    The reference page, the JSON schema and ``fedloom list`` read it, so they show the values of a run. Its docstring
-    names the kind, and every default that differs from the kind's default.
+    The reference page, the JSON schema and ``fedloom list`` read this class, so they show the values that a run uses.
+    Its docstring states the kind, and each default that differs from the kind's default.
 
     Raises:
         KeyError: no network has this name.

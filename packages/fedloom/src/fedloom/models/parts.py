@@ -1,6 +1,6 @@
-"""Parts of a model: its head (the last linear layer), and the layer before it.
+"""Parts of a model: its head (the last linear layer), and the layer before the head.
 
-A module of user code may name its parts by string attributes ``head`` and ``penultimate``.
+A user's module may name its parts by the string attributes ``head`` and ``penultimate``.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from fedloom.models.dropout import Dropout
 from fedloom.values import Value
 
 POSITIONS_REASON = "these sequences have a label per position"
-"""Reason why a construction that needs one label per sample does not fit."""
+"""Reason why a construction that needs one label per sample cannot be used."""
 
 
 class Construction(Value):
-    """A field that every model inherits, and the larger network that it builds around the plain one.
+    """Field that every model inherits, and the larger network that this field builds around the plain network.
 
-    A method asks for a construction by the names of its parameters in the layout. No other code knows the method.
+    A method recognizes a construction by the names of its parameters in the layout. No other code knows the method.
     """
 
     option: ClassVar[str]
-    """Name of the field. The field is false while the model is the plain network."""
+    """Name of the field. If the field is false, the model is the plain network."""
 
     @staticmethod
     def count_networks(value: Any) -> int:
-        """Return the number of plain networks to build in."""
+        """Return the number of plain networks that the construction contains."""
         return 1
 
     @staticmethod
     @abstractmethod
     def wrap_networks(networks: Sequence[nn.Module], value: Any) -> nn.Module:
-        """Build the larger network from plain ones. They are not used any more."""
+        """Build the larger network from plain networks. The plain networks must not be used afterwards."""
 
     @staticmethod
     @abstractmethod
     def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
-        """Refuse a task for which the construction has no use.
+        """Reject a task for which the construction is useless.
 
         Args:
-            classed: labels are classes.
-            each: every position of a sequence has a label.
+            classed: True if labels are classes.
+            each: True if each position of a sequence has a label.
             task_keys: keys of [task] that are set.
 
         Raises:
-            Refused: the construction and the task do not fit. The message has the reason.
+            Refused: the construction is incompatible with the task. The message states the reason.
         """
 
 
 class Bodied(nn.Module, ABC):
-    """A network of bodies, which all receive the samples, and a part that combines their outputs."""
+    """Network of bodies, all of which receive the samples, and a part that combines their outputs."""
 
     @abstractmethod
     def bodies(self) -> dict[str, nn.Module]:
@@ -78,13 +78,13 @@ _PASSIVE_LAYERS = (Dropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d
 
 
 def head_prefixes(module: nn.Module) -> tuple[str, ...]:
-    """Return prefixes of the parameters of the last linear layer, for splits into body and head (FedRep, LG-FedAvg).
+    """Return prefixes of the last linear layer's parameters, for splits into body and head (FedRep, LG-FedAvg).
 
-    The last linear layer is the module named by the attribute ``head`` if that is a string, else the last registered
+    The last linear layer is the module that the attribute ``head`` names, if it is a string, else the last registered
     `nn.Linear`.
 
     Raises:
-        ConfigError: the module has no linear layer, or names one that does not exist.
+        ConfigError: the module has no linear layer, or names a layer that does not exist.
 
     >>> head_prefixes(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     ('2.',)
@@ -95,13 +95,13 @@ def head_prefixes(module: nn.Module) -> tuple[str, ...]:
 def penultimate(module: nn.Module) -> str:
     """Return the name of the submodule whose output, after its activation, is the representation and the head's input.
 
-    It is the module named by the attribute ``penultimate`` if that is a string, else the last submodule without
-    children registered before the head. Dropout and identity are skipped, since they do nothing in evaluation. For a
-    model without a hidden layer it is the flattened input. If a module applies an activation as a function, the oracles
-    use the head's input itself (`fedloom.local.oracles.forward.representing`).
+    It is the module that the attribute ``penultimate`` names, if it is a string, else the last submodule without
+    children that is registered before the head. Dropout and identity layers are skipped, because they do nothing in
+    evaluation. For a model without a hidden layer, it is the flattened input. If a module applies an activation as a
+    function, the oracles use the head's input itself (`fedloom.local.oracles.forward.representing`).
 
     Raises:
-        ConfigError: there is no such submodule, or the module names one that does not exist.
+        ConfigError: there is no such submodule, or the module names a submodule that does not exist.
 
     >>> penultimate(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     '1'
@@ -120,13 +120,14 @@ def penultimate(module: nn.Module) -> str:
         raise ConfigError(
             f"{type(module).__name__} has no layer before {last!r}",
             rule="representation-missing",
-            fix="put a layer before it, as torch.nn.Flatten(), or give the module an attribute penultimate = 'NAME'",
+            fix="put another layer before this layer, such as torch.nn.Flatten(), or set an attribute "
+            "penultimate = 'NAME' on the module",
         )
     return before[-1]
 
 
 def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """Split a network into the part below its last linear layer, and that layer.
+    """Split a network into its last linear layer and the part below this layer.
 
     The network must not be used afterwards.
 
@@ -156,9 +157,9 @@ def _head(module: nn.Module) -> str:
         raise ConfigError(
             f"{type(module).__name__} has no linear layer that could be its head",
             rule="head-missing",
-            fix="put a layer before it: torch.nn.Sequential(torch.nn.Flatten(), layer)"
+            fix="put a layer before this layer: torch.nn.Sequential(torch.nn.Flatten(), layer)"
             if bare
-            else "give the module an attribute head = 'name of a submodule'",
+            else "set an attribute head = 'name of a submodule' on the module",
         )
     return linear[-1]
 

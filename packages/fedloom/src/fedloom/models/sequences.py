@@ -1,7 +1,7 @@
-"""Models of sequences of tokens: a recurrent network and a transformer.
+"""Models for sequences of tokens: a recurrent network and a transformer.
 
-Both take tokens int64 ``[b, L]``, with 0 for padding at the end, and return logits ``[b, k]`` of a sequence or ``[b, L,
-k]`` of every position. Padding does not change the logits of positions before it, and the shapes of parameters do not
+Both accept tokens int64 ``[b, L]``, with 0 for padding at the end, and return logits ``[b, k]`` for a sequence or ``[b,
+L, k]`` for each position. Padding does not change the logits of earlier positions, and the shapes of parameters do not
 depend on L.
 """
 
@@ -20,7 +20,7 @@ from fedloom.models.spec import ModelSpec
 
 
 class OfTokens(ModelSpec):
-    """A model that takes only tokens."""
+    """Model that accepts only tokens."""
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         name = type(self).__name__.lower()
@@ -47,8 +47,8 @@ class LSTM(OfTokens):
 class Transformer(OfTokens):
     """Attention and two linear layers, with normalization before each (Vaswani et al. 2017; Xiong et al. 2020).
 
-    Positions are fixed sines and cosines. The label of a whole sequence is predicted at its last token if causal, else
-    from the mean over its tokens.
+    Positions are fixed sines and cosines. The label of a whole sequence is predicted at its last token if the model is
+    causal, else from the mean over its tokens.
     """
 
     width: PositiveInt = Field(64, description="width of the embedding and of the layers. Must be even")
@@ -79,7 +79,7 @@ class Transformer(OfTokens):
 
 
 class Recurrent(nn.Module):
-    """The module of `LSTM`."""
+    """Module that `LSTM` builds."""
 
     def __init__(self, spec: LSTM, outputs: int, vocabulary: int, each: bool) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(spec.hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of tokens ``[b, L]``."""
+        """Return logits for tokens ``[b, L]``."""
         h = self.drops[0](self.embedding(x))
         for layer, drop in zip(self.layers, list(self.drops)[1:], strict=True):
             assert isinstance(layer, Recurrence)
@@ -100,7 +100,7 @@ class Recurrent(nn.Module):
 
 
 class Recurrence(nn.LSTM):
-    """An LSTM layer, computed by torch's kernel. ``plain`` uses equations that `torch.vmap` supports."""
+    """LSTM layer, computed by torch's kernel. ``plain`` uses equations that `torch.vmap` supports."""
 
     plain = False
     weight_ih_l0: Tensor
@@ -122,7 +122,7 @@ class Recurrence(nn.LSTM):
 
 
 class Attentive(nn.Module):
-    """The module of `Transformer`."""
+    """Module that `Transformer` builds."""
 
     positions: Tensor
     before: Tensor
@@ -140,7 +140,7 @@ class Attentive(nn.Module):
         self.head = nn.Linear(spec.width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of tokens ``[b, L]``."""
+        """Return logits for tokens ``[b, L]``."""
         visible = self.before & (x != 0)[:, None, :]
         h = self.drop(self.embedding(x) + self.positions)
         for block in self.blocks:
@@ -164,7 +164,10 @@ class Block(nn.Module):
         self.drop2 = Dropout(spec.dropout)
 
     def forward(self, h: Tensor, visible: Tensor) -> Tensor:
-        """Apply the layer to ``h [b, L, width]``. ``seen [b, L, L]`` says which positions each position attends to."""
+        """Apply the layer to ``h [b, L, width]``.
+
+        ``seen [b, L, L]`` marks the positions to which each position attends.
+        """
         h = h + self.drop1(self.attention(self.norm1(h), visible))
         return h + self.drop2(self.fc2(self.act(self.fc1(self.norm2(h)))))  # type: ignore[no-any-return]
 
@@ -172,7 +175,7 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Scaled dot products in several heads (Vaswani et al. 2017, Section 3.2).
 
-    Plain operations, which vmap supports.
+    It uses plain operations, which vmap supports.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -205,7 +208,7 @@ class Pick(nn.Module):
 
 
 def sines(length: int, width: int) -> Tensor:
-    """Return positions as sines and cosines ``[length, width]`` (Vaswani et al. 2017, Section 3.5)."""
+    """Return positions encoded as sines and cosines ``[length, width]`` (Vaswani et al. 2017, Section 3.5)."""
     rate = torch.exp(-math.log(10_000.0) * torch.arange(0, width, 2) / width)
     angle = torch.arange(length)[:, None] * rate
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)

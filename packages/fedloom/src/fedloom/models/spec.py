@@ -35,11 +35,11 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 """Pointwise activations by name."""
 DIGEST_MARK = "#sha256="
-"""Separator between a weight file's name and its required SHA-256."""
+"""Separator between the name of a weight file and its required SHA-256."""
 
 
 class InitialValues(Value):
-    """The fields of every model that decide its values before round 1, and which of them train."""
+    """Fields of every model that determine its values before round 1, and which values are trained."""
 
     init_from: str | None = Field(
         None,
@@ -54,15 +54,15 @@ class InitialValues(Value):
 
 
 CONSTRUCTIONS: tuple[type[Construction], ...] = (MixtureOption, GuidedOption, MemoryOption)
-"""Fields of every model that build its network into a larger one. A model has at most one of them."""
+"""Fields of every model that build its network into a larger network. At most one of these fields may be set."""
 
 
 class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
-    """The choice of a model in an experiment.
+    """An experiment's choice of a model.
 
-    Models take normalized floats ``[b, *shape]`` and return ``[b, outputs]``: logits, or regression values. Models of
-    sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or ``[b,
-    length, outputs]`` if every position has a label.
+    Models accept normalized floats ``[b, *shape]`` and return ``[b, outputs]``: logits, or regression values. Sequence
+    models accept tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or ``[b,
+    length, outputs]`` if each position has a label.
     """
 
     @model_validator(mode="after")
@@ -77,7 +77,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
 
     @property
     def constructions(self) -> list[type[Construction]]:
-        """The constructions that are chosen, at most one."""
+        """Constructions that are set, at most one."""
         return [one for one in CONSTRUCTIONS if getattr(self, one.option)]
 
     def build(
@@ -85,17 +85,17 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
     ) -> nn.Module:
         """Build a freshly initialized model in float32 on the CPU.
 
-        Initial values are PyTorch's defaults, drawn under ``seed``. The global generators do not change.
+        Initial values follow PyTorch's defaults, drawn with ``seed``. The global generators stay unchanged.
 
         Args:
             shape: shape of one sample without the batch dimension, e.g. ``(3, 32, 32)``.
-            outputs: number of outputs, `fedloom.tasks.Task.outputs`.
+            outputs: number of outputs (see `fedloom.tasks.Task.outputs`).
             seed: seed of the initial values.
-            tokens: for sequences the size of the vocabulary, for numbers with a label per position 0, and whether every
-                position has a label.
+            tokens: for sequences, the size of the vocabulary, or 0 for numbers with a label per position, and whether
+                each position has a label.
 
         Raises:
-            ConfigError: the model does not fit ``shape``, memory, its weight file or its adapters.
+            ConfigError: the model is incompatible with ``shape``, memory, its weight file or its adapters.
         """
         module = self._draw_model(shape, outputs, seed, tokens)
         if self.init_from is not None:
@@ -121,7 +121,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
                 if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):
                     raise
                 raise ConfigError(
-                    f"the model is larger than the memory of this machine. Make it smaller: {self!r}"
+                    f"the model does not fit into the memory of this machine. Make the model smaller: {self!r}"
                 ) from None
 
     def _network(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
@@ -141,30 +141,30 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
         """
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        """Build the module for sequences of tokens, as `module`.
+        """Build the module for sequences of tokens, like `module`.
 
         Raises:
-            ConfigError: the model takes only numbers.
+            ConfigError: the model accepts only numbers.
         """
         raise ConfigError(
             f"model {type(self).__name__} needs numbers, but these samples are tokens. Use lstm or transformer"
         )
 
     def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Build the module for numeric samples with a label per position ``[b, L, outputs]``, as `module`.
+        """Build the module for numeric samples with a label per position ``[b, L, outputs]``, like `module`.
 
         Raises:
             ConfigError: the model returns one output per sample.
         """
         raise ConfigError(
-            f"model {type(self).__name__} gives one output per sample, but these samples have a label "
-            "per position. Give your own module"
+            f"model {type(self).__name__} returns one output per sample, but these samples have a "
+            "label per position. Pass your own module"
         )
 
 
 @contextmanager
 def _drawing(seed: int, purpose: str) -> Iterator[None]:
-    """Seed the global generator for a purpose, and create new parameters as float32, within the block."""
+    """Within the block, seed the global generator for a purpose, and create new parameters as float32."""
     with as_global(generator(seed, purpose=purpose), torch.device("cpu")):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
@@ -178,14 +178,14 @@ def load_weights(module: nn.Module, file: str) -> None:
     """Load the values of a state dict into the module.
 
     Raises:
-        ConfigError: the file does not exist, or contains another architecture.
+        ConfigError: the file does not exist, or contains a different architecture.
     """
     content = weights_content(file)
     try:
         saved = load(content)
     except SafetensorError as error:
         raise ConfigError(
-            f"model weights {file}: not a readable safetensors file ({error}). Give another file"
+            f"model weights {file}: not a readable safetensors file ({error}). Use another file"
         ) from None
     initial = module.state_dict()
     for name in [*initial, *saved]:
@@ -193,27 +193,27 @@ def load_weights(module: nn.Module, file: str) -> None:
         if saved_shape != initial_shape:
             raise ConfigError(
                 f"model weights {file}: {name!r} is {saved_shape} in the file and {initial_shape} in "
-                "the model. Give weights of the same architecture, vocabulary and classes"
+                "the model. Use weights of the same architecture, vocabulary and classes"
             )
     module.load_state_dict(saved)
 
 
 def weights_content(weights: str) -> bytes:
-    """Read the file of initial values that an experiment names, and check the digest after its name.
+    """Read the file of initial values that an experiment names, and check the digest that follows its name.
 
     Raises:
-        ConfigError: the file does not exist, or has another digest.
+        ConfigError: the file does not exist, or has a different digest.
     """
     file, _, wanted = weights.partition(DIGEST_MARK)
     try:
         content = regular(Path(file).expanduser()).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"model weights {file}: not a readable safetensors file ({error}). Give another file"
+            f"model weights {file}: not a readable safetensors file ({error}). Use another file"
         ) from None
     got = hashlib.sha256(content).hexdigest()
     if got != (wanted or got):
-        raise ConfigError(f"model weights {file}: its SHA-256 is {got}, but {wanted} is required. Get the right file")
+        raise ConfigError(f"model weights {file}: the SHA-256 is {got}, but {wanted} is required. Use the right file")
     return content
 
 

@@ -55,32 +55,32 @@ def check_output_file(
     if path.is_symlink():
         raise ConfigError(
             f"{path} is a link to {path.readlink()}, and fedloom would replace that file. Remove the "
-            "link, or give another path"
+            "link, or choose another path"
         )
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder, not a file. Give the name of a file, as {path / 'NAME'}")
+        raise ConfigError(f"{path} is a folder, not a file. Name a file, such as {path / 'NAME'}")
     check_folder(path.parent)
     exists = path.exists()
     if exists and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file. Give the name of a file")
+        raise ConfigError(f"{path} is not a regular file. Name a regular file")
     for name, read in _existing(inputs):
         if _same(path, read) or _same(draft_of(path), read):
-            raise ConfigError(f"{path} would overwrite {name}, which this call reads. Give another path")
+            raise ConfigError(f"{path} would overwrite {name}, which this call reads. Choose another path")
         if exists and _lies_in(path, read) and not kind.is_own(path):
-            raise ConfigError(f"{path} is a file of {name}, which this call reads. Give another path")
+            raise ConfigError(f"{path} is a file of {name}, which this call reads. Choose another path")
     _check_place(path.parent, path, path.parent.resolve() / path.name, owns)
     if exists and not os.access(path, os.W_OK):
-        raise ConfigError(f"{path} is read-only. Change its permissions, or give another path")
+        raise ConfigError(f"{path} is read-only. Change its permissions, or choose another path")
     if force:
         return path
     if exists and not kind.is_own(path):
         why = "" if kind.is_own is never else f", and is not {kind.what} that fedloom wrote"
-        raise ConfigError(f"{path} already exists{why}. Give --force to replace it, or another path")
+        raise ConfigError(f"{path} already exists{why}. Add --force to replace this file, or choose another path")
     other = next((other for other, endings in FILE_KINDS.items() if path.suffix.lower() in endings), kind.name)
     if not exists and other != kind.name:
         raise ConfigError(
-            f"{path}: {path.suffix} is the wrong ending for {kind.what}. Give a name that ends in "
-            f"{' or '.join(FILE_KINDS[kind.name])}, or --force to use this one"
+            f"{path}: {path.suffix} is the wrong ending for {kind.what}. Use a name that ends in "
+            f"{' or '.join(FILE_KINDS[kind.name])}, or add --force to keep this name"
         )
     return path
 
@@ -117,7 +117,7 @@ def check_output_folder(
     _check_place(whole if entries is None else whole.parent, folder, whole, owns)
     for name, read in _existing(inputs):
         if _lies_in(read, folder) and _folded(read).relative_to(_folded(folder)).parts[0] in (entries or ()):
-            raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}. Move it")
+            raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}. Move {name}")
     return folder
 
 
@@ -153,10 +153,13 @@ def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], 
             if owns(target.relative_to(folder)):
                 return
             raise ConfigError(
-                f"{shown} is in the run directory {folder}, and a run replaces the files there. Give a path outside"
+                f"{shown} is in the run directory {folder}, and a run replaces the files there. "
+                "Choose a path outside this directory"
             )
         if _is_deployment(folder):
-            raise ConfigError(f"{shown} is in {folder}, which belongs to a deployment. Give a path outside")
+            raise ConfigError(
+                f"{shown} is in {folder}, which belongs to a deployment. Choose a path outside this folder"
+            )
 
 
 def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:

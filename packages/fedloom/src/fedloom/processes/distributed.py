@@ -84,8 +84,8 @@ def check_alone(what: str) -> None:
     if size > 1:
         raise ConfigError(
             f"torchrun has started {size} ranks, but {what} does not divide its work among ranks. "
-            "Each rank would do all of it and write the same files. Start it without torchrun, with "
-            "--workers"
+            "Each rank would do all the work and write the same files. Start the command without "
+            "torchrun, with --workers"
         )
 
 
@@ -307,6 +307,6 @@ class _Memory:
                     file.truncate(size)
                 return
         raise CheckpointError(
-            f"{places[-1].parent} is too small for {wanted >> 20} MiB of clients' rows that the ranks "
+            f"{places[-1].parent} is too small for {wanted >> 20} MiB of client rows, which the ranks "
             "of this machine share. Free some space, or set TMPDIR to a larger folder"
         )

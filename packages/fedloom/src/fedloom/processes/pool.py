@@ -99,9 +99,9 @@ class WorkerPool:
     ) -> None:
         if workers > 1 and multiprocessing.current_process().daemon:
             raise ConfigError(
-                f"{workers} workers cannot start, because this process may not start others, like the "
-                "processes of multiprocessing.Pool. Use workers = 1, or "
-                "concurrent.futures.ProcessPoolExecutor instead of that pool"
+                f"{workers} workers cannot start, because this process may not start other processes, "
+                "like the processes of multiprocessing.Pool. Use workers = 1, or "
+                "concurrent.futures.ProcessPoolExecutor instead of multiprocessing.Pool"
             )
         self._handlers = handlers
         self._down = Buffer(down_bytes if workers > 1 else 0)
@@ -118,27 +118,47 @@ class WorkerPool:
     ) -> Iterator[R]:
         """Yield a handler's result for every task, in the order of the tasks, which start in that order.
 
+        See `map_unordered` for the arguments and errors.
+        """
+        done: dict[int, R] = {}
+        turn = 0
+        for k, result in self.map_unordered(handler, shared, tasks, interrupted):
+            done[k] = result
+            while turn in done:
+                turn += 1
+                yield done.pop(turn - 1)
+
+    def map_unordered(
+        self,
+        handler: Callable[[S, T], R],
+        shared: S,
+        tasks: Sequence[T],
+        interrupted: Callable[[], bool] | None = None,
+        cost: Callable[[T], float] | None = None,
+    ) -> Iterator[tuple[int, R]]:
+        """Yield the number and the result of every task, in the order in which the tasks end.
+
         Args:
             handler: one of the pool's handlers.
             shared: first argument of every call.
-            tasks: second arguments, one per call.
+            tasks: second arguments, one per call. They start in this order, or by their cost.
             interrupted: checked every second. Once it is true, no task starts, and running tasks receive an interrupt
                 signal.
+            cost: expected time of a task. Whenever a process is free, the most expensive of the tasks that are left
+                starts, so that no long task is the last one.
 
         Raises:
             FedloomError: a handler raised it, or a worker died.
         """
         if not self._workers:
-            for task in tasks:
-                yield handler(shared, task)
+            for k, task in enumerate(tasks):
+                yield k, handler(shared, task)
             return
         waiting = list(enumerate(tasks))[::-1]
         busy: dict[Connection, tuple[list[int], _Worker]] = {worker.pipe: ([], worker) for worker in self._workers}
-        done: dict[int, Any] = {}
-        turn = 0
         first = [("share", self._handlers.index(handler), self._down.pack(shared))]
         silence = _Silence()
-        while turn < len(tasks):
+        while True:
             if interrupted is not None and interrupted():
                 waiting.clear()
                 for sent, worker in busy.values():
@@ -147,21 +167,21 @@ class WorkerPool:
                 interrupted = None
             if not waiting and not any(sent for sent, _ in busy.values()):
                 return
+            if cost is not None:
+                waiting.sort(key=lambda task: (cost(task[1]), -task[0]))
             self._hand_out(waiting, list(busy.values()), *first)
             first = []
             silence.begin(worker for sent, worker in busy.values() if sent)
             ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], LOOK_SECONDS)
             if not ready:
                 silence.look(worker for sent, worker in busy.values() if sent)
+            done = list[tuple[int, R]]()
             for pipe in ready:
                 sent, worker = busy[pipe]  # type: ignore[index]
-                done[sent.pop(0)] = worker.receive()
+                done.append((sent.pop(0), worker.receive()))
                 silence.end(worker)
                 self._hand_out(waiting, [(sent, worker)])
-            while turn in done:
-                result = done.pop(turn)
-                turn += 1
-                yield result
+            yield from done
 
     def _hand_out(
         self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, object, object]

@@ -438,7 +438,7 @@ def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
     if levels:
         return float(choose("level", _numbered(levels), str(value), f"attack.columns: {name!r}"))
     if isinstance(value, str):
-        raise ConfigError(f"attack.columns: column {name!r} contains numbers, got {value!r}. Give a number")
+        raise ConfigError(f"attack.columns: column {name!r} contains numbers, got {value!r}. Use a number")
     return value
 
 

@@ -67,7 +67,7 @@ class Layout:
         if not parameters and any(True for _ in module.parameters()):
             raise LayoutError(
                 f"no parameter of {type(module).__name__} can be trained: all have requires_grad = "
-                "False. Set requires_grad = True for some"
+                "False. Set requires_grad = True for some parameters"
             )
         return cls(tuple(parameters), tuple(p.shape for p in parameters.values()))
 

@@ -51,7 +51,7 @@ class Codec:
             if not 1 <= len(name.encode()) <= 255:
                 raise ConfigError(f"a field name must have 1 to 255 bytes, got {name[:20]!r}")
             if field.layout not in (None, self.layout):
-                raise ConfigError(f"field {name!r} has the layout of another model")
+                raise ConfigError(f"field {name!r} has the layout of a different model")
 
     def encode(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> bytes:
         """Encode the message of one client.
@@ -101,7 +101,7 @@ class Codec:
             raise WireError(f"a message must have at least {WIRE_HEADER.size} bytes, got {len(data)}")
         magic, version, count, fingerprint, crc = WIRE_HEADER.unpack(data[: WIRE_HEADER.size])
         if magic != WIRE_MAGIC:
-            raise WireError(f"not a fedloom message: it starts with {magic!r}")
+            raise WireError(f"not a fedloom message: the first bytes are {magic!r}")
         if version != WIRE_VERSION:
             raise WireError(
                 f"message of format version {version}, but this side uses {WIRE_VERSION}. Install the "
@@ -109,7 +109,8 @@ class Codec:
             )
         if fingerprint != self._fingerprint:
             raise WireError(
-                f"the message belongs to another model: layout {fingerprint.hex()}, here {self.layout.fingerprint}"
+                f"the message belongs to a different model: its layout is {fingerprint.hex()}, but "
+                f"the layout here is {self.layout.fingerprint}"
             )
         if count != len(self.fields):
             raise WireError(
@@ -122,7 +123,9 @@ class Codec:
             kind, length, at = self._read(data, at, name, field)
             plan.append((name, field, kind, length))
         if at + sum(length for *_, length in plan) != len(data):
-            raise WireError(f"the payloads end at byte {at + sum(p[-1] for p in plan)}, but the message at {len(data)}")
+            raise WireError(
+                f"the payloads end at byte {at + sum(p[-1] for p in plan)}, but the message ends at byte {len(data)}"
+            )
         values = {}
         for name, field, kind, length in plan:
             x = ENCODINGS[kind].unpack(field, data[at : at + length])
@@ -204,7 +207,7 @@ class Codec:
                 return kind, length, end
         raise WireError(
             f"field {name!r} must be {list(field.shape)} {field.dtype} {field.encoding}, but the "
-            "message contains another form"
+            "message contains a different form"
         )
 
 

@@ -72,7 +72,9 @@ def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
     if missing := [name for name in TRACE_COLUMNS if name not in has]:
         raise DataError(f"devices.file {path} lacks the columns {missing}. Its columns: {has}")
     if ("start" in has) != ("end" in has):
-        raise DataError(f"devices.file {path} contains only one of the columns start and end. Give both, or neither")
+        raise DataError(
+            f"devices.file {path} contains only one of the columns start and end. Add the other column, or remove both"
+        )
     allowed = (*TRACE_COLUMNS, "latency", "start", "end", "class")
     if twice := [name for name, count in Counter(has).items() if count > 1 and name in allowed]:
         raise DataError(f"devices.file {path} contains the column {twice[0]} {has.count(twice[0])} times. Keep one")
@@ -128,11 +130,21 @@ def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Colu
         client = int(clients[place])
         if math.isnan(columns["start"][before]) or math.isnan(columns["start"][k]):
             cure = "give each an interval of presence, or keep one row"
-            _refuse(path, max(before, k), f"client {client} has row {min(before, k) + 1} too, and no start; {cure}")
+            _refuse(
+                path,
+                max(before, k),
+                f"client {client} also has row {min(before, k) + 1}, but at least one of the two rows has "
+                f"no start; {cure}",
+            )
         one, other = ([*(columns[name][r] for name in TRACE_BOUNDS), names[r]] for r in (before, k))
         if one != other:
             what = [*TRACE_BOUNDS, "class"][next(j for j in range(5) if one[j] != other[j])]
-            _refuse(path, k, f"client {client} has another {what} than in row {before + 1}. A client is one device")
+            _refuse(
+                path,
+                k,
+                f"client {client} has a different {what} than in row {before + 1}. All rows of a client "
+                "must describe the same device",
+            )
 
 
 def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Column], period: float) -> None:
@@ -144,12 +156,14 @@ def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Co
         if not start < end:
             _refuse(path, k, f"{span}; end must be after start")
         if start < 0:
-            _refuse(path, k, f"{span}. Start must be at least 0")
+            _refuse(path, k, f"{span}. The start must be at least 0")
         if end > period:
             cure = f"within devices.period = {period:g}. Split an interval at its end into two rows"
             _refuse(path, k, f"{span}, which must be {cure}")
         if previous[0] == client and start < previous[1]:
-            _refuse(path, k, f"{span}, and until {previous[1]:g} s by an earlier interval. Join those that overlap")
+            _refuse(
+                path, k, f"{span}, but an earlier interval lasts until {previous[1]:g} s. Join intervals that overlap"
+            )
         previous = client, end
 
 

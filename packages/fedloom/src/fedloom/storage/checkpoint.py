@@ -137,8 +137,8 @@ def check_file_digest(path: Path) -> None:
         if digest.hexdigest() == recorded:
             return
     raise LayoutError(
-        f"{path} is damaged: its content does not match its SHA-256. If it belongs to a run "
-        "directory, run the experiment again to write it anew"
+        f"{path} is damaged: its content does not match its SHA-256. If the file belongs to a run "
+        "directory, run the experiment again to rewrite the file"
     )
 
 

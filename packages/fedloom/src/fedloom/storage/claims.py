@@ -174,8 +174,8 @@ class Claims:
             if holder is not None and not holder.ended:
                 raise RunDirError(
                     f"{self.folder.parent}: process {holder.pid} on {holder.host} joined for {unit}, "
-                    "and may still work. Join too (--join), which takes over the work of ended "
-                    "processes"
+                    "and may still work. Join too (--join): a process that joins takes over the work "
+                    "of processes that have ended"
                 )
 
     def forget(self) -> None:

@@ -117,7 +117,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
         if link is not None:
             raise RunDirError(
                 f"{link} is a link, and fedloom would write and delete files in its target. Remove "
-                "it, or choose another --out"
+                "the link, or choose another --out"
             )
 
 
@@ -136,7 +136,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
     """
     with explained(path):
         if path.is_dir():
-            raise CheckpointError(f"{path} is a folder, not a file. Give the name of a file, as {path / 'NAME'}")
+            raise CheckpointError(f"{path} is a folder, not a file. Name a file, such as {path / 'NAME'}")
         temporary = draft_of(path)
         with _draft(temporary) as fd:
             if callable(content):

@@ -69,9 +69,9 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
         return False
     except OSError as error:
         raise RunDirError(
-            f"{path} cannot be locked ({error.strerror}): its disk does not support file locks, so "
-            "two processes could write at once. Choose a folder on a local disk, or turn file locks "
-            "on for this disk"
+            f"{path} cannot be locked ({error.strerror}): the disk does not support file locks, so "
+            "two processes could write at the same time. Choose a folder on a local disk, or enable "
+            "file locks on this disk"
         ) from error
     return True
 
@@ -117,7 +117,8 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
             raise RunDirError(f"{path.parent} is in use by {what}; {cure}")
         if time.monotonic() > end:
             raise RunDirError(
-                f"{path.parent} is in use by processes that joined. Join them (--join), or wait for their end"
+                f"{path.parent} is in use by processes that joined. Join these processes (--join), or "
+                "wait until they end"
             )
         time.sleep(0.02)
 

@@ -27,7 +27,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     """
     if path.exists() and not path.is_file():
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
-        raise ConfigError(f"cannot read the {what} {path}: it {kind}. Give the path of a TOML file")
+        raise ConfigError(f"cannot read the {what} {path}: it {kind}. Use the path of a TOML file")
     return document_of(content_of(path, f"the {what}", "give the path of a TOML file"), path)
 
 
@@ -46,7 +46,9 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: its arrays or tables are nested too deeply") from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path} is not a TOML file: line {line} is not text in UTF-8. Save it as UTF-8") from None
+        raise ConfigError(
+            f"{path} is not a TOML file: line {line} is not text in UTF-8. Save the file as UTF-8"
+        ) from None
     except ValueError as error:  # of TOML, or of a number with thousands of digits
         fault = str(error).replace("Cannot overwrite a value", "A key is given twice. Leave one of them out")
         fault = re.sub(r"Cannot declare \((.+?),?\) twice", _repeated, fault)

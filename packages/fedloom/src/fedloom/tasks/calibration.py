@@ -1,7 +1,7 @@
-"""Recalibration of a binary model at a client: a line through its logits, fitted on the client's validation part.
+"""Recalibration of a binary model at a client: a linear function of its logits, fitted on the client's validation part.
 
 References: J. C. Platt, "Probabilistic outputs for support vector machines", 1999. E. W. Steyerberg, "Clinical
-Prediction Models", 2nd ed., Section 15.3: only the intercept if events are few, else intercept and slope.
+Prediction Models", 2nd ed., Section 15.3: only the intercept if there are few events, else intercept and slope.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 MIN_SLOPE_ROWS = 10
-"""Number of validation rows of each class from which the slope is also fitted."""
+"""Number of validation rows in each class from which on the slope is fitted too."""
 INVERSE_PENALTY = 1e10
 """Inverse strength of the penalty in scikit-learn's logistic regression."""
 MAX_LOGIT = 1e3
-"""Logit of a probability that is 0 or 1 to every digit."""
+"""Logit of a probability that is 0 or 1 to all digits."""
 
 
 def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Return slope and intercept ``[n, 2]`` float64 of every client. NaN if a client has no row of one of the classes.
+    """Return slope and intercept ``[n, 2]`` float64 for each client. NaN if a client has no rows of one of the classes.
 
-    With fewer than `MIN_SLOPE_ROWS` rows of a class, or if the logits rank the rows worse than chance, the slope is 1.
+    If a class has fewer than `MIN_SLOPE_ROWS` rows, or if the logits rank the rows worse than chance, the slope is 1.
     The intercept makes the mean probability equal to the share of positives.
 
     Args:
-        output: ``[N, 1]`` logits of all clients' validation samples.
-        y: ``[N]`` their targets, 0 or 1.
-        owner: ``[N]`` client of every sample.
+        output: logits of all clients' validation samples ``[N, 1]``.
+        y: their targets, 0 or 1, ``[N]``.
+        owner: client of each sample ``[N]``.
         n: number of clients.
     """
     lines = torch.full((n, 2), torch.nan, dtype=torch.float64)
@@ -43,11 +43,12 @@ def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
 
 
 def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-    """Return the calibration of every client's probabilities, ``[n]`` float64 each. Arguments as `recalibration`.
+    """Return the calibration of each client's probabilities, each float64 ``[n]``. Arguments as `recalibration`.
 
-    ``calibration_slope`` is the slope of the targets on the logits: 1 for a correct spread of probabilities, less if
-    they are too extreme, NaN with fewer than `MIN_SLOPE_ROWS` rows of a class. ``calibration_intercept`` is calibration
-    in the large, the number to add to the logits to reach the share of positives: 0 is right. NaN with only one class.
+    ``calibration_slope`` is the slope in a regression of the targets on the logits: 1 if the probabilities have the
+    correct spread, less than 1 if they are too extreme, and NaN with fewer than `MIN_SLOPE_ROWS` rows of a class.
+    ``calibration_intercept`` is calibration in the large: the number to add to the logits to match the share of
+    positives, which is ideally 0. It is NaN if there is only one class.
     """
     slopes, intercepts = torch.full((2, n), torch.nan, dtype=torch.float64)
     for client, z, hits in _clients(output, y, owner, n):
@@ -56,7 +57,7 @@ def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, T
 
 
 def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, Floats, Floats]]:
-    """Yield logits and targets of every client with both classes and finite logits, with its number."""
+    """Yield the logits and targets of each client with both classes and finite logits, with the client's number."""
     logits, targets, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
     for client in range(n):
         z, hits = logits[owners == client], targets[owners == client]
@@ -67,7 +68,7 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 def _slope(z: Floats, hits: Floats) -> float:
     """Return the slope of the logistic regression of targets on logits.
 
-    Nan with fewer than `MIN_SLOPE_ROWS` rows of a class.
+    The result is NaN with fewer than `MIN_SLOPE_ROWS` rows of a class.
     """
     from sklearn.linear_model import LogisticRegression  # slow to import
 
@@ -87,9 +88,9 @@ def _intercept(z: Floats, share: float) -> float:
 
 
 def recalibrated(output: Tensor, line: Tensor) -> Tensor:
-    """Map logits ``[N, 1]`` by their clients' recalibrations ``[N, 2]`` or ``[2]``.
+    """Recalibrate logits ``[N, 1]`` with their clients' recalibrations ``[N, 2]`` or ``[2]``.
 
-    Without recalibrations, return them unchanged.
+    Without recalibrations, return the logits unchanged.
     """
     slope, intercept = line.to(output).unbind(-1)
     fitted = ~(slope.isnan() | intercept.isnan())

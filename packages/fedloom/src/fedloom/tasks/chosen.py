@@ -1,4 +1,4 @@
-"""Tasks of a data set, and tasks with a user's loss, class weights and metrics."""
+"""Task of a data set, and tasks with a user's loss, class weights and metrics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Labelled(Protocol):
 
 
 def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # noqa: B008  # frozen
-    """Return the task that a data set declares, with a user's own objective.
+    """Return the task that a data set declares, combined with a user's own objective.
 
     Raises:
         ConfigError: the data set's ``task`` is unknown, or this task does not support the objective's metrics, class
@@ -76,13 +76,13 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
 
 @dataclass(frozen=True)
 class Chosen:
-    """A task with a user's own loss, metrics or class weights, see `Task`.
+    """Task with a user's own loss, metrics or class weights (see `Task`).
 
     Attributes:
-        base: the task of the data.
-        objective: choices of the user.
-        classes: names of the classes. Empty if targets are numbers.
-        extra: fedloom's metrics that are computed on request.
+        base: task that the data declare.
+        objective: the user's choices.
+        classes: names of the classes. It is empty if targets are numbers.
+        extra: metrics provided by fedloom that are computed on request.
     """
 
     base: Base
@@ -95,7 +95,8 @@ class Chosen:
         """Check a user's choices and return the task.
 
         Raises:
-            ConfigError: a metric does not fit this task, two have the same name, or the weights are for other classes.
+            ConfigError: a metric is incompatible with this task, two metrics have the same name, or the weights are for
+                different classes.
         """
         measured = base.metrics(torch.zeros(0, base.outputs), _blank(base), torch.zeros(0, dtype=torch.long), 1)
         named = [m for m in objective.metrics if isinstance(m, str)]
@@ -143,11 +144,11 @@ class Chosen:
         return self.base.predict(output)
 
     def class_weights(self, counts: Tensor) -> Tensor | None:
-        """Return factors ``[n, C]`` of the losses of every client's training samples. None: all are 1.
+        """Return factors ``[n, C]`` for the losses of each client's training samples. None: all factors are 1.
 
         Args:
-            counts: ``[n, C]`` training samples of every client by class. With 'balanced', the mean factor of a client's
-                samples is 1.
+            counts: number of training samples of each client by class ``[n, C]``. With 'balanced', the mean factor of a
+                client's samples is 1.
         """
         weights = self.objective.class_weights
         if weights is None:
@@ -160,7 +161,7 @@ class Chosen:
         return torch.tensor(weights, dtype=torch.float64).expand(len(counts), -1)
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Compute the task's own metrics, then the requested ones, see `Task.metrics`."""
+        """Compute the task's own metrics, followed by the requested metrics (see `Task.metrics`)."""
         output, y, owner = labelled(output, y, owner)
         figures = self.base.metrics(output, y, owner, n)
         z, target, who = wide(output), y.cpu(), owner.cpu()
@@ -185,7 +186,7 @@ class Chosen:
 
 
 def labels(classes: Sequence[str]) -> list[str]:
-    """Return class names as parts of a metric's name: no slashes or brackets, at most 40 characters, all different.
+    """Return class names as parts of metric names: no slashes or brackets, at most 40 characters, all different.
 
     >>> labels(["a/b", "a b", "a_b"])
     ['a_b', 'a b', 'a_b 2']
@@ -218,15 +219,17 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
         raise ConfigError(
             f"task.class_weights contains {len(weights)} numbers for {len(classes)} classes ({', '.join(classes[:8])})",
             rule="class-weights-of-other-classes",
-            fix="give {task.class_weights} one number per class, in this order",
+            fix="set {task.class_weights} to one number per class, in this order",
         )
 
 
 def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Call a user's function on every client's samples, float64 ``[n]``. NaN without samples or finite outputs.
+    """Call a user's function on each client's samples, float64 ``[n]``.
 
-    A metric is tried on samples before the first round. If it fails at a client later, for instance a metric of two
-    classes at a client with one class, its value is NaN and the failure is logged once. No model depends on it.
+    The result is NaN without samples or without finite outputs.
+
+    A metric is tried on samples before the first round. If it fails at a client later, for instance a two-class metric
+    at a client with one class, its value is NaN and the failure is logged once. No model depends on this value.
     """
     values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)
@@ -245,14 +248,14 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 @lru_cache(maxsize=64)
 def _warn_of_metric(_name: str, sentence: str) -> None:
     """Log once per process that a metric is not a number."""
-    TASK_LOG.warning("%s. The value is NaN there, and the run continues", sentence)
+    TASK_LOG.warning("%s. The value is NaN in these cases, and the run continues", sentence)
 
 
 def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
     """Return the number that a user's loss or metric returns for a batch.
 
     Raises:
-        CodeError: the function fails, or returns something other than one number.
+        CodeError: the function fails, or does not return a single number.
     """
     try:
         with torch.no_grad():
@@ -261,7 +264,7 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
         if len(size):
             raise CodeError(
                 f"{what} {scorer.display_name!r} must return one number for a batch, got shape "
-                f"{[*size]}. Reduce it, for example to its mean"
+                f"{[*size]}. Reduce the result, for example to its mean"
             )
         return float(value)
     except FedloomError:

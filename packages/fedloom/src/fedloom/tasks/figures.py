@@ -1,12 +1,14 @@
-"""The arithmetic of metrics for all clients at once: on the CPU, in float64, independently for each client.
+"""Computation of metrics for all clients at once: on the CPU, in float64, independently for each client.
 
-Letters: N samples of all clients together, n clients, C classes. ``owner`` ``[N]`` is the client of every sample.
+Letters: N is the number of samples of all clients together, n of clients, C of classes. ``owner`` ``[N]`` is the client
+of each sample.
 
 References:
     AUROC: rank sum with mid-ranks for ties (Mann and Whitney 1947; Hanley and McNeil, Radiology 1982).
     AUPRC: average precision, one step per distinct score (Davis and Goadrich, ICML 2006).
     Calibration error: 15 equal bins of the predicted probability (Naeini et al., AAAI 2015; Guo et al., ICML 2017).
-    Brier score: Brier, Monthly Weather Review 1950, for two classes half of it, which is the square of one probability.
+    Brier score: Brier, Monthly Weather Review 1950. For two classes, half of the original score, which is the squared
+    error of one probability.
     Balanced accuracy: Brodersen et al., ICPR 2010.
 """
 
@@ -21,7 +23,7 @@ from torch.nn import functional
 from fedloom.metrics import class_metric_name
 
 CALIBRATION_BINS = 15
-"""Number of equal bins of the calibration error."""
+"""Number of bins of equal width for the calibration error."""
 
 
 def wide(x: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ def owner_mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
 
 
 def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Select outputs, targets and owners of labeled samples or positions. -1 marks positions without a label."""
+    """Select the outputs, targets and owners of labeled samples or positions. -1 marks positions without a label."""
     if len(owner) == len(y):
         return output, y, owner
     has_label = y >= 0
@@ -58,7 +60,7 @@ def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> 
 
 
 def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return AUROC and AUPRC per client. Equal scores form one threshold."""
+    """Return AUROC and AUPRC per client. Equal scores form a single threshold."""
     order = score.argsort(descending=True, stable=True)
     order = order[owner[order].argsort(stable=True)]
     score, y, owner = score[order], y[order], owner[order]
@@ -85,22 +87,22 @@ def calibration_error(p: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
 
 
 def count_by_class(label: Tensor, owner: Tensor, n: int, classes: int) -> Tensor:
-    """Count the samples of every client by class, float64 ``[n, C]``."""
+    """Count each client's samples by class, float64 ``[n, C]``."""
     return torch.bincount(owner * classes + label, minlength=n * classes).view(n, classes).double()
 
 
 def class_metrics(
     wanted: Collection[str], p: Tensor, guess: Tensor, y: Tensor, owner: Tensor, n: int, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return metrics that treat classes one by one, ``[n]`` each.
+    """Return metrics that treat each class separately, each ``[n]``.
 
-    A mean over classes includes only classes for which it is defined.
+    A mean over classes includes only classes for which the metric is defined.
 
     Args:
-        wanted: names among `COUNT_METRICS`, `CLASS_RATIOS`, which give one metric per class, ``auroc_ovr``,
+        wanted: names among `COUNT_METRICS`, `CLASS_RATIOS` (which give one metric per class), ``auroc_ovr``,
             ``auprc_ovr``, ``brier`` and ``calibration_error``.
-        p: ``[N, C]`` probabilities.
-        guess: ``[N]`` predicted classes.
+        p: probabilities ``[N, C]``.
+        guess: predicted classes ``[N]``.
         y: ``[N]`` targets.
         owner: ``[N]`` clients.
         n: number of clients.
@@ -129,30 +131,34 @@ def class_metrics(
 def label_metrics(
     wanted: Collection[str], z: Tensor, y: Tensor, owner: Tensor, n: int, names: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """Return metrics ``[n]`` of samples that have several labels.
+    """Return metrics ``[n]`` for samples with several labels.
 
     Args:
         wanted: names among the metrics of `fedloom.tasks.MultiLabel`.
-        z: ``[N, k]`` logits.
-        y: ``[N, k]`` 1 for a label that is present, else 0.
+        z: logits ``[N, k]``.
+        y: 1 for a label that is present, 0 for a label that is absent, -1 for an unknown label, ``[N, k]``.
         owner: ``[N]`` clients.
         n: number of clients.
         names: names of the labels, for metrics by label.
     """
-    guess = (z > 0).double()
-    true, guessed, hits = (owner_total(values, owner, n) for values in (y, guess, y * guess))
+    known = y >= 0
+    guess, present = (z > 0).double() * known, y.clamp(min=0)
+    true, guessed, hits = (owner_total(values, owner, n) for values in (present, guess, present * guess))
     figures = label_counts(true, guessed, hits, names)
     if any(name.endswith(("_auroc", "_auprc")) for name in wanted):
-        each = [torch.stack(ranking(scores, label, owner, n)) for scores, label in zip(z.T, y.T, strict=True)]
+        each = [
+            torch.stack(ranking(scores[some], label[some], owner[some], n))
+            for scores, label, some in zip(z.T, y.T, known.T, strict=True)
+        ]
         for name, values in zip(("auroc", "auprc"), torch.stack(each, -1), strict=True):
             figures[f"macro_{name}"] = values.nanmean(-1)
             figures |= {class_metric_name(f"label_{name}", label): values[:, k] for k, label in enumerate(names)}
-    figures["exact_match"] = owner_mean((guess == y).all(1).double(), owner, n)
+    figures["exact_match"] = owner_mean((guess == present).all(1).double(), owner, n)
     return {name: values for name, values in figures.items() if name.partition("[")[0] in wanted}
 
 
 def label_counts(true: Tensor, guessed: Tensor, hits: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return metrics ``[...]`` from numbers of samples by label ``[..., k]``: with it, predicted, and both."""
+    """Return metrics ``[...]`` from numbers of samples by label ``[..., k]``: with the label, predicted, and both."""
     shown = {"recall": "recall", "precision": "precision", "label_f1": "dice"}
     each = {name: CLASS_RATIOS[ratio](true, guessed, hits) for name, ratio in shown.items()}
     figures = {
@@ -169,7 +175,7 @@ def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
 
 
 FromCounts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of numbers of samples by class ``[..., C]``: true, predicted, and both."""
+"""Function of the numbers of samples by class ``[..., C]``: true, predicted, and both."""
 
 CLASS_RATIOS: Mapping[str, FromCounts] = {
     "recall": lambda true, _, hits: hits / true,
@@ -189,4 +195,4 @@ COUNT_METRICS: Mapping[str, FromCounts] = {
         true > 0, (hits / guessed).nan_to_num(0), torch.nan
     ).nanmean(-1),
 }
-"""Metrics ``[...]`` of all classes together. A metric of this table can be named in every task with classes."""
+"""Metrics ``[...]`` over all classes together. A metric in this table can be requested in every task with classes."""

@@ -1,6 +1,7 @@
-"""Kinds of targets: losses with closed-form gradients, predictions, and metrics of all clients at once.
+"""Kinds of targets: losses with closed-form gradients, predictions, and metrics for all clients at once.
 
-Letters: b samples, k outputs of the model, N samples of all clients together, n clients, C classes.
+Letters: b is the number of samples, k of the model's outputs, N of samples of all clients together, n of clients, C of
+classes.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ from fedloom.tasks.figures import (
 from fedloom.values import Value
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
-"""Function of outputs ``[b, k]`` and targets ``[b]`` or ``[b, k]`` that returns the mean loss of the batch, one
+"""Function of outputs ``[b, k]`` and targets ``[b]`` or ``[b, k]`` that returns the mean loss of the batch as a single
 number."""
 
 
 class Task(Protocol):
-    """Loss, prediction and metrics of one kind of target."""
+    """Loss, prediction and metrics for one kind of target."""
 
     @property
     def own_loss(self) -> OwnLoss | None:
-        """User's loss that replaces `loss` and `dloss` in training, if there is one. None: there is none."""
+        """User's loss that replaces `loss` and `dloss` in training, if there is such a loss.
+
+        None: the user has not set a loss.
+        """
         ...
 
     @property
@@ -48,39 +52,39 @@ class Task(Protocol):
         ...
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return every sample's loss, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` or ``[..., b, k]``."""
+        """Return each sample's loss, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` or ``[..., b, k]``."""
         ...
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient of every sample's loss with respect to its output, ``[..., b, k]``."""
+        """Return the gradient of each sample's loss with respect to its output, ``[..., b, k]``."""
         ...
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return the prediction of every sample: class ``[..., b]``, or value ``[..., b, k]``."""
+        """Return the prediction for each sample: a class ``[..., b]``, or values ``[..., b, k]``."""
         ...
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return the metrics of every client.
+        """Return the metrics of each client.
 
         Args:
-            output: ``[N, k]`` outputs of all clients' samples, or ``[N L, k]`` for sequences with labels per position.
-            y: their targets, ``[N]`` (numbers ``[N, k]``), or ``[N L]`` with -1 for positions without a label, which
-                no metric counts.
-            owner: ``[N]`` client of every sample, 0..n-1, in any order.
+            output: outputs for all clients' samples ``[N, k]``, or ``[N L, k]`` for sequences with labels per position.
+            y: their targets, ``[N]`` (numbers ``[N, k]``), or ``[N L]`` with -1 for positions without a label, which no
+                metric counts.
+            owner: client of each sample, 0..n-1, in any order, ``[N]``.
             n: number of clients.
 
         Returns:
-            ``{name: float64 [n]}`` on the CPU. NaN if a client has no sample or an output that is not finite, or if the
-            metric is undefined (AUROC with one class, R2 of a constant target).
+            ``{name: float64 [n]}`` on the CPU. A metric is NaN if a client has no samples or an output that is not
+            finite, or if the metric is undefined (AUROC with one class, R2 for a constant target).
         """
         ...
 
 
 class TaskKind(Value):
-    """A task as the data declare it."""
+    """Task as the data declare it."""
 
     further: ClassVar[tuple[str, ...]] = ()
-    """Metrics that are computed only if `Objective.metrics` names them."""
+    """Metrics that are computed only if `Objective.metrics` contains them."""
 
     @property
     def own_loss(self) -> OwnLoss | None:
@@ -91,7 +95,8 @@ class TaskKind(Value):
 class Classification(TaskKind):
     """Classification into C classes. Cross-entropy of the softmax, in nats.
 
-    Metrics: ``loss``. ``accuracy`` in [0, 1]; ``macro_f1``, the mean F1 over the classes among the client's targets.
+    Metrics: ``loss``. ``accuracy`` is in [0, 1]. ``macro_f1`` is the mean F1 over the classes among the client's
+    targets.
     """
 
     further: ClassVar[tuple[str, ...]] = (
@@ -103,7 +108,7 @@ class Classification(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """One logit per class."""
+        """There is one logit per class."""
         return self.classes
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -125,7 +130,7 @@ class Classification(TaskKind):
         return output.argmax(-1)
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return loss, accuracy and macro F1, see `Task.metrics`."""
+        """Return loss, accuracy and macro F1 (see `Task.metrics`)."""
         output, y, owner = labelled(output, y, owner)
         z, y, owner = wide(output), y.cpu(), owner.cpu()
         guess = self.predict(z)
@@ -141,11 +146,11 @@ class Classification(TaskKind):
 
 
 class Binary(TaskKind):
-    """Binary classification by one logit z. Logistic loss, in nats.
+    """Binary classification with one logit z. The loss is the logistic loss, in nats.
 
-    Metrics: ``loss``. ``accuracy`` and ``f1`` of the rule z > 0 (F1 is NaN without a positive target or prediction);
-    ``auroc``; ``auprc``; ``calibration_error``, the mean over samples of |share of positives - mean probability| in
-    their bin.
+    Metrics: ``loss``. ``accuracy`` and ``f1`` are for the rule z > 0 (F1 is NaN without a positive target or
+    prediction). Further metrics are ``auroc``, ``auprc`` and ``calibration_error``, the mean over samples of |share of
+    positives - mean probability| in their bin.
     """
 
     further: ClassVar[tuple[str, ...]] = (
@@ -173,11 +178,11 @@ class Binary(TaskKind):
         return torch.cat([1 - yes, yes], -1)
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return 1 where the logit is positive, else 0."""
+        """Return 1 if the logit is positive, else 0."""
         return (output.squeeze(-1) > 0).long()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return loss, accuracy, F1, AUROC, AUPRC and calibration error, see `Task.metrics`."""
+        """Return loss, accuracy, F1, AUROC, AUPRC and calibration error (see `Task.metrics`)."""
         output, y, owner = labelled(output, y, owner)
         z, y, owner = wide(output), y.cpu(), owner.cpu()
         guess, label = self.predict(z), y.double()
@@ -195,11 +200,14 @@ class Binary(TaskKind):
 
 
 class MultiLabel(TaskKind):
-    """Several labels of a sample, each present or not. The mean over the k labels of the logistic losses, in nats.
+    """Several labels per sample, each of which is present, absent or unknown.
 
-    Metrics: ``loss``. ``micro_f1``, F1 over all pairs of sample and label; ``macro_f1``, the mean F1 over the labels
-    that a client's targets contain; ``macro_auroc`` and ``macro_auprc``, means over the labels for which they are
-    defined. A label is predicted if its logit is positive.
+    The loss is the sum of the logistic losses over the known labels, divided by k, in nats. A target of -1 is unknown,
+    and no metric counts it.
+
+    Metrics: ``loss``. ``micro_f1`` is F1 over all pairs of sample and label. ``macro_f1`` is the mean F1 over the
+    labels that a client's targets contain. ``macro_auroc`` and ``macro_auprc`` are means over the labels for which they
+    are defined. A label is predicted if its logit is positive.
     """
 
     further: ClassVar[tuple[str, ...]] = (
@@ -211,23 +219,24 @@ class MultiLabel(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """One logit per label."""
+        """There is one logit per label."""
         return len(self.labels)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Logistic loss: sum_j (log(1 + exp(z_j)) - y_j z_j) / k."""
-        return (functional.softplus(output) - y.to(output.dtype) * output).mean(-1)
+        """Logistic loss over the known labels: sum_j (log(1 + exp(z_j)) - y_j z_j) / k."""
+        every = functional.softplus(output) - y.to(output.dtype) * output
+        return torch.where(y < 0, 0.0, every).mean(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return (sigmoid(z) - y) / k."""
-        return (output.sigmoid() - y.to(output.dtype)) / self.outputs
+        """Return (sigmoid(z) - y) / k, and 0 for an unknown label."""
+        return torch.where(y < 0, 0.0, output.sigmoid() - y.to(output.dtype)) / self.outputs
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return 1 for every label with a positive logit, else 0, ``[..., b, k]``."""
+        """Return 1 for each label with a positive logit, else 0, ``[..., b, k]``."""
         return (output > 0).long()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return loss, F1, AUROC and AUPRC, see `Task.metrics`."""
+        """Return loss, F1, AUROC and AUPRC (see `Task.metrics`)."""
         z, y, owner = wide(output), wide(y), owner.cpu()
         wanted = ("micro_f1", "macro_f1", "macro_auroc", "macro_auprc")
         return masked(
@@ -236,10 +245,10 @@ class MultiLabel(TaskKind):
 
 
 class Regression(TaskKind):
-    """Real targets. Regression by squared error, summed over the k outputs and divided by k (without a factor 1/2).
+    """Real targets. Regression with squared error, summed over the k outputs and divided by k (without a factor 1/2).
 
-    Metrics: ``loss``. ``mae`` and ``rmse`` over samples and outputs; ``r2``, the mean over outputs of 1 - SSE / SST
-    around the client's own mean.
+    Metrics: ``loss``. ``mae`` and ``rmse`` are taken over samples and outputs. ``r2`` is the mean over outputs of 1 -
+    SSE / SST around the client's own mean.
     """
 
     outputs: int = Field(1, ge=1, description="number of real targets k")
@@ -253,11 +262,11 @@ class Regression(TaskKind):
         return (output - y.to(output.dtype)) * (2 / self.outputs)
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return the output itself."""
+        """Return the output unchanged."""
         return output
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return loss, MAE, RMSE and R2, see `Task.metrics`."""
+        """Return loss, MAE, RMSE and R2 (see `Task.metrics`)."""
         z, target, owner = wide(output), wide(y), owner.cpu()
         error = z - target
         spread = target - owner_mean(target, owner, n)[owner]
@@ -273,10 +282,10 @@ class Regression(TaskKind):
 
 
 class Count(TaskKind):
-    """Counts, modeled by one output z, the log of their mean. Poisson's loss exp(z) - y z.
+    """Counts, modeled by one output z, which is the log of their mean. The loss is the Poisson loss exp(z) - y z.
 
-    Metrics: ``loss``. ``deviance``, the mean Poisson deviance 2 (y log(y / mu) - y + mu); ``mae`` and ``rmse`` of the
-    mean mu = exp(z).
+    Metrics: ``loss``. ``deviance`` is the mean Poisson deviance 2 (y log(y / mu) - y + mu). ``mae`` and ``rmse`` are
+    for the mean mu = exp(z).
     """
 
     @property
@@ -285,7 +294,7 @@ class Count(TaskKind):
         return 1
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return minus the Poisson log-likelihood without log y!: exp(z) - y z."""
+        """Return the negative Poisson log-likelihood without log y!: exp(z) - y z."""
         return (output.exp() - y.to(output.dtype) * output).squeeze(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -297,7 +306,7 @@ class Count(TaskKind):
         return output.exp()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return loss, deviance, MAE and RMSE, see `Task.metrics`."""
+        """Return loss, deviance, MAE and RMSE (see `Task.metrics`)."""
         z, target, owner = wide(output), wide(y), owner.cpu()
         mu = z.exp()
         error = mu - target

@@ -26,13 +26,13 @@ def _metric(choice: object) -> str | Function:
     measure = function(choice, "metric")
     if measure.short in METRICS:
         raise ValueError(
-            f"metric {measure.short!r} has the name of a metric of fedloom. Give the name "
-            f"{measure.short!r} for the metric of fedloom, or rename your function, for example "
+            f"metric {measure.short!r} has the name of a metric of fedloom. To use fedloom's metric, "
+            f"pass the name {measure.short!r}; to use your own, rename your function, for example to "
             f"my_{measure.short}"
         )
     if not measure.short.isidentifier():
         raise ValueError(
-            f"metric {measure.short!r} has no name. Define it as a function with a name, def my_metric(...)"
+            f"metric {measure.short!r} has no name. Define the metric as a named function, def my_metric(...)"
         )
     return measure
 
@@ -71,17 +71,18 @@ Weights = Annotated[
 
 
 class Objective(Value):
-    """Training loss and metrics, beyond the defaults of the targets.
+    """Training loss and metrics, beyond the defaults for the kind of target.
 
-    A custom loss takes the outputs ``[b, k]`` of a batch and its targets (``[b]``, or ``[b, k]`` for a regression; only
-    labeled positions for sequences with labels per position), and returns one number, the mean over the batch.
-    Autograd computes its gradient. A custom metric takes the same arguments for all samples of one client (float64, on
-    the CPU) and returns one number, or NaN if it is undefined. More is better unless the function has
-    ``higher_is_better = False``.
+    A custom loss receives the outputs ``[b, k]`` of a batch and its targets (``[b]``, or ``[b, k]`` for a regression;
+    only labeled positions for sequences with labels per position), and returns a single number, the mean over the
+    batch. Autograd computes its gradient. A custom metric receives the same arguments for all samples of one client
+    (float64, on the CPU) and returns a single number, or NaN if the metric is undefined. Larger values are better
+    unless the function sets ``higher_is_better = False``.
 
-    Class weights apply only in training. The loss in an evaluation does not use them. With "balanced", class c of a
-    client has the weight n / (C n_c), where n is the number of its training samples, n_c the number in the class, and C
-    the number of its classes. No client sends its counts, so a deployment trains exactly as a simulation does.
+    Class weights apply only in training. The loss in an evaluation ignores them. With "balanced", class c at a client
+    has the weight n / (C n_c), where n is the number of the client's training samples, n_c is the number of these
+    samples in the class, and C is the number of the client's classes. No client sends its class counts, so a deployment
+    trains exactly as a simulation does.
     """
 
     loss: OwnFunction = Field(None, description="custom loss: its import path, or the function")
@@ -103,11 +104,11 @@ class Objective(Value):
 
     @property
     def line_part(self) -> Literal["train", "validation"] | None:
-        """Part of a client on which `line` is fitted. None: outputs do not change."""
+        """Part of a client's samples on which `line` is fitted. None: outputs stay unchanged."""
         return "validation" if self.calibrate else None if self.horizon is None else "train"
 
     def line(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-        """Return slope and intercept ``[n, 2]`` of every client's outputs.
+        """Return slope and intercept ``[n, 2]`` for each client's outputs.
 
         See `fedloom.tasks.calibration.recalibration` and, with a horizon, `fedloom.tasks.survival.baseline`.
         """
@@ -116,7 +117,7 @@ class Objective(Value):
         return baseline(output, y, owner, n, self.horizon)
 
     def remarks(self) -> list[str]:
-        """Return notes that matter before a run."""
+        """Return notes that a user should see before a run."""
         if self.class_weights is None or self.calibrate:
             return []
         return [
@@ -127,11 +128,11 @@ class Objective(Value):
 
     @property
     def functions(self) -> list[Function]:
-        """Return the user code in it."""
+        """Return the user code that the objective contains."""
         return [f for f in (self.loss, *self.metrics) if isinstance(f, Function)]
 
     @property
     def directions(self) -> dict[str, bool]:
-        """Return, for every custom metric, whether more is better."""
+        """Return, for each custom metric, True if larger values are better."""
         measures = (m for m in self.metrics if isinstance(m, Function))
         return {m.short: bool(getattr(m.call, "higher_is_better", True)) for m in measures}

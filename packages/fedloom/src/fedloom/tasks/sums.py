@@ -1,6 +1,9 @@
-"""Sums over samples from which metrics follow. The sums of several sites add up to the sums of their joint samples.
+"""Sums over samples from which metrics can be computed.
 
-Letters: N samples, C classes, k outputs, S sums. Metrics that rank all samples, such as AUROC, cannot be computed from
+The sums of several sites add up to the sums over their joint samples.
+
+Letters: N is the number of samples, C of classes, k of outputs, S of sums. Metrics that rank all samples, such as
+AUROC, cannot be computed from
     sums.
 """
 
@@ -18,15 +21,15 @@ from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS,
 from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
-"""A target is constant up to rounding if its spread is below this part of its sum of squares."""
+"""Part of a target's sum of squares below which its spread counts as rounding, so that the target is constant."""
 
 
 def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
-    """Compute the sums of some samples, float64 ``[S]``. The first sum is the number of samples.
+    """Compute the sums over some samples, float64 ``[S]``. The first sum is the number of samples.
 
     Args:
         task: task of the run.
-        output: ``[N, k]`` finite outputs.
+        output: finite outputs ``[N, k]``.
         y: their targets, ``[N]`` (numbers ``[N, k]``).
     """
     base, z, count = base_of(task), wide(output), torch.tensor([float(len(y))], dtype=torch.float64)
@@ -43,9 +46,9 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
         return torch.cat([count, base.loss(z, y).sum()[None], gap[None], bins, *counts])
     target = wide(y)
     if isinstance(base, MultiLabel):
-        guess = base.predict(z).double()
+        guess, present = base.predict(z).double() * (target >= 0), target.clamp(min=0)
         return torch.cat(
-            [count, base.loss(z, target).sum()[None], target.sum(0), guess.sum(0), (target * guess).sum(0)]
+            [count, base.loss(z, target).sum()[None], present.sum(0), guess.sum(0), (present * guess).sum(0)]
         )
     if isinstance(base, Regression):
         error = z - target
@@ -60,7 +63,7 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
 
 
 def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
-    """Compute metrics from sums ``[S]``, by the task's names, or {} without samples."""
+    """Compute metrics from sums ``[S]``, under the task's names, or {} without samples."""
     base, (size, *rest) = base_of(task), sums.split([1, len(sums) - 1])
     if not float(size):
         return {}
@@ -89,7 +92,7 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
 
 
 def base_of(task: Task) -> Task:
-    """Return the task of the data, without a user's choices."""
+    """Return the task that the data declare, without a user's choices."""
     return task.base if isinstance(task, Chosen) else task
 
 
@@ -99,7 +102,7 @@ def width(task: Task) -> int:
 
 
 def metric_names(task: Task) -> list[str]:
-    """Return the names of a client's metrics, in their order."""
+    """Return the names of a client's metrics, in order."""
     blank = torch.zeros(0, task.outputs, dtype=torch.float64)
     return [*task.metrics(blank, _no_targets(task), torch.zeros(0, dtype=torch.long), 1)]
 

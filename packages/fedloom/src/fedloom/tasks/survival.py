@@ -1,7 +1,8 @@
-"""Time to event: the partial likelihood of a batch, and how every client's risks rank and are calibrated.
+"""Time to event: the partial likelihood of a batch, and how each client's risks rank and are calibrated.
 
-Letters: b samples, N samples of all clients together, n clients. A target consists of a time and 1 for an event, or 0
-    if it is censored.
+Letters: b is the number of samples, N of samples of all clients together, n of clients. A target consists of a time and
+of 1 for an event, or
+    0 if the time is censored.
 
 References:
     Partial likelihood: D. R. Cox, JRSS B 1972. Ties by B. Efron, JASA 1977.
@@ -27,25 +28,26 @@ from fedloom.tasks.kinds import OwnLoss, TaskKind
 
 Floats = NDArray[np.float64]
 MAX_RISK_GROUPS = 5
-"""Largest number of groups of increasing risk in which observed and expected events are compared."""
+"""Largest number of groups of increasing risk for which observed and expected events are compared."""
 MIN_GROUP_ROWS = 10
 """Smallest number of rows in such a group."""
 BLOCK_PAIRS = 1 << 22
-"""Number of pairs of rows that are compared together."""
+"""Number of pairs of rows that are compared at a time."""
 
 
 class Survival(TaskKind):
-    """Time to event, modeled by one output z, the log of a hazard relative to the client's baseline.
+    """Time to event, modeled by one output z, which is the log of a hazard relative to the client's baseline.
 
     Partial likelihood.
 
-    Metrics: ``loss`` is minus the log partial likelihood divided by the number of rows (ties by Efron). ``c_index`` in
-        [0, 1] is Harrell's: the share of comparable pairs in which the earlier event has the higher risk. With a
-        horizon, where z is
-    the log of the cumulative hazard there (`baseline`): ``brier`` score in [0, 1] with weights of inverse censoring;
-    ``calibration_error``, the mean over up to `MAX_RISK_GROUPS` groups of rising risk of |observed - expected| share
-    of events by the horizon, and ``observed_expected``, their ratio over all rows; observed shares are Kaplan and
-    Meier's.
+    Metrics: ``loss`` is the negative log partial likelihood divided by the number of rows (ties by Efron). ``c_index``
+    in
+        [0, 1] is Harrell's: the share of comparable pairs in which the row with the earlier event has the higher risk.
+        With a
+        horizon, z is the log of the cumulative hazard at the horizon (`baseline`), and there are further metrics: the
+        ``brier`` score in [0, 1] with inverse censoring weights; ``calibration_error``, the mean over up to
+        `MAX_RISK_GROUPS` groups of increasing risk of |observed - expected| share of events by the horizon; and
+        ``observed_expected``, the ratio of both over all rows. Observed shares are Kaplan-Meier estimates.
     """
 
     horizon: float | None = Field(
@@ -65,7 +67,7 @@ class Survival(TaskKind):
         return partial_loss
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Every row has the loss of all rows together, so its mean is the batch's loss."""
+        """Each row has the loss of all rows together, so the mean over rows is the batch's loss."""
         return partial_loss(output, y).expand(len(y))
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -81,11 +83,11 @@ class Survival(TaskKind):
         return torch.empty_like(slope).index_copy(0, rows.order, slope)[:, None]
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return the output itself."""
+        """Return the output unchanged."""
         return output
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return loss and C-index, with a horizon also Brier score and calibration, see `Task.metrics`."""
+        """Return loss and C-index, and with a horizon also Brier score and calibration (see `Task.metrics`)."""
         names = ["loss", "c_index", *(["brier", "calibration_error", "observed_expected"] if self.horizon else [])]
         values = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in names}
         for client, rows in _clients(output, y, owner, n):
@@ -101,7 +103,7 @@ class Survival(TaskKind):
 
 
 class SurvivalRows(NamedTuple):
-    """Rows of one client: a score ``z [N]``, higher for earlier events, ``time [N]`` and ``event [N]``."""
+    """Rows of one client: scores ``z [N]``, which are higher for earlier events, ``time [N]`` and ``event [N]``."""
 
     z: Floats
     time: Floats
@@ -118,13 +120,13 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 
 
 def partial_loss(output: Tensor, y: Tensor) -> Tensor:
-    """Return minus the log partial likelihood of rows divided by their number, with ties by Efron.
+    """Return the negative log partial likelihood of rows divided by their number, with ties by Efron.
 
-    It is one number, and 0 without an event.
+    The result is a single number, which is 0 without an event.
 
     Args:
-        output: ``[b, 1]`` log hazards.
-        y: ``[b, 2]`` times and events.
+        output: log hazards ``[b, 1]``.
+        y: times and events ``[b, 2]``.
     """
     rows = _sum_hazards(output, y)
     return output.sum() * 0 if rows is None else (rows.hazards - rows.z[rows.event]).sum() / len(y)
@@ -133,8 +135,8 @@ def partial_loss(output: Tensor, y: Tensor) -> Tensor:
 class _AtRisk(NamedTuple):
     """Rows by decreasing time: their ``order`` ``[b]``, log hazards ``z``, events, and the index of their tied group.
 
-    For each of the e events: the index ``place`` ``[e]`` of its group, the ``share`` of the group's events that Efron
-    removes, and the log of the sum of hazards at risk, ``hazards``. ``at_risk`` contains this log for every group
+    For each of the e events: the index ``place`` ``[e]`` of its group, the ``share`` of the group's events that Efron's
+    method removes, and ``hazards``, the log of the sum of hazards at risk. ``at_risk`` contains this log for each group
     before a share is removed.
     """
 
@@ -149,7 +151,7 @@ class _AtRisk(NamedTuple):
 
 
 def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
-    """Sum the hazards of the rows at risk at every event. None without one."""
+    """Sum the hazards of the rows at risk at each event. None without one."""
     order = y[:, 0].argsort(descending=True, stable=True)
     z, time, event = output[order, 0], y[order, 0], y[order, 1] > 0
     if not bool(event.any()):
@@ -169,13 +171,13 @@ def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
 def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:
     """Return slope 1 and baseline ``[n, 2]``, which turn a log hazard into the log cumulative hazard at the horizon.
 
-    The baseline is Breslow's estimate for every client. Without an event by the horizon, half an event is distributed
-    over all rows at risk.
+    The baseline is Breslow's estimate for each client. If there is no event by the horizon, half an event is
+    distributed over all rows at risk.
 
     Args:
-        output: ``[N, 1]`` log hazards of all clients' training samples.
-        y: ``[N, 2]`` their times and events.
-        owner: ``[N]`` client of every sample.
+        output: log hazards of all clients' training samples ``[N, 1]``.
+        y: their times and events ``[N, 2]``.
+        owner: client of each sample ``[N]``.
         n: number of clients.
         horizon: time.
     """
@@ -190,10 +192,10 @@ def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -
 
 
 def concordance(rows: SurvivalRows) -> float:
-    """Harrell's C-index. NaN without a comparable pair.
+    """Harrell's C-index. The result is NaN without a comparable pair.
 
-    A pair is comparable if one row has an event before the other's time, or at that time if the other is censored then.
-    Equal scores count half.
+    A pair is comparable if one row has an event before the other row's time, or at the same time if the other row is
+    censored then. Equal scores count as half.
     """
     right, pairs = 0.0, 0
     events = np.nonzero(rows.event > 0)[0]
@@ -215,9 +217,11 @@ def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = Fa
 
 
 def brier(risk: SurvivalRows, horizon: float) -> float:
-    """Return the mean weighted square of risk minus outcome by the horizon. The client's own censoring gives weights.
+    """Return the weighted mean of the squared difference between risk and outcome at the horizon.
 
-    NaN if no row is observed that long.
+    The weights are computed from the client's own censoring.
+
+    The result is NaN if no row is observed for that long.
     """
     came, past = (risk.time <= horizon) & (risk.event > 0), risk.time > horizon
     free = survival_curve(risk.time, 1 - risk.event, np.where(came, risk.time, horizon), before=True)
@@ -229,9 +233,9 @@ def brier(risk: SurvivalRows, horizon: float) -> float:
 
 
 def observed_expected(risk: SurvivalRows, horizon: float) -> tuple[float, float]:
-    """Return the calibration error, and observed divided by expected events by the horizon.
+    """Return the calibration error, and the ratio of observed to expected events by the horizon.
 
-    Nan where no row is observed that long.
+    Both are NaN if no row is observed for that long.
     """
     if risk.time.max() < horizon:
         return float("nan"), float("nan")

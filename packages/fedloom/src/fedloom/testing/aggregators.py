@@ -17,18 +17,19 @@ from fedloom.testing.scene import TIGHT_TOLERANCE, agree, demand
 from fedloom.testing.trees import reload_from_checkpoint
 
 UPLOAD_WIDTHS = {"dw": 6, "beside": 3}
-"""Fields of the laws' uploads and their lengths, the primary field first."""
+"""Fields of the laws' uploads and their lengths, with the primary field first."""
 MOST_ROWS = 30
-"""Largest cohort that is tried to find one that the rule accepts. `bulyan` needs at least 4 f + 3 rows."""
+"""Largest cohort that is tried in the search for a cohort that the rule accepts. `bulyan` needs at least 4 f + 3
+rows."""
 
 
 class LawCohort(NamedTuple):
-    """The context of a rule: see `fedloom.aggregators.Cohort`."""
+    """Context of a rule (see `fedloom.aggregators.Cohort`)."""
 
     ids: Tensor
 
     def rng(self, purpose: str) -> torch.Generator:
-        """Return the generator of this round and purpose."""
+        """Return the generator for this round and purpose."""
         return generator(0, 1, purpose=purpose)
 
 
@@ -42,20 +43,20 @@ class LawUploads(NamedTuple):
 
     @classmethod
     def create(cls, rule: Aggregator, m: int, dtype: torch.dtype = torch.float64) -> LawUploads:
-        """Random rows of m clients, different from each other and from zero."""
+        """Random rows of m clients, which differ from each other and from zero."""
         g = generator(m, purpose="laws of aggregators")
         rows = {name: torch.randn(m, d, generator=g, dtype=torch.float64) + 2 for name, d in UPLOAD_WIDTHS.items()}
         weights = torch.rand(m, 1, generator=g, dtype=torch.float64) + 0.5
         return cls(rule, {name: r.to(dtype) for name, r in rows.items()}, weights, torch.arange(m))
 
     def combined(self, state: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the aggregate of every field, and the new state."""
+        """Return the aggregate of each field, and the new state."""
         ctx = LawCohort(self.ids)
         state = self.rule.init(ctx) if state is None else state
         return self.rule.apply(state, self.rows, self.weights, next(iter(UPLOAD_WIDTHS)), ctx)
 
     def but(self, **changes: Any) -> LawUploads:
-        """Return the uploads with other fields."""
+        """Return the uploads with some fields replaced."""
         return self._replace(**changes)
 
 
@@ -85,7 +86,7 @@ def shapes(s: LawUploads) -> None:
 
 
 def arguments_unmodified(s: LawUploads) -> None:
-    """Check that the rule does not change the given rows, weights or state."""
+    """Check that the rule does not change the rows, weights or state that it receives."""
     state = s.combined()[1]
     arguments = (dict(s.rows), s.weights, dict(state))
     before = [{k: v.clone() for k, v in s.rows.items()}, s.weights.clone(), {k: v.clone() for k, v in state.items()}]
@@ -96,7 +97,7 @@ def arguments_unmodified(s: LawUploads) -> None:
 
 
 def repeatable(s: LawUploads) -> None:
-    """Equal calls give equal results to the last bit, and the value does not change."""
+    """Equal calls must give equal results to the last bit, and the value must not change."""
     before = s.rule.model_dump()
     with generators_untouched():
         first, state = s.combined()
@@ -107,7 +108,7 @@ def repeatable(s: LawUploads) -> None:
 
 
 def resume(s: LawUploads) -> None:
-    """Check that a state that is loaded from a checkpoint gives the same round, to the last bit."""
+    """Check that a state loaded from a checkpoint gives the same round, to the last bit."""
     state = s.combined()[1]
     saved, combined = s.combined(_reload_state(state)), s.combined(state)
     for what, got, want in zip(("aggregates", "state"), saved, combined, strict=True):
@@ -122,14 +123,17 @@ def permutation(s: LawUploads) -> None:
 
 
 def weighted(s: LawUploads) -> None:
-    """Check that a rule that is `weighted` reads weights up to a factor. Other rules do not read weights."""
+    """Check that a rule that is `weighted` depends on weights only up to a factor.
+
+    Other rules must not read weights.
+    """
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
     agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
 
 
 def agreement(s: LawUploads) -> None:
-    """If all clients send equal rows, the aggregate equals them."""
+    """If all clients send equal rows, the aggregate must equal these rows."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
     agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT_TOLERANCE)
 
@@ -143,7 +147,7 @@ def linear(s: LawUploads) -> None:
 
 
 def precision(s: LawUploads) -> None:
-    """Rows in float32 give the same result as in float64, up to 1e-4."""
+    """float32 rows must give the same result as float64 rows, up to 1e-4."""
     single = LawUploads.create(s.rule, len(s.ids), torch.float32).combined()[0]
     agree({n: v.double() for n, v in single.items()}, s.combined()[0], "float32 and float64", 1e-4)
 
@@ -175,20 +179,20 @@ AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
     precision: "take dtypes from the rows: torch.zeros_like(rows[primary]), weights.to(rows[primary].dtype)",
     small_cohorts: "let require(m) raise fl.errors.ConfigError for the m rows that are too few",
 }
-"""Every law of an aggregator, with the usual fix."""
+"""All laws of an aggregator, each with the usual fix."""
 
 
 @default_to_cpu()
 def check_aggregator(aggregator: Aggregator, without: Collection[str] = ()) -> None:
-    """Check that an aggregator satisfies every law, on random rows of two fields.
+    """Check that an aggregator satisfies all laws, on random rows of two fields.
 
     Args:
         aggregator: the rule.
         without: names of laws that the rule violates on purpose.
 
     Raises:
-        AssertionError: the first violated law: law, rule, problem, and fix. For a crash: the function, the error, file
-            and line.
+        AssertionError: the first violated law: law, rule, problem, and fix. For a crash, the message contains the
+            function, the error, file and line.
         ConfigError: the value is not an aggregator, accepts no cohort of up to 30 rows, or a law does not exist.
     """
     check_arguments(aggregator, Aggregator, "fl.aggregators.Median()", AGGREGATOR_LAWS, without)
@@ -201,7 +205,7 @@ def _reload_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _enough(rule: Aggregator) -> int:
-    """Check that number of rows of a cohort that the rule accepts: the minimum plus two, at least 5."""
+    """Return a cohort size that the rule accepts: the minimum plus two, at least 5."""
     refusal = ""
     for m in range(1, MOST_ROWS + 1):
         try:
@@ -212,4 +216,4 @@ def _enough(rule: Aggregator) -> int:
             return 5
         else:
             return max(5, m + 2)
-    raise ConfigError(f"{rule!r} accepts no cohort of up to {MOST_ROWS} rows ({refusal}). Give it a smaller f")
+    raise ConfigError(f"{rule!r} accepts no cohort of up to {MOST_ROWS} rows ({refusal}). Pass a rule with a smaller f")

@@ -42,7 +42,7 @@ class Killed(Exception):
 
 @dataclass(frozen=True, eq=False)
 class AnalysisScene:
-    """An analysis with the rows on which its laws are checked."""
+    """Analysis together with the rows on which its laws are checked."""
 
     analysis: Analysis
     clients: tuple[ClientRows, ...]
@@ -50,18 +50,18 @@ class AnalysisScene:
 
     @cached_property
     def log(self) -> list[SumRecord]:
-        """Every question of a run, with its sum."""
+        """All questions of a run, each with its sum."""
         return self.run(self.terms, self.clients)[1]
 
     @cached_property
     def table(self) -> Any:
-        """The result of that run."""
+        """Result of this run."""
         return self.analysis.result(self.run(self.terms, self.clients)[0])
 
     def run(
         self, terms: AnalysisTerms, clients: Sequence[ClientRows], folder: Path | None = None, most: int | None = None
     ) -> tuple[Any, list[SumRecord]]:
-        """Run the analysis. After ``most`` sums the process is killed."""
+        """Run the analysis. The process is killed after ``most`` sums."""
         done = 0
 
         def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
@@ -79,7 +79,7 @@ class AnalysisScene:
         return answer_question(self.analysis, question, client, terms, bounds, "a client")
 
     def answers(self, clients: Sequence[ClientRows]) -> Iterator[tuple[Question, list[Tensor | None]]]:
-        """Yield every question with the clients' own answers, before bounds apply."""
+        """Yield each question with the clients' own answers, before bounds apply."""
         for question, _, _ in self.log:
             yield question, [self.analysis.answer(question, client, self.terms) for client in clients]
 
@@ -91,7 +91,7 @@ def finishes(s: AnalysisScene) -> None:
 
 
 def declared(s: AnalysisScene) -> None:
-    """Every question has its declared form, and can be converted to bytes and back."""
+    """Each question must have its declared form, and must survive conversion to bytes and back."""
     for question, _, _ in s.log:
         form = s.analysis.questions.get(question.name)
         got = {name: value.ndim for name, value in question.values.items()}
@@ -137,7 +137,7 @@ def nothing_of_no_rows(s: AnalysisScene) -> None:
 
 
 def within_bounds(s: AnalysisScene) -> None:
-    """Every answer lies within bounds that depend only on public numbers."""
+    """Each answer must lie within bounds that depend only on public numbers."""
     for question, answers in s.answers(s.clients):
         bounds = s.analysis.bounds(question, s.terms)
         demand(
@@ -157,7 +157,7 @@ def within_bounds(s: AnalysisScene) -> None:
 
 
 def pure(s: AnalysisScene) -> None:
-    """Check that an answer changes no argument, uses no global generator, and repeats in a second call."""
+    """Check that an answer changes no argument, uses no global generator, and is the same in a second call."""
     for client in s.clients:
         before = (client.x.clone(), client.y.clone())
         with generators_untouched():
@@ -214,14 +214,14 @@ ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     resumes: "keep all that a question needs in the state, and compute it from the totals alone",
     few_stay_silent: "leave least counts of clients to the runner",
 }
-"""Every law of an analysis by sums, with the usual fix."""
+"""All laws of an analysis by sums, each with the usual fix."""
 
 
 @default_to_cpu()
 def check_analysis(
     analysis: Analysis, clients: Any, *, rules: Rules | None = None, without: Collection[str] = ()
 ) -> None:
-    """Check that an analysis by sums satisfies every law, on some clients.
+    """Check that an analysis by sums satisfies all laws, on some clients.
 
     Args:
         analysis: the value.
@@ -236,7 +236,7 @@ def check_analysis(
     check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
     schema, rows, _ = clients_of(clients, analysis)
     if len(rows) < 2:
-        raise ConfigError("the laws of sums need at least two clients. Give a federation or a mapping of clients")
+        raise ConfigError("the laws of sums need at least two clients. Pass a federation or a mapping of clients")
     members = tuple(rows.values())
     terms = AnalysisTerms(schema, torch.tensor([len(client) for client in members]), rules or Rules())
     terms = replace(terms, published=tuple(analysis.publish(client, terms) for client in members))

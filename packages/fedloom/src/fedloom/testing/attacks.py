@@ -28,7 +28,7 @@ class AttackScene(NamedTuple):
 
     @classmethod
     def create(cls, attack: Attack, h: int = 7, b: int = 3, dtype: torch.dtype = torch.float64) -> AttackScene:
-        """Models of h honest clients and b attackers that all received the same model."""
+        """Models of h honest clients and b attackers, all of which received the same model."""
         g = generator(0, purpose="laws of attacks")
         base = torch.randn(1, ROW_WIDTH, generator=g, dtype=torch.float64)
         trained = base + torch.randn(h + b, ROW_WIDTH, generator=g, dtype=torch.float64)
@@ -54,7 +54,7 @@ class AttackScene(NamedTuple):
         return activations, torch.isin(ids, attackers), self.attack.disguised(activations, ids, attackers)
 
     def stamped(self) -> tuple[Tensor, Tensor]:
-        """Images, or rows of a table if the attack names columns, and the same samples with the trigger."""
+        """Images, or table rows if the attack names columns, and the same samples with the trigger."""
         assert isinstance(self.attack, Backdoor)
         columns, g = self.attack.columns, generator(0, purpose="laws of attacks")
         names = {name: (value,) if isinstance(value, str) else () for name, value in columns.items()}
@@ -81,7 +81,7 @@ def runs(s: AttackScene) -> None:
 
 
 def attackers(s: AttackScene) -> None:
-    """Check that the same clients attack in every round: ids, ascending, drawn from the seed."""
+    """Check that the same clients attack in each round: ids, ascending, drawn with the seed."""
     got = s.attack.attackers(CLIENT_COUNT, ATTACK_SEED)
     fits = got.dtype == torch.int64 and got.ndim == 1 and bool((got.diff() > 0).all())
     inside = fits and (not len(got) or 0 <= int(got[0]) <= int(got[-1]) < CLIENT_COUNT)
@@ -90,7 +90,10 @@ def attackers(s: AttackScene) -> None:
 
 
 def shapes(s: AttackScene) -> None:
-    """Forged models are finite rows [b, d] in the dtype of the models. Labels stay labels, samples keep their shape."""
+    """Forged models must be finite rows [b, d] in the dtype of the models.
+
+    Labels must stay labels, and samples must keep their shape.
+    """
     if isinstance(s.attack, Forgery):
         for dtype in (torch.float64, torch.float32):
             scene = AttackScene.create(s.attack, dtype=dtype)
@@ -116,7 +119,7 @@ def shapes(s: AttackScene) -> None:
 
 
 def arguments_unmodified(s: AttackScene) -> None:
-    """No argument changes or shares memory with the result."""
+    """No argument may change or share memory with the result."""
     before = [t.clone() for t in s[1:]]
     for result in s.results()[:-1]:
         result.add_(1)
@@ -125,7 +128,7 @@ def arguments_unmodified(s: AttackScene) -> None:
 
 
 def repeatable(s: AttackScene) -> None:
-    """Equal generators give equal results to the last bit, and the value does not change."""
+    """Equal generators must give equal results to the last bit, and the value must not change."""
     before = s.attack.model_dump()
     with generators_untouched():
         first = s.results()
@@ -155,20 +158,20 @@ ATTACK_LAWS: dict[Callable[[Any], None], str] = {
     repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
     knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }
-"""Every law of an attack, with the usual fix."""
+"""All laws of an attack, each with the usual fix."""
 
 
 @default_to_cpu()
 def check_attack(attack: Attack, without: Collection[str] = ()) -> None:
-    """Check that an attack satisfies every law, on random models, labels and activations.
+    """Check that an attack satisfies all laws, on random models, labels and activations.
 
     Args:
         attack: a `Forgery`, a `Poison`, a `Backdoor`, or an `Attack` that disguises activations.
         without: names of laws that the attack violates on purpose.
 
     Raises:
-        AssertionError: the first violated law: law, attack, problem, and fix. For a crash: the function, the error,
-            file and line.
+        AssertionError: the first violated law: law, attack, problem, and fix. For a crash, the message contains the
+            function, the error, file and line.
         ConfigError: the value is not an attack, or a law does not exist.
     """
     check_arguments(attack, Attack, "fl.attacks.ALIE(fraction=0.2)", ATTACK_LAWS, without)

@@ -30,7 +30,7 @@ METHOD_STAGES = frozenset(name for name in vars(Algorithm) if not name.startswit
 
 
 def runs(s: Subject) -> None:
-    """Every function of the method runs, in rounds with clients that trained before and clients that did not."""
+    """Each function of the method must run, in rounds with clients that trained before and clients that did not."""
     try:
         state = s.run([*COHORT_HISTORY, SCENE_COHORT])[-1]
         personal_models(s.algorithm, Scene(s).fed, state)
@@ -69,7 +69,7 @@ def declarations(s: Subject) -> None:
 
 
 def shapes(s: Subject) -> None:
-    """Every field is [d], [m, .] or a row per client as documented, finite, and in the model's dtype."""
+    """Each field must be [d], [m, .] or a row per client as documented, finite, and in the model's dtype."""
     scene = Scene(s)
     a, m, d = s.algorithm, len(scene.ids), scene.problem.d
     up, rows = a.client(scene.down, scene.rows, scene.work())
@@ -107,7 +107,7 @@ def shapes(s: Subject) -> None:
 def bases(s: Subject) -> None:
     """Check that a difference is the new value minus the old value of its base.
 
-    What accumulates beside the model adds up to the mean by shares of all.
+    Fields that accumulate in addition to the model must add up to the mean over all clients, weighted by shares.
     """
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
@@ -141,7 +141,7 @@ def bases(s: Subject) -> None:
 
 
 def parts(s: Subject) -> None:
-    """Coordinates outside a field's part are not sent, so the server does not read them."""
+    """Coordinates outside a field's part are not sent, so the server must not read them."""
     scene = Scene(s)
     up = scene.aggregate(s.algorithm.client(scene.down, scene.rows, scene.work())[0])
     want = s.algorithm.server(scene.state.server, up, scene.ctx())
@@ -154,7 +154,7 @@ def parts(s: Subject) -> None:
 
 
 def kept_rows(s: Subject) -> None:
-    """Only a method with ``mixes`` reads the cohort's stored rows."""
+    """Only a method with ``mixes`` may read the cohort's stored rows."""
     scene = Scene(s)
     if not s.algorithm.mixes:
         garbage = map_rows(lambda t: torch.full_like(t, torch.nan), scene.state.kept)
@@ -179,7 +179,7 @@ def idle_is_zero(s: Subject) -> None:
 
 
 def encoding(s: Subject) -> None:
-    """`Algorithm.encode` is the inverse of `Algorithm.decode`: it returns the upload that contains the model."""
+    """`Algorithm.encode` must be the inverse of `Algorithm.decode`: it returns the upload that contains the model."""
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
     if not fields:
@@ -203,7 +203,10 @@ def encoding(s: Subject) -> None:
 
 
 def translation(s: Subject) -> None:
-    """If the origin moves, models and absolute messages move with it. Differences, duals and variates do not change."""
+    """If the origin moves, models and absolute messages must move with it.
+
+    Differences, duals and variates must not change.
+    """
     scene = Scene(s)
     assert isinstance(scene.problem, Problem)
     a, t = s.algorithm, torch.linspace(-2, 3, scene.problem.d, dtype=torch.float64)

@@ -1,6 +1,8 @@
-"""federate: a reference implementation of a run, as plain as possible. The engine and the laws are compared with it.
+"""federate: a reference implementation of a run, written as simply as possible.
 
-It has one list of clients per round, calls every client separately if asked, sums in Python, and has no chunks, store
+The engine and the laws are compared with it.
+
+It uses one list of clients per round, calls each client separately if asked, sums in Python, and has no chunks, store
 or files.
 """
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from fedloom.testing.problems import Problem
 
 Schedule = Callable[[int], Collection[int]] | Sequence[Collection[int]]
-"""Client ids of a round: a function of the round (from 1), or one entry per round."""
+"""Client ids of a round, given as a function of the round (from 1), or as one entry per round."""
 
 
 class ReferenceState(NamedTuple):
@@ -35,7 +37,7 @@ class ReferenceState(NamedTuple):
         round: rounds done.
         server: the algorithm's server state.
         rows: states of all n clients.
-        kept: stored rows of all n clients at the server, or None.
+        kept: rows of all n clients that the server stores, or None.
         weigher: state of the weigher, or None.
     """
 
@@ -65,7 +67,7 @@ class ReferenceFederation(NamedTuple):
         return len(self.weight)
 
     def ctx(self, round: int, ids: Sequence[int]) -> Ctx:
-        """Return the server's knowledge in a round with the cohort ``ids``."""
+        """Return what the server knows in a round with the cohort ``ids``."""
         sizes = self.oracle.sizes(torch.arange(self.n))[:, None]
         cohort = torch.tensor(ids, dtype=torch.long)
         return Ctx(
@@ -96,7 +98,7 @@ def mixed(algorithm: Algorithm, kept: object, ids: Sequence[int]) -> Any:
 
 
 def begin(algorithm: Algorithm, fed: ReferenceFederation, x0: Tensor, weigher: Weigher | None = None) -> ReferenceState:
-    """Return the state before the first round: every client has the template's rows."""
+    """Return the state before the first round, in which each client has the template's rows."""
     ctx = fed.ctx(0, range(fed.n))
     algorithm = algorithm.derive_options(ctx)
     server, template, kept = algorithm.init(x0, ctx)
@@ -121,12 +123,12 @@ def play(
 
     Args:
         algorithm: the method.
-        fed: the local problems.
-        state: the state before the round. Not modified.
+        fed: local problems.
+        state: state before the round. Not modified.
         cohort: ids of the clients that train.
-        dropped: ids of clients in the cohort whose upload is lost.
-        weigher: None weights by the clients' shares.
-        alone: True calls every client separately, as in deployment. False calls the cohort at once.
+        dropped: ids of clients in the cohort whose uploads are lost.
+        weigher: weigher, or None to weight by the clients' shares.
+        alone: True to call each client separately, as in a deployment. False to call the whole cohort at once.
     """
     algorithm = algorithm.derive_options(fed.ctx(0, range(fed.n)))
     round, ids = state.round + 1, sorted(cohort)
@@ -203,16 +205,16 @@ def federate(
 
     Args:
         algorithm: the method.
-        problem: quadratics. A small network. Alternatively an oracle, the initial model ``[d]`` and the shares ``[n,
+        problem: quadratics. A small network. Also accepted: an oracle, the initial model ``[d]`` and the shares ``[n,
             1]``.
         rounds: number of further rounds.
         local: settings of local training.
-        solve: True solves local problems of quadratics exactly.
+        solve: True to solve local problems of quadratics exactly.
         noise: spread of the samples of quadratics.
         cohorts: who trains. None: all clients.
-        dropped: clients whose upload is lost. None when None.
-        weigher: None weights by the clients' shares.
-        alone: True calls every client separately.
+        dropped: clients whose uploads are lost. None when None.
+        weigher: weigher, or None to weight by the clients' shares.
+        alone: True to call each client separately.
         seed: seed of the run.
         start: state from which the run continues.
 
@@ -238,7 +240,7 @@ def personal_models(algorithm: Algorithm, fed: ReferenceFederation, state: Refer
 
     Args:
         algorithm: the method.
-        fed: the federation with its local problems.
+        fed: federation with its local problems.
         state: state after the round, as `federate` returns it.
 
     Returns:

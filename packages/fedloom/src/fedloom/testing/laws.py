@@ -1,8 +1,8 @@
 """Laws of algorithms: each function raises `AssertionError` with a sentence if its law is violated.
 
-They run on random heterogeneous quadratics and on a small network, with clients of different sizes and samples, from a
-state in the middle of a run: some clients have trained twice, some once, one never. ``check_algorithm(MyAlgorithm())``
-runs all of them.
+They run on random heterogeneous quadratics and on a small network, with clients of different sizes and with different
+samples, starting from a state in the middle of a run: some clients have trained twice, some once, and one never.
+``check_algorithm(MyAlgorithm())`` runs all of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def row_independence(s: Subject) -> None:
 
 
 def permutation(s: Subject) -> None:
-    """Permuting the cohort permutes the rows, and does not change the server's state."""
+    """Permuting the cohort must permute the rows, and must not change the server's state."""
     scene, order = Scene(s, ids=(0, 2, 3, 4)), [2, 0, 3, 1]  # no rotation, and not its own inverse
     ids = [scene.ids[k] for k in order]
 
@@ -81,7 +81,7 @@ def permutation(s: Subject) -> None:
 
 
 def arguments_unmodified(s: Subject) -> None:
-    """No function changes its arguments, or the rows of clients that do not take part."""
+    """No function may change its arguments, or the rows of clients that do not participate."""
     scene = Scene(s, ids=(0, 1, 2))
     a, state = s.algorithm, scene.state
     kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views: a write shows
@@ -117,7 +117,7 @@ def arguments_unmodified(s: Subject) -> None:
 
 
 def no_state(s: Subject) -> None:
-    """Check that the value does not change, and equal calls give equal bits, without any global generator."""
+    """Check that the value does not change, and that equal calls give equal bits, without any global generator."""
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()
@@ -134,7 +134,7 @@ def no_state(s: Subject) -> None:
 
 
 def dropped_is_not_sampled(s: Subject) -> None:
-    """Check that a client whose upload is lost keeps its rows, and no mean includes it."""
+    """Check that a client whose upload is lost keeps its rows, and that no mean includes it."""
     scene = Scene(s)
     lost = scene.ids[1]
     options: dict[str, Any] = {"weigher": s.weigher, "dropped": [lost]}
@@ -155,10 +155,10 @@ def dropped_is_not_sampled(s: Subject) -> None:
 
 
 def precision(s: Subject) -> None:
-    """float32 stays float32 and agrees with float64, and no number passes through torch's default dtype.
+    """float32 must stay float32 and agree with float64, and no number may pass through torch's default dtype.
 
-    The two agree to 1e-4. A network that amplifies rounding, as BatchNorm does for two nearly equal samples, may differ
-    by at most 300 times the effect of changing each entry of its initial model by 1e-6.
+    The two must agree to 1e-4. A network that amplifies rounding, as BatchNorm does for two nearly equal samples, may
+    differ by at most 300 times the effect of changing each entry of its initial model by 1e-6.
     """
     problems = (s.problem.to(dtype) for dtype in (torch.float32, torch.float64))
     single, double = (s.run([*COHORT_HISTORY, SCENE_COHORT], problem=p)[-1] for p in problems)
@@ -201,7 +201,7 @@ METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
         precision, resume,
     )
 }  # fmt: skip
-"""Every law by name."""
+"""All laws by name."""
 
 
 LAW_HINTS = {
@@ -225,7 +225,7 @@ LAW_HINTS = {
     "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
     "resume": "put all that a round needs from the one before into rows or the server's state",
 }
-"""Usual fix of a violated law. It ends the law's message."""
+"""Usual fix of a violated law. It is the end of the law's message."""
 
 
 LAYOUT_HINT = "a method that names layers is checked with layout=, the module that has them"
@@ -244,14 +244,14 @@ def check_law(
     """Check one method against one law.
 
     Args:
-        law: a name in `METHOD_LAWS`.
-        algorithm: a method, or the method of a preset.
+        law: name in `METHOD_LAWS`.
+        algorithm: method, or method of a preset.
         weigher: weigher of the runs. None: the method's own weigher, or the clients' shares.
         layout: names and shapes of the quadratics' parameters.
-        on: a network that replaces the quadratics.
+        on: network that is used instead of the quadratics.
 
     Raises:
-        AssertionError: law, method and difference.
+        AssertionError: the law is violated. The message states law, method and difference.
     """
     method, own_weigher = (
         (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, PresetMethod) else (algorithm, None)
@@ -275,28 +275,28 @@ def check_algorithm(
     layout: Layout | nn.Module | None = None,
     shape: Sequence[int] | None = None,
 ) -> None:
-    """Check that a method satisfies every law, on quadratics and on a small network.
+    """Check that a method satisfies all laws, on quadratics and on a small network.
 
     Args:
         algorithm: the method.
-        weigher: weigher of the runs. None weights by the clients' shares.
-        without: laws that the method violates on purpose. ``translation`` is always left out for composite methods,
-            because their regularizer refers to the origin.
-        layout: for a method that names layers: names and shapes of the parameters, or a module with these layers. The
-            network is this module if ``shape`` is given. Otherwise the laws are checked only on quadratics.
+        weigher: weigher of the runs. None to weight by the clients' shares.
+        without: laws that the method violates on purpose. ``translation`` is always omitted for composite methods,
+            because their regularizer depends on the origin.
+        layout: for a method that names layers, the names and shapes of the parameters, or a module with these layers.
+            If ``shape`` is given, this module is the network. Otherwise the laws are checked only on quadratics.
         shape: shape of one sample that the module accepts. The module must return one number for each of at least two
             classes.
 
     Raises:
-        AssertionError: the first violated law: law, method, difference, and usual fix. Of a
-            For a crash: the function of the method (client, server, ...), the error, file and line.
+        AssertionError: the first violated law: law, method, difference, and usual fix. Of a For a crash, the message
+            contains the function of the method (client, server, ...), the error, file and line.
         ConfigError: the value is not a method, the module rejects such samples, or ``shape`` is given without a module.
     """
     if not isinstance(algorithm, Algorithm | PresetMethod):
         raise ConfigError(f"algorithm must be a method such as fl.algorithms.FedAvg(), got {algorithm!r:.80}")
     module = layout if isinstance(layout, nn.Module) else None
     if shape is not None and module is None:
-        raise ConfigError("shape belongs to the samples of a module. Give layout=MODULE too")
+        raise ConfigError("shape describes the samples of a module. Pass layout=MODULE too")
     names = layout if isinstance(layout, Layout) else TOY_LAYOUT if module is None else Layout.create(module)
     for law in laws_of(algorithm, without):
         check_law(law, algorithm, weigher, names)
@@ -308,7 +308,10 @@ def check_algorithm(
 def check_network(
     algorithm: Algorithm | PresetMethod, weigher: Weigher | None, without: Collection[str], network: Classifier
 ) -> None:
-    """Check a method against the laws on a network. ``translation`` is left out, as the origin matters to a network."""
+    """Check a method against the laws on a network.
+
+    ``translation`` is omitted, because the origin matters to a network.
+    """
     for law in laws_of(algorithm, {*without, "translation"}):
         check_law(law, algorithm, weigher, on=network)
 
@@ -317,8 +320,8 @@ def laws_of(algorithm: Algorithm | PresetMethod, without: Collection[str] = ()) 
     """Name the laws of `METHOD_LAWS` that apply to a method.
 
     Args:
-        algorithm: a method, or the method of a preset.
-        without: laws to leave out, by name.
+        algorithm: method, or method of a preset.
+        without: names of laws to omit.
     """
     method = algorithm.algorithm if isinstance(algorithm, PresetMethod) else algorithm
     left_out = {*without, *(("translation",) if method.family == "composite" else ())}

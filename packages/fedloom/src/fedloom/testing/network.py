@@ -1,4 +1,4 @@
-"""A small network on five clients with different classes: nonconvex local problems for the laws."""
+"""Small network on five clients with different classes: nonconvex local problems for the laws."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fedloom.seeds import as_global, generator
 from fedloom.tasks import task_of
 
 CLIENT_SIZES = (5, 2, 7, 4, 6)
-"""Numbers of training samples of the clients."""
+"""Number of training samples of each client."""
 INPUT_SHAPE, CLASS_COUNT = (4,), 3
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A federation of a network that classifies, in place of `fedloom.testing.Problem` in the laws.
+    """Federation of a network that classifies, used in the laws instead of `fedloom.testing.Problem`.
 
     Attributes:
         module: the network. Its parameters are the initial model.
-        x: features ``[N, *shape]``. Client by client, `CLIENT_SIZES` samples each.
+        x: features ``[N, *shape]``. They are stored client by client, with `CLIENT_SIZES` samples each.
         y: classes ``[N]``.
         classes: number of classes.
         dtype: float64 or float32.
@@ -47,7 +47,8 @@ class Classifier:
         """Create samples for a module. The default module has a body and a head with three classes.
 
         Args:
-            module: takes ``[b, *shape]`` and returns a number for each of at least two classes, ``[b, c]``.
+            module: module that accepts ``[b, *shape]`` and returns a number for each of at least two classes, ``[b,
+                c]``.
             shape: shape of one sample.
 
         Raises:
@@ -62,10 +63,10 @@ class Classifier:
                 outputs = deepcopy(net).double().eval()(x)
         except Exception as error:
             samples = f"samples of shape {list(shape)}"
-            raise ConfigError(f"the module does not accept {samples}: {error}. Give shape") from error
+            raise ConfigError(f"the module does not accept {samples}: {error}. Pass shape") from error
         if not isinstance(outputs, Tensor) or outputs.dim() != 2 or outputs.shape[1] < 2:
             got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise ConfigError(f"the module must return [samples, classes] with two classes or more, got {got}")
+            raise ConfigError(f"the module must return [samples, classes] with at least two classes, got {got}")
         classes = outputs.shape[1]
         y = (owner + torch.randint(0, 2, (len(x),), generator=g)) % classes
         return cls(net, (x + owner.view(-1, *(1 for _ in shape))).float(), y, classes)
@@ -87,12 +88,12 @@ class Classifier:
 
     @property
     def alpha(self) -> Tensor:
-        """The clients' shares by samples, ``[n, 1]``."""
+        """Clients' shares by samples, ``[n, 1]``."""
         return torch.tensor(CLIENT_SIZES, dtype=self.dtype)[:, None] / sum(CLIENT_SIZES)
 
     @cached_property
     def x0(self) -> Tensor:
-        """The initial model ``[d]``."""
+        """Initial model ``[d]``."""
         return self.layout.vector(self.module, self.dtype)
 
     @property
@@ -105,7 +106,7 @@ class Classifier:
         return replace(self, dtype=dtype)
 
     def perturbed(self, draw: int) -> Classifier:
-        """Change each initial parameter by about 1e-6 of itself."""
+        """Change each initial parameter by about 1e-6 of its value."""
         module, g = deepcopy(self.module).to(self.dtype), generator(draw, purpose="perturbation")
         with torch.no_grad():
             for parameter in module.parameters():

@@ -35,7 +35,7 @@ class Case:
 
     @cached_property
     def pool(self) -> Pool:
-        """Samples that a call of the partition draws from."""
+        """Samples from which a call of the partition draws."""
         return self.partition.pool_of(self.data)
 
     @cached_property
@@ -45,18 +45,18 @@ class Case:
 
     @cached_property
     def fed(self) -> Federation:
-        """The federation for the same seed."""
+        """Federation for the same seed."""
         return self.partition(self.data, PARTITION_SEED)
 
 
 def runs(s: Case) -> None:
-    """Check that the partition draws clients, and a federation can be built from them."""
+    """Check that the partition draws clients, and that a federation can be built from them."""
     demand(isinstance(s.drawn, Draw), f"draw must return fl.partitions.Draw, got {type(s.drawn).__name__}")
     demand(s.fed.n > 0, "there are no clients")
 
 
 def declared(s: Case) -> None:
-    """Every field of a draw has an entry per client, of the documented type."""
+    """Each field of a draw must contain an entry per client, of the documented type."""
     drawn, n, classes = s.drawn, len(s.drawn.dealt.offsets) - 1, len(s.data.classes)
     for name, dealt in _lists(drawn).items():
         for what, values in zip(("index", "offsets"), dealt, strict=True):
@@ -76,7 +76,10 @@ def declared(s: Case) -> None:
 
 
 def pool_only(s: Case) -> None:
-    """Training samples come from the pool, for every part of the data set. Test samples may be official ones."""
+    """Training samples must come from the pool, for every part of the data set.
+
+    Test samples may be official test samples.
+    """
     half = numpy_generator(PARTITION_SEED, purpose="half").random(len(s.pool)) < 0.5
     some = Pool(s.data, s.pool.index[half], None if s.pool.y is None else s.pool.y[half])
     pools = [("the pool", s.pool, s.drawn)]
@@ -94,7 +97,7 @@ def pool_only(s: Case) -> None:
 
 
 def disjoint(s: Case) -> None:
-    """No sample belongs to two clients."""
+    """No sample may belong to two clients."""
     for name, dealt in _lists(s.drawn).items():
         samples, counts = np.unique(dealt.index, return_counts=True)
         twice = samples[counts > 1]
@@ -102,14 +105,14 @@ def disjoint(s: Case) -> None:
 
 
 def tested_apart(s: Case) -> None:
-    """No client trains on a sample of its test part."""
+    """No client may train on a sample of its test part."""
     trained, tested = (s.fed.parts[part].index for part in ("train", "test"))
     both = tested[torch.isin(tested, trained)]
     demand(not len(both), f"{len(both)} test samples are training samples too (first: {both[:1].tolist()})")
 
 
 def seeded(s: Case) -> None:
-    """Equal seeds give equal draws, and only the seed's generators are used. The partition does not change."""
+    """Equal seeds must give equal draws, and only the seed's generators may be used. The partition must not change."""
     before = s.partition.model_dump()
     with generators_untouched():
         again = s.partition.draw(s.pool, PARTITION_SEED)
@@ -121,7 +124,7 @@ def seeded(s: Case) -> None:
 
 
 def arguments_unmodified(s: Case) -> None:
-    """Drawing does not change the pool or the data set."""
+    """Drawing must not change the pool or the data set."""
     data = replace(s.data, x=s.data.x.clone(), y=s.data.y.clone())
     pool = Pool(data, s.pool.index.copy(), None if s.pool.y is None else s.pool.y.copy())
     s.partition.draw(pool, PARTITION_SEED)
@@ -135,7 +138,7 @@ def arguments_unmodified(s: Case) -> None:
 
 
 def prepared(s: Case) -> None:
-    """Every sample of a part exists, and is prepared by its client's own training part."""
+    """Each sample of a part must exist, and must be prepared by its client's own training part."""
     for part in DATA_PARTS:
         index = s.fed.parts[part].index
         x = s.fed.fetch(index)
@@ -165,22 +168,22 @@ PARTITION_LAWS: dict[Callable[[Any], None], str] = {
     arguments_unmodified: "copy before an in-place operation",
     prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
 }
-"""Every law of a partition, with the usual fix."""
+"""All laws of a partition, each with the usual fix."""
 
 
 @default_to_cpu()
 def check_partition(partition: Partition, data: object = None, without: Collection[str] = ()) -> None:
-    """Check that a partition satisfies every law, on a table and on images with an official test set.
+    """Check that a partition satisfies all laws, on a table and on images with an official test set.
 
     Args:
         partition: the partition.
-        data: a data set that the partition accepts, or an argument of `fl.Dataset.create`, in place of the laws' own
+        data: data set that the partition accepts, or an argument of `fl.Dataset.create`, used instead of the laws' own
             data. The laws' own data have ten classes, twelve users, and the columns ``site`` and ``time``.
         without: names of laws that the partition violates on purpose.
 
     Raises:
-        AssertionError: the first violated law: law, partition, problem, and fix. For a crash: the function, the error,
-            file and line.
+        AssertionError: the first violated law: law, partition, problem, and fix. For a crash, the message contains the
+            function, the error, file and line.
         ConfigError: the value is not a partition, it rejects every data set, or a law does not exist.
     """
     check_arguments(partition, Partition, "fl.partitions.iid(clients=10)", PARTITION_LAWS, without)
@@ -198,7 +201,9 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
             raise
         hold(PARTITION_LAWS, case, partition, Partition, without, f" on {where}")
     if len(refusals) == len(cases):
-        raise ConfigError(f"{partition!r} rejects every data set: {'; '.join(refusals)}. Give a suitable one as data=")
+        raise ConfigError(
+            f"{partition!r} rejects every data set: {'; '.join(refusals)}. Pass a suitable data set as data="
+        )
 
 
 @cache

@@ -1,7 +1,7 @@
 """Problems: heterogeneous quadratics with known optima, for tests of algorithms.
 
-Client i has f_i(w) = 1/2 (w - c_i)' A_i (w - c_i) with its own symmetric positive definite A_i. Every optimum below is
-a closed form, or the result of a reference solver that shares no code with the algorithms.
+Client i has f_i(w) = 1/2 (w - c_i)' A_i (w - c_i) with its own symmetric positive definite A_i. Each optimum below is a
+closed form, or the result of a reference solver that shares no code with the algorithms.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Moreau(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A federation of quadratics.
+    """Federation of quadratics.
 
     Attributes:
-        hessian: A ``[n, d, d]``.
-        minimiser: c ``[n, d]``.
-        sizes: ``[n]`` simulated numbers of training samples.
-        alpha: ``[n, 1]`` the clients' shares, with sum 1.
-        x0: ``[d]`` the initial model.
+        hessian: matrices A_i ``[n, d, d]``.
+        minimiser: minimizers c_i ``[n, d]``.
+        sizes: simulated numbers of training samples ``[n]``.
+        alpha: clients' shares ``[n, 1]``, which sum to 1.
+        x0: initial model ``[d]``.
         layout: names and shapes.
     """
 
@@ -67,11 +67,11 @@ class Problem:
         """Draw a random problem: eigenvalues of A_i in [0.5, 2], minimizers different from each other and from zero.
 
         Args:
-            seed: identifies the problem.
+            seed: number that identifies the problem.
             n: clients.
-            layout: its d is the dimension of the problem.
+            layout: layout whose d is the dimension of the problem.
             weights: uniform shares, or shares by samples.
-            same_curvature: True makes every A_i the same multiple of the identity.
+            same_curvature: True to make each A_i the same multiple of the identity.
             dtype: float64 or float32.
         """
         d, g = layout.d, generator(seed, purpose="quadratics")
@@ -128,8 +128,9 @@ class Problem:
         """Return the local problems for `Work`.
 
         Args:
-            solve: `descend` returns the exact minimizer of its problem.
-            noise: standard deviation of the samples' minimizers around c_i. 0 gives the same gradient for every batch.
+            solve: True if `descend` returns the exact minimizer of its problem.
+            noise: standard deviation of the samples' minimizers around c_i. With 0, every batch gives the same
+                gradient.
         """
         if noise and not solve:
             return Sampled(self, noise)
@@ -168,13 +169,13 @@ class Problem:
         return end + torch.einsum("nij,nj->ni", shrink, w - end)
 
     def drifted(self, steps: Tensor, lr: float, mu: float = 0.0, share: Tensor | None = None) -> Tensor:
-        """Return the fixed point of local descent: the x ``[d]`` that is the mean of `descent` from x pulled to x.
+        """Return the fixed point of local descent: the x ``[d]`` that is the mean of `descent` from x, pulled to x.
 
         Args:
             steps: ``[n, 1]``.
             lr: step size.
             mu: strength of the pull to x (FedProx).
-            share: ``[n, 1]`` weights of the mean. None: alpha.
+            share: weights of the mean ``[n, 1]``. None: alpha.
         """
         share = self.alpha if share is None else share
         eye = torch.eye(self.d, dtype=self.x0.dtype)
@@ -185,7 +186,7 @@ class Problem:
     def composite(self, penalty: Penalty, strength: float) -> Tensor:
         """Return argmin of sum_i alpha_i f_i(x) + strength ||x||, ``[d]``, to 1e-12.
 
-        The norm is the l1 norm of all parameters, or the sum of the nuclear norms of the matrices of the layout.
+        The norm is the l1 norm of all parameters, or the sum of the nuclear norms of the layout's matrices.
         """
         a = (self.alpha[:, :, None] * self.hessian).sum(0)
         step, target = 1 / torch.linalg.eigvalsh(a)[-1], self.consensus()
@@ -237,7 +238,7 @@ class Sampled(Quadratic):
         return share * self._gradient(w, batch.ids) - torch.einsum("mij,mj->mi", self.hessian[batch.ids], mean)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Return the mean loss of the samples of the batch, ``[m, 1]``."""
+        """Return the mean loss over the samples of the batch, ``[m, 1]``."""
         offset, valid = self._offsets(batch)
         gap = torch.where(valid, (w - self.minimiser[batch.ids])[:, None, :] - offset, 0.0)
         square = torch.einsum("mbi,mij,mbj->m", gap, self.hessian[batch.ids], gap)

@@ -1,4 +1,4 @@
-"""Reports of laws: the law, the part, the place in its code, and a fix."""
+"""Reports on laws: the law, the part, the location in its code, and a fix."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from fedloom.rows.layout import Layout
 from fedloom.testing.scene import demand
 
 PACKAGE_FOLDER = Path(__file__).parents[1]
-"""Folder of fedloom's own code."""
+"""Folder that contains fedloom's own code."""
 
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
-    """Return the function of a part in which an error arose: the outermost one that its author wrote. None outside.
+    """Return the function of a part in which an error arose: the outermost function that the part's author wrote.
+
+    None outside.
 
     Args:
-        error: the caught error, with its traceback.
+        error: error that was caught, with its traceback.
         part: base class of the part.
         stages: functions of the part that its author may write.
     """
@@ -41,7 +43,7 @@ def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str |
 
 
 def _stage_of_code(code: CodeType, kind: type, stages: Collection[str]) -> str | None:
-    """Return the function of a class to which a code object belongs, whatever its original name."""
+    """Return the function of a class to which a code object belongs, whatever its original name is."""
     if code.co_name in stages:
         return code.co_name
     return next((name for name in stages if getattr(getattr(kind, name, None), "__code__", None) is code), None)
@@ -52,8 +54,8 @@ def broken(law: str, part: object, error: Exception, stage: str | None, cure: st
 
     Args:
         law: its name.
-        part: the part that violates it.
-        error: the caught error. The law's own message is an `AssertionError`.
+        part: part that violates the law.
+        error: error that was caught. The law's own message is an `AssertionError`.
         stage: function of the part that crashed. None if the law itself found the fault.
         cure: fix.
         where: problem on which the law was checked, with a leading blank.
@@ -74,11 +76,11 @@ def hold(
     """Check a part against laws, one after the other.
 
     Args:
-        laws: every law with its usual fix.
+        laws: all laws, each with its usual fix.
         subject: argument of the laws.
-        part: the value that is checked.
+        part: value that is checked.
         base: base class of the part.
-        without: names of laws to leave out.
+        without: names of laws to omit.
         where: problem on which the laws are checked, with a leading blank.
 
     Raises:
@@ -98,10 +100,10 @@ def hold(
 def check_arguments(
     part: object, base: type, example: str, laws: Collection[Callable[[Any], None]], without: Collection[str]
 ) -> None:
-    """Raise if the part has another kind, or if names of laws do not exist.
+    """Raise if the part is of a different kind, or if names of laws do not exist.
 
     Raises:
-        ConfigError: one of these is the case.
+        ConfigError: the part has the wrong kind, or a law does not exist.
     """
     if not isinstance(part, base):
         raise ConfigError(f"{base.__name__.lower()} must be a value such as {example}, got {part!r:.80}")

@@ -24,7 +24,7 @@ TIGHT_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Subject:
-    """Subject of a law: a method, its weigher if it has one, and local problems."""
+    """Subject of a law: a method, its weigher if it has a weigher, and local problems."""
 
     algorithm: Algorithm
     weigher: Weigher | None
@@ -39,7 +39,7 @@ class Subject:
     def run(
         self, cohorts: Sequence[Collection[int]], rounds: int | None = None, **options: Any
     ) -> list[ReferenceState]:
-        """Run a few rounds with these cohorts, on the laws' problem unless another is given."""
+        """Run a few rounds with these cohorts, on the laws' problem unless another problem is given."""
         choices = {"problem": self.problem, "local": LOCAL_SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
         return federate(self.algorithm, rounds=len(cohorts) if rounds is None else rounds, cohorts=cohorts, **choices)
 
@@ -69,7 +69,7 @@ class Scene:
         return self.fed.work(len(COHORT_HISTORY) + 1, self.ids if ids is None else ids, steps)
 
     def aggregate(self, up: Any) -> Any:
-        """Return an upload in the server's form: uniform means, or rows."""
+        """Return an upload in the form that the server receives: uniform means, or rows."""
         fields = upload_fields(type(self.a))
         means = (fields[name].averaged for name in up._fields)
         return type(up)(*(value.mean(0) if mean else value for mean, value in zip(means, up, strict=True)))
@@ -82,7 +82,7 @@ def law_problem(layout: Layout = TOY_LAYOUT) -> Problem:
 
 
 def demand(holds: object, sentence: str) -> None:
-    """Raise an error with the sentence if something does not hold."""
+    """Raise an error with the given sentence if a condition does not hold."""
     if not holds:
         raise AssertionError(sentence)
 
@@ -92,6 +92,6 @@ def _parts(tree: object) -> Any:
 
 
 def agree(got: object, want: object, sentence: str, tol: float = 0.0) -> None:
-    """Raise if two states differ. The message names the differences."""
+    """Raise if two states differ. The message states the differences."""
     phrase = locate_difference(_parts(got), _parts(want), tol)
     demand(phrase is None, f"{sentence}: {phrase}")

@@ -63,7 +63,7 @@ LOCAL_SETTINGS = LocalSGD(lr=0.1, batch_size="full", steps=2)
 
 
 class Speeds(Devices):
-    """Devices with given speeds, in training samples per second. Speed 0 never answers."""
+    """Devices with given speeds, in training samples per second. A device with speed 0 never answers."""
 
     kind: ClassVar[str] = "speeds"
     speeds: tuple[float, ...]
@@ -77,7 +77,7 @@ class Speeds(Devices):
 
 
 def federation(order: Collection[int] = range(N), other: int | None = None) -> Federation:
-    """Return the clients of the laws in a given order. Client ``other`` has other labels."""
+    """Return the clients of the laws in a given order. Client ``other`` has different labels."""
     clients = []
     for i in order:
         g = numpy_generator(i, purpose="laws of time")
@@ -127,9 +127,9 @@ def a_clock_changes_no_bit(method: object) -> None:
 
 
 def whole_cohort(method: object) -> None:
-    """Equal devices and a buffer of the whole cohort give the synchronous run, bit for bit.
+    """Equal devices and a buffer of the whole cohort must give the synchronous run, bit for bit.
 
-    A late deadline does too.
+    A late deadline must give the same run too.
     """
     plain = run_rounds(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
@@ -139,7 +139,7 @@ def whole_cohort(method: object) -> None:
 
 
 def nothing_later(method: object) -> None:
-    """Check that an upload uses nothing later than its dispatch: new labels change no earlier upload."""
+    """Check that an upload uses nothing later than its dispatch: new labels must change no earlier upload."""
     client, uploads_of_runs = 2, list[dict[tuple[int, int], Tensor]]()
     speeds = Speeds(speeds=(90.0, 50.0, 60.0, 70.0, 110.0, 40.0, 30.0, 60.0))
     first = math.inf
@@ -169,9 +169,9 @@ def nothing_later(method: object) -> None:
 
 
 def conservation(method: object) -> None:
-    """Busy, idle and absent seconds add up to all of a client's time.
+    """Busy, idle and absent seconds must add up to each client's total time.
 
-    Samples and bytes over rates are its busy seconds.
+    Samples and bytes divided by the rates must equal its busy seconds.
     """
     devices = Equal(speed=50, up=2e5, down=1e5, latency=0.25)
     result = run_rounds(method, devices, Synchronous())
@@ -201,7 +201,7 @@ def conservation(method: object) -> None:
 
 
 def permutation_of_devices(method: object) -> None:
-    """Permuting the clients together with their devices permutes the log, if all of them take part."""
+    """Permuting the clients together with their devices must permute the log, if all clients participate."""
     speeds, order = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0), [3, 0, 7, 5, 1, 6, 2, 4]
     for schedule in (Synchronous(), OverSelection(factor=1.5), Buffered(buffer=3)):
         plain = clock_of(run_rounds(method, Speeds(speeds=speeds), schedule)).history()
@@ -225,7 +225,7 @@ def scale_of_time(method: object) -> None:
 
 
 def silence(method: object) -> None:
-    """Check that a silent device occupies its place until the time-out, and does not change other uploads."""
+    """Check that a silent device occupies its slot until the timeout, and does not change other uploads."""
     other_speeds = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
     speeds, answering = (0.0, *other_speeds), Speeds(speeds=(50.0, *other_speeds))
     limit = 1.25 * float(clock_of(run_rounds(method, answering, Synchronous())).history()[:, BUSY_COLUMN].max())

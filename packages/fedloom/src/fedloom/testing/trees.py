@@ -1,4 +1,4 @@
-"""States as named tensors: compare them, copy them, and convert them as a checkpoint does."""
+"""States as named tensors: compare, copy, and convert them as a checkpoint does."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def picked(tree: object, clients: Index) -> Any:
 
 
 def received_by(down: object, clients: Index) -> Any:
-    """Return a download for the clients at ``clients`` of the cohort: their rows, and the complete shared fields."""
+    """Return a download for the clients at ``clients`` in the cohort: their rows, and the complete shared fields."""
     return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
 
 
 def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """Return ``tree`` with the tensors of the same names."""
+    """Return ``tree`` with the tensors replaced that have the given names."""
     if isinstance(tree, Tensor):
         return tensors[prefix]
     if not isinstance(tree, tuple):
@@ -35,12 +35,12 @@ def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> An
 
 
 def plus(tree: object, other: Mapping[str, Tensor]) -> Any:
-    """Return ``tree`` plus the tensors of the same name in ``other``. Fields that ``other`` lacks do not change."""
+    """Return ``tree`` plus the tensors with the same names in ``other``. Fields that ``other`` lacks stay unchanged."""
     return rebuilt(tree, {name: value + other.get(name, 0) for name, value in name_tensors(tree).items()})
 
 
 def reload_from_checkpoint(tree: object) -> Any:
-    """Read a state back from the bytes of a safetensors file. Values of other types come from ``tree``."""
+    """Read a state back from the bytes of a safetensors file. Values of other types are taken from ``tree``."""
     tensors = {name: value.contiguous().clone() for name, value in name_tensors(tree).items()}
     return rebuilt(tree, safetensors.torch.load(safetensors.torch.save(tensors)))
 
@@ -49,8 +49,8 @@ def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None
     """Locate the first difference between two trees of tensors, as a phrase. None without one.
 
     Args:
-        got: a tensor, a NamedTuple, or a dict of them, as for `name_tensors`.
-        want: the same structure with the same names.
+        got: tensor, NamedTuple, or dict of them, as for `name_tensors`.
+        want: same structure with the same names.
         tol: largest tolerated difference, at least 0, relative to the tensors' size. 0: bit for bit.
 
     Raises:

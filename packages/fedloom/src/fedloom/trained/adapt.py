@@ -23,15 +23,15 @@ from fedloom.values import has_type
 
 
 class ServerSide(NamedTuple):
-    """State of a run that later clients need.
+    """State of a run that is needed for clients that join later.
 
     Attributes:
         algorithm: the method.
         local: settings of local training.
-        server: the server's state after the last round.
-        kept: ``[n, .]`` the server's stored rows of every client, for a method that mixes them. Else None.
-        weight: ``[n, 1]`` shares of the objective.
-        sizes: ``[n, 1]`` training samples.
+        server: state of the server after the last round.
+        kept: rows that the server stores for each client ``[n, .]``, for a method that mixes them. Else None.
+        weight: shares in the objective ``[n, 1]``.
+        sizes: numbers of training samples ``[n, 1]``.
         round: rounds done.
         seed: seed of the run.
     """
@@ -47,29 +47,31 @@ class ServerSide(NamedTuple):
 
 
 MAX_ROUNDS = 10_000_000
-"""Largest number of client steps of a new client."""
+"""Largest number of client steps for a new client."""
 
 
 def has_personal(algorithm: Algorithm) -> bool:
-    """Return whether a method has personal models."""
+    """Return True if a method provides personal models."""
     return type(algorithm).personal is not Algorithm.personal
 
 
 def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
     """Train the personal model ``[d]`` of a new client. Return the model and its local problem.
 
-    The client joins the n others with an average share. Its state is the method's template at the global model (or at
-    the initial model if there is none). It runs the method's client step in ``rounds`` rounds. For each the server
-    creates a download without changing its state. The method's `personal` follows.
+    The client joins the n other clients with an average share. Its state is the method's template at the global model
+    (or at the initial model if there is no global model). It runs the method's client step in ``rounds`` rounds. For
+    each round, the server creates a download without changing its state. The method's `personal` function then returns
+    the model.
 
     Args:
         side: the run.
         recipe: recipe of the method's models.
-        fed: federation of the new client alone.
+        fed: federation that contains only the new client.
         rounds: number of client steps, at least 1.
 
     Raises:
-        ConfigError: the method has no personal models, rounds is out of range, or the step size has reached 0.
+        ConfigError: the method does not provide personal models, rounds is out of range, or the step size has decreased
+            to 0.
         ClientError: the method's code failed, or the model is not finite.
     """
     algorithm, t, n = side.algorithm, side.round, len(side.weight)
@@ -78,7 +80,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     if has_type(rounds, bool) or not has_type(rounds, int, np.integer) or not 1 <= rounds <= MAX_ROUNDS:
         raise ConfigError(f"rounds must be a whole number from 1 to {MAX_ROUNDS:,}, got {rounds!r:.80}")
     if side.local.lr_at(t + rounds) == 0:
-        raise ConfigError(f"the learning rate is 0 in round {t + rounds} by the run's schedule. Give lr")
+        raise ConfigError(f"the learning rate is 0 in round {t + rounds} according to the schedule of the run. Set lr")
     fed = fed.to(dtype=recipe.dtype)
     module = recipe.build()
     oracle = make_oracle(module, task_of(fed.data, recipe.objective), fed)
@@ -116,12 +118,12 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
 
 
 def _one(template: Any) -> Any:
-    """Return a client's state as rows of one client."""
+    """Return a client's state as the rows of a single client."""
     return type(template)(*[t[None] for t in template])
 
 
 def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
-    """Return the download of the new client, as the last of all clients if the server mixes its stored rows."""
+    """Return the download for the new client, which is the last of all clients if the server mixes its stored rows."""
     if not side.algorithm.mixes:
         return side.algorithm.down(side.server, None, ctx)
     wide = [pad(old, (0, new.shape[1] - old.shape[1])) for old, new in zip(side.kept, state, strict=True)]  # of n + 1
@@ -130,5 +132,5 @@ def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
 
 
 def _server_row(algorithm: Algorithm, up: object, state: object) -> Any:
-    """Return the rows that the server would store of the new client after its upload."""
+    """Return the rows that the server would store for the new client after its upload."""
     return type(state)(*[getattr(up, name) for name, kind in upload_fields(type(algorithm)).items() if kind.keeps])

@@ -1,4 +1,4 @@
-"""Export: a model as a file for programs that do not use fedloom."""
+"""Export: writes a model to a file for programs that do not use fedloom."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedloom.trained.raw import RawModel, check_threshold, labels_of
 
 EXPORT_FORMATS = ("safetensors", "torch", "onnx")
 MISSING_CODE = -1
-"""Code of a missing or unknown text within a graph."""
+"""Code used in a graph for a missing or unknown text."""
 
 
 def export_model(
@@ -44,36 +44,40 @@ def export_model(
     threshold: float | None = None,
     force: bool = False,
 ) -> dict[str, int]:
-    """Write a model: a state dict of the plain `nn.Module`, or a graph that takes raw rows.
+    """Write a model: a state dict of the plain `nn.Module`, or a graph that accepts raw rows.
 
-    ``safetensors`` contains the state dict, with adapters added to their layers, and its metadata describes the
+    ``safetensors`` contains the state dict, with adapters merged into their layers, and its metadata describe the
     module's input (``facts``). ``onnx`` and ``torch`` also contain imputation, scaling and levels, and return
     ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
 
-    - for a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64, with NaN or a marker of the training for missing
-      cells, and ``texts`` ``[batch, .]`` strings. The metadata ``columns`` lists the names of both, in order. A missing
+    - For a table, ``onnx`` accepts ``numbers`` ``[batch, .]`` float64, with NaN or one of the training data's markers
+      for missing cells, and ``texts`` ``[batch, .]`` strings. The metadata entry ``columns`` lists the column names for
+      both
+      inputs, in order. A missing
       or unknown text is imputed as in training. The graph also returns ``class`` ``[batch]``, by name.
-    - for a table, ``torch`` takes both as ``samples`` ``[batch, p]`` float64, with texts as codes. `load` does that.
-    - for sequences, both take ``samples`` ``[batch, L]`` int64, tokens padded with 0, and with a label per position
-      return ``probabilities`` ``[batch, L, C]``; ``facts`` contains the vocabulary.
-    - for other data, both take ``samples`` ``[batch, *shape]`` of one type, since a graph cannot choose by type: uint8,
-      which it divides by 255, for a model trained on bytes; else float32, used as they are.
+    - For a table, ``torch`` accepts both as ``samples`` ``[batch, p]`` float64, with texts as codes. `load` does that.
+    - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, tokens padded with 0, and with a label per
+      position they return ``probabilities`` ``[batch, L, C]``. ``facts`` contains the vocabulary.
+    - For other data, both formats accept ``samples`` ``[batch, *shape]`` of a single type, because a graph cannot
+      choose by type: uint8, which is divided by 255, for a model trained on bytes, else float32, which is used
+      unchanged.
 
     Args:
-        model: the model to write.
-        path: the file. A file that fedloom wrote is replaced.
+        model: model to write.
+        path: the file. A file that fedloom has written is replaced.
         format: one of `EXPORT_FORMATS`.
-        factorised: two thin layers replace every layer of low rank, if they have fewer numbers (FedSLR).
-        threshold: for ``onnx``, the probability of the second of two classes from which ``class`` is the second. None:
-            1/2.
-        force: True also replaces a file of another kind.
+        factorised: True to replace each low-rank layer by two thin layers if they contain fewer numbers (FedSLR).
+        threshold: for ``onnx``, the probability of the second of two classes from which on ``class`` is the second
+            class. None: 1/2.
+        force: True to replace a file of a different kind too.
 
     Returns:
-        The ranks of the replaced layers, by name. `fedloom.models.thin` builds a module with these layers.
+        The ranks of the replaced layers, by layer name. `fedloom.models.thin` builds a module with these layers.
 
     Raises:
-        ConfigError: the format is unknown, the packages of the extra ``export`` are missing, the module cannot become a
-            graph, the scaling of a table is unknown, the threshold has no effect, or the path must not be written.
+        ConfigError: the format is unknown, the packages of the extra ``export`` are missing, the module cannot be
+            converted to a graph, the scaling of a table is unknown, the threshold has no effect, or the path must not
+            be written to.
         CheckpointError: the disk is full or rejects the write.
     """
     if format not in EXPORT_FORMATS:
@@ -81,7 +85,7 @@ def export_model(
     check_threshold(model.recipe.facts, threshold)
     if threshold is not None and format != "onnx":
         raise ConfigError(
-            f"{format} contains no class that a threshold could decide. Export to onnx, or decide by the probabilities"
+            f"{format} contains no class for which a threshold could decide. Export to onnx, or use the probabilities"
         )
     path = check_model_file(path, format, force=force)
     module, ranks = merge_adapters(model.module()), dict[str, int]()
@@ -101,7 +105,7 @@ def export_model(
 
 
 def decision(model: Model, format: str, threshold: float | None) -> str:
-    """Return a sentence on how an exported graph decides the class, or "" if it has no class."""
+    """Return a sentence on how an exported graph determines the class, or "" if it does not return a class."""
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
         return ""
@@ -110,12 +114,12 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
 
 
 def units(model: Model, factors: Factors | None) -> str:
-    """Return a sentence on the columns that must be converted before a file takes them, or "" if there are none.
+    """Return a sentence on the columns to convert before they are passed to a file, or "" if there are no such columns.
 
     Args:
         model: the exported model.
-        factors: factors of the training data, see `fedloom.data.sources.tabular.TableSource`. None: the factors stored
-            with the model.
+        factors: factors of the training data (see `fedloom.data.sources.tabular.TableSource`). None: the factors that
+            are stored with the model.
     """
     table, client = model.recipe.facts.table, str(model.about.get("client", ""))
     columns, parts = set[str]() if table is None else {column.name for column in table.columns}, list[str]()
@@ -133,8 +137,8 @@ class Program:
     """A model that was exported for torch: it needs no code of its architecture, and no code of the file runs.
 
     Attributes:
-        facts: facts of the model's input data.
-        module: maps raw samples to probabilities or values, see `fedloom.trained.raw.RawModel`.
+        facts: facts about the model's input data.
+        module: module that maps raw samples to probabilities or values (see `fedloom.trained.raw.RawModel`).
 
     Raises:
         LayoutError: the file is not a model that was exported for torch.
@@ -152,15 +156,15 @@ class Program:
 
     @torch.no_grad()
     def scores(self, rows: object) -> NDArray[np.float64]:
-        """Return probabilities ``[N, C]`` or values ``[N, k]``, see `fedloom.data.new_rows.new_rows` for the rows.
+        """Return probabilities ``[N, C]`` or values ``[N, k]`` (see `fedloom.data.new_rows.new_rows` for the rows).
 
         Raises:
-            DataError: the model does not accept the rows, for instance floats although its graph takes only bytes.
+            DataError: the model does not accept the rows, for instance floats although its graph accepts only bytes.
         """
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
             raise DataError(
-                "rows: the program accepts only bytes (uint8), got floats. Give (x * "
+                "rows: the program accepts only bytes (uint8), got floats. Pass (x * "
                 "255).round().astype('uint8'), or predict with the original model, which also "
                 "accepts floats from 0 to 1"
             )
@@ -176,7 +180,7 @@ def load(path: Path | str) -> Program:
     """Load a model that was exported with ``format = "torch"``.
 
     Raises:
-        LayoutError: the file is not such a model.
+        LayoutError: the file is not a model that was exported for torch.
     """
     return Program(path)
 
@@ -193,7 +197,7 @@ def _example(model: Model) -> Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence the exporters' own output. A failure becomes one sentence."""
+    """Silence the exporters' own output. A failure is reported as one sentence."""
     for exporter in ("torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(exporter).setLevel(logging.ERROR)
     try:
@@ -206,7 +210,7 @@ def _quietly() -> Iterator[None]:
             root = root.__cause__
         raise ConfigError(
             f"this model cannot be exported as a graph ({cause_of(root).splitlines()[0]}). Use "
-            "safetensors, which stores its parameters"
+            "safetensors, which stores only the parameters"
         ) from error
 
 
@@ -274,7 +278,10 @@ def _translations() -> dict[Any, Any]:
 
 
 def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
-    """Replace a graph's input ``samples`` by ``numbers`` and ``texts``. Return the names of the columns in each."""
+    """Replace a graph's input ``samples`` by ``numbers`` and ``texts``.
+
+    Return the names of the columns in each of these two inputs.
+    """
     node, numbers = onnx.helper.make_node, [k for k, c in enumerate(table.columns) if not c.names]
     texts = [k for k, c in enumerate(table.columns) if c.names]
     del graph.input[:]
@@ -321,7 +328,7 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
 
 
 def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshold: str | None) -> None:
-    """Add the output ``class``: the most probable class, or for two classes the one that a threshold decides."""
+    """Add the output ``class``: the most probable class, or for two classes the class that a threshold determines."""
     text, node, tensor = [name.encode() for name in facts.classes], onnx.helper.make_node, onnx.helper.make_tensor
     graph.initializer.append(tensor("classes", onnx.TensorProto.STRING, [len(text)], text))
     if threshold is None:

@@ -1,4 +1,4 @@
-"""Check whether a model file may be written to a path."""
+"""Check whether a model may be written to a path."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from fedloom.rundir import ADAPTED_FOLDER
 from fedloom.storage.checkpoint import has_digest
 
 FACTS_FILE = "facts.json"
-"""Facts of the model's data in a torch program."""
+"""Name of the entry in a torch program that contains the facts about the model's data."""
 FORMAT_KINDS = {"safetensors": "safetensors", "torch": "torch", "onnx": "ONNX"}
-"""Kind of a file, by the name of its format."""
+"""Kind of file for each format name."""
 IN_ONNX = b"\x0a\x05facts\x12"
-"""Entry ``facts`` in the metadata of an ONNX model, as Protocol Buffers write it."""
+"""Entry ``facts`` in the metadata of an ONNX model, as Protocol Buffers encode it."""
 
 
 def check_model_file(
     path: Path | str, format: str = "safetensors", inputs: Iterable[object] = (), *, force: bool = False
 ) -> Path:
-    """Raise if a model must not be written to a file. Adapted models may be in ``RUN/adapted``.
+    """Raise if a model must not be written to a file. Adapted models may be written to ``RUN/adapted``.
 
     Args:
         path: the file.
         format: one of `fedloom.trained.export.FORMATS`. That module rejects other names.
         inputs: files that the same call reads.
-        force: True allows to replace a file of another kind.
+        force: True to allow replacing a file of a different kind.
 
     Raises:
         ConfigError: see `fedloom.outputs.check_output_file`.
@@ -39,7 +39,7 @@ def check_model_file(
 
 
 def is_model_file(path: Path) -> bool:
-    """Return whether fedloom wrote a file as a model: as safetensors, as a torch program, or as an ONNX graph."""
+    """Return True if fedloom wrote a file as a model: as safetensors, as a torch program, or as an ONNX graph."""
     if has_digest(path):
         return True
     try:

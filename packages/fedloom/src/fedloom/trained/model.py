@@ -37,21 +37,21 @@ from fedloom.trained.raw import RawModel, labels_of
 
 TENSOR_FIELDS = ("rows", "statistics", "fitted", "calibration")
 BASE_PREFIX = "base."
-"""Prefix of the names of a model's state before training, in a file of one model."""
+"""Name prefix for the tensors of a model's state before training, in a file that contains one model."""
 
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """Architecture of a run's models, and the facts of their data.
+    """Architecture of a run's models, and the facts about their data.
 
     Attributes:
         spec: the architecture.
-        facts: facts of the data on which the run was trained.
+        facts: facts about the data on which the run was trained.
         seed: seed of the initial values.
         dtype: dtype of parameters and samples.
-        objective: training objective and metrics, beyond the defaults of the targets.
+        objective: training objective and metrics, beyond the defaults for the kind of target.
         base: saved state dict before training, if rows do not contain the whole model or training started from a weight
-            file, see `start`.
+            file (see `start`).
     """
 
     spec: ModelSpec
@@ -80,11 +80,11 @@ class ModelRecipe:
 
     @cached_property
     def layout(self) -> Layout:
-        """Shapes of its parameters."""
+        """Shapes of the model's parameters."""
         return Layout.create(self.build())
 
     def header(self, about: Mapping[str, object]) -> dict[str, str]:
-        """Return the metadata of a file of models: ``layout``, ``facts`` and ``about``, as JSON."""
+        """Return the metadata for a file of models: ``layout``, ``facts`` and ``about``, as JSON."""
         return {**self.layout.header(), "facts": self.facts.model_dump_json(), "about": json.dumps(dict(about))}
 
 
@@ -95,10 +95,10 @@ class Model:
     Attributes:
         recipe: how the model is built.
         row: ``[d]`` parameters.
-        statistics: ``[b]`` means and variances of its batch normalization. Empty without any.
-        fitted: ``[p, .]`` preparation of a table's columns at its client. None if it is unknown.
+        statistics: means and variances of the model's batch normalization ``[b]``. Empty without any.
+        fitted: preparation of a table's columns at the model's client ``[p, .]``. None if it is unknown.
         about: method, algorithm, seed, kind, client and round, as far as known.
-        calibration: ``[2]`` slope and intercept that recalibrate its logits. None: the logits do not change.
+        calibration: slope and intercept that recalibrate the model's logits ``[2]``. None: the logits stay unchanged.
     """
 
     recipe: ModelRecipe
@@ -113,7 +113,7 @@ class Model:
         return f"Model({of or 'unknown run'}: {type(self.recipe.spec).__name__}, {len(self.row):,} parameters)"
 
     def module(self) -> nn.Module:
-        """Return a plain `nn.Module` in evaluation mode. Its samples are scaled as in `InputSpec`."""
+        """Return a plain `nn.Module` in evaluation mode. Its samples are scaled as `InputSpec` describes."""
         module = self.recipe.build()
         self.recipe.layout.load(module, self.row)
         load_statistics(module, self.statistics)
@@ -121,7 +121,7 @@ class Model:
 
     @default_to_cpu()
     def raw(self, module: nn.Module | None = None) -> RawModel:
-        """Return the module, or another one, with its input and output steps: see `RawModel`.
+        """Return the module, or a given other module, with its input and output steps (see `RawModel`).
 
         Raises:
             ConfigError: the scaling of the table's columns is unknown.
@@ -129,7 +129,7 @@ class Model:
         facts = self.recipe.facts
         if facts.table is not None and self.fitted is None:
             raise ConfigError(
-                "each client scaled its columns by itself, and this model has no scaling. Give a client, or use adapt"
+                "each client scaled its columns by itself, but this model has no scaling. Choose a client, or use adapt"
             )
         return RawModel(
             self.module() if module is None else module, facts, self.fitted, self.recipe.dtype, self.calibration
@@ -138,26 +138,29 @@ class Model:
     def predict(self, rows: object) -> NDArray[Any]:
         """Return names of classes ``[N]``, or values ``[N]`` (``[N, k]`` for several targets).
 
-        With a label per position ``[N, L]``, including padding.
+        With a label per position, the shape is ``[N, L]``, including padding.
 
         Args:
-            rows: rows without labels, as for `fedloom.data.new_rows.new_rows`. The factors of the training's ``[data]``
-                multiply their columns. Factors by client need the column that names each row's client.
+            rows: rows without labels, as for `fedloom.data.new_rows.new_rows`. Columns are multiplied by the factors in
+                the ``[data]`` table of the training. Factors by client need the column that names each row's client.
 
         Raises:
-            DataError: columns, shape or values differ from the training, or there are factors by client but no client
-                column.
+            DataError: columns, shape or values differ from the training data, or there are factors by client but no
+                client column.
             ConfigError: the scaling of the table's columns is unknown.
         """
         return labels_of(self.recipe.facts, self.scores(self._raw_rows(rows)))
 
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
-        """Return probabilities ``[N, C]`` in the order of ``recipe.facts.classes``. Arguments and errors as `predict`.
+        """Return probabilities ``[N, C]`` in the order of ``recipe.facts.classes``.
 
-        With a label per position ``[N, L, C]``. For a multilabel task the probability of every label.
+        The arguments and errors are the same as for `predict`.
+
+        With a label per position, the shape is ``[N, L, C]``. For a multilabel task, the result contains the
+        probability of each label.
 
         Raises:
-            ConfigError: also for a task without classes.
+            ConfigError: the task has no classes, or `predict` raises.
         """
         facts = self.recipe.facts
         if not facts.classes:
@@ -165,7 +168,7 @@ class Model:
         return self.scores(self._raw_rows(rows))
 
     def _raw_rows(self, rows: object) -> Tensor:
-        """Return rows without labels as raw samples, in the units of the training."""
+        """Return rows without labels as raw samples, in the units of the training data."""
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
         users, factors = client_column_of(conversion), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
@@ -178,7 +181,7 @@ class Model:
     @default_to_cpu()
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Return outputs ``[N, k]`` (``[N, L, k]`` with a label per position) for raw samples, see `RawModel`."""
+        """Return outputs ``[N, k]`` (``[N, L, k]`` with a label per position) for raw samples (see `RawModel`)."""
         raw = self.raw()
         together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
         return torch.cat([raw.outputs(piece) for piece in x.split(together)])
@@ -191,14 +194,14 @@ class Model:
 
     @default_to_cpu()
     def score(self, data: Dataset) -> dict[str, float]:
-        """Compute the task's metrics of the model's predictions on all samples of new data.
+        """Compute the task's metrics for the model's predictions on all samples of new data.
 
         Args:
-            data: data with the columns and classes of the training. Some classes may be missing. It is a data set, or
-                an argument of `Dataset.create` such as arrays ``(x, y)``.
+            data: data with the columns and classes of the training data. Some classes may be missing. It is a data set,
+                or an argument of `Dataset.create` such as arrays ``(x, y)``.
 
         Raises:
-            DataError: columns, classes or shape differ from the training.
+            DataError: columns, classes or shape differ from the training data.
             ConfigError: the scaling of the table's columns is unknown.
         """
         facts = self.recipe.facts
@@ -220,17 +223,17 @@ class Model:
         return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences on columns ``[N, p]`` far from the training data, see `Table.strange`."""
+        """Return sentences about columns ``[N, p]`` far from the training data (see `Table.strange`)."""
         table = self.recipe.facts.table
         return [] if table is None or self.fitted is None else table.strange(x, self.fitted)
 
     def find_far(self, x: Tensor) -> list[str]:
-        """Return columns ``[N, p]`` far beyond the training data, see `Table.find_far`."""
+        """Return columns ``[N, p]`` far outside the training data (see `Table.find_far`)."""
         table = self.recipe.facts.table
         return [] if table is None or self.fitted is None else table.find_far(x, self.fitted)
 
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
-        """Compute the metrics on a part of one client, or {} without samples."""
+        """Compute the metrics on a part of one client, or return {} without samples."""
         outputs, y, owner = self._part_outputs(fed, part, client)
         if not len(owner):
             return {}
@@ -239,25 +242,25 @@ class Model:
         return {name: float(value) for name, value in metrics.items()}
 
     def line(self, fed: Federation, part: str, client: int = 0) -> Tensor:
-        """Return slope and intercept ``[2]`` of its outputs on a part of one client, see `Objective.line`."""
+        """Return slope and intercept ``[2]`` for the model's outputs on a part of one client (see `Objective.line`)."""
         return self.recipe.objective.line(*self._part_outputs(fed, part, client), 1)[0]
 
     def _part_outputs(self, fed: Federation, part: str, client: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return outputs before recalibration, targets and owners of the samples of a part."""
+        """Return the outputs before recalibration, the targets and the owners for the samples of a part."""
         fed = fed.to(dtype=self.recipe.dtype)
         index = fed.indices(part, client)
         outputs = module_outputs(self.module(), fed, index) if len(index) else self.row.new_zeros(0, 1)
         return outputs, fed.targets(index), torch.zeros(len(index), dtype=torch.long)
 
     def save(self, path: Path | str, *, force: bool = False) -> Path:
-        """Write a safetensors file with ``rows [d]`` and the layout in its header, see `load`.
+        """Write a safetensors file with ``rows [d]`` and the layout in its header (see `load`).
 
         Args:
-            path: the file. A file that fedloom wrote is replaced.
-            force: True also replaces a file of another kind.
+            path: the file. A file that fedloom has written is replaced.
+            force: True to replace a file of a different kind too.
 
         Raises:
-            ConfigError: the path must not be written, see `fedloom.outputs.check_output_file`.
+            ConfigError: the path must not be written to (see `fedloom.outputs.check_output_file`).
             CheckpointError: the disk is full or rejects the write.
         """
         path = check_model_file(path, force=force)
@@ -275,11 +278,12 @@ class Model:
 
         Args:
             path: the file.
-            spec: the architecture, which a model file cannot choose, or its name, or a user's own model.
-            objective: determines the metrics.
+            spec: architecture, which a model file cannot choose, or the name of the architecture, or a user's own
+                model.
+            objective: objective that determines the metrics.
 
         Raises:
-            LayoutError: the file is not a model, or contains another architecture.
+            LayoutError: the file is not a model, or contains a different architecture.
             ConfigError: the architecture is invalid.
         """
         if not isinstance(spec, ModelSpec):
@@ -320,22 +324,22 @@ def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[s
 
 @torch.no_grad()
 def module_outputs(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
-    """Return outputs ``[b, k]`` of a module for samples of a federation.
+    """Return a module's outputs ``[b, k]`` for samples of a federation.
 
-    The shape is ``[b L, k]`` with a label per position.
+    With a label per position, the shape is ``[b L, k]``.
     """
     together = evaluated_together(module, fed.fetch(index[:1]))
     return torch.cat([module(fed.fetch(piece)).flatten(0, -2) for piece in index.split(together)])
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
-    """Return the buffers of batch normalization used in evaluation, in the order of the modules."""
+    """Return the batch normalization buffers used in evaluation, in the order of the modules."""
     normalisers: Any = [m for m in module.modules() if isinstance(m, BATCH_STATISTICS)]
     return [s for m in normalisers for s in (m.running_mean, m.running_var) if s is not None]
 
 
 def load_statistics(module: nn.Module, statistics: Tensor | None) -> None:
-    """Set a module's running statistics from one vector, if it has any."""
+    """Set a module's running statistics from a single vector, if the module has any."""
     places = running_statistics(module)
     values = () if statistics is None or not places else statistics.split([place.numel() for place in places])
     for place, value in zip(places, values, strict=True):
@@ -355,7 +359,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
         return file
     except (OSError, SafetensorError) as error:
         raise LayoutError(
-            f"{path}: not a readable file of models ({error}). Write it again with 'fedloom run'"
+            f"{path}: not a readable file of models ({error}). Write the file again with 'fedloom run'"
         ) from None
 
 
@@ -363,17 +367,17 @@ def file_layout(path: Path | str) -> Layout:
     """Read the layout in a file's header.
 
     Raises:
-        LayoutError: the header has no layout.
+        LayoutError: the header does not contain a layout.
     """
     with open_tensors(Path(path), check=False) as file:
         return Layout.read_header(file.metadata() or {})
 
 
 def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
-    """Read the facts on data and models in a file's header.
+    """Read the facts about data and models in a file's header.
 
     Raises:
-        LayoutError: the header has no readable facts.
+        LayoutError: the header does not contain readable facts.
     """
     header = file.metadata() or {}
     try:
@@ -383,10 +387,10 @@ def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
 
 
 def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
-    """Raise if models have another architecture.
+    """Raise if models have a different architecture.
 
     Raises:
-        LayoutError: the layouts differ. The message names the first difference.
+        LayoutError: the layouts differ. The message states the first difference.
     """
     if layout == wanted:
         return
@@ -395,6 +399,6 @@ def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
     name = next(n for n in [*shapes_wanted, *shapes_in_file] if shapes_wanted.get(n) != shapes_in_file.get(n))
     texts = [list(of[name]) if name in of else "nothing" for of in (shapes_in_file, shapes_wanted)]
     raise LayoutError(
-        f"{path}: is a model with another layout: {name!r} is {texts[0]} in the file and {texts[1]} "
-        "in the run's model. Give a model of this run"
+        f"{path}: is a model with a different layout: {name!r} is {texts[0]} in the file and "
+        f"{texts[1]} in the run's model. Use a model of this run"
     )

@@ -11,7 +11,8 @@ from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe
 
 MODEL_CHOICES = ("global", "personal", "hybrid")
-"""Kinds of models that a method may have. For every client, the hybrid model is the better of the other two."""
+"""Kinds of models that a method may provide. For each client, the hybrid model is the better of the other two
+models."""
 
 
 class ModelSource(Protocol):
@@ -34,11 +35,11 @@ class ModelSource(Protocol):
 
     @property
     def fitted(self) -> Tensor | None:
-        """Fit of a table's columns at every client ``[n, p, .]``, or None without a table."""
+        """Fit of a table's columns at each client ``[n, p, .]``, or None without a table."""
         ...
 
     def kinds(self) -> list[str]:
-        """Kinds of models of the run: "global", "personal" and "hybrid"."""
+        """Kinds of models that the run provides: "global", "personal" and "hybrid"."""
         ...
 
     def shared(self) -> tuple[Tensor, Tensor]:
@@ -52,12 +53,12 @@ class ModelSource(Protocol):
     def calibration(self, kind: str) -> Tensor | None:
         """Slope and intercept ``[n, 2]`` that recalibrate the "global" or "personal" model at each client.
 
-        None: the run did not recalibrate. NaN if a client's validation part has only one class.
+        None: the run did not recalibrate its models. NaN if a client's validation part contains only one class.
         """
         ...
 
     def takes_global(self) -> Tensor:
-        """Clients whose hybrid model is the global model, bool ``[n]``."""
+        """Mask of the clients whose hybrid model is the global model, bool ``[n]``."""
         ...
 
     def server(self) -> ServerSide:

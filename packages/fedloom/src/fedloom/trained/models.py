@@ -28,13 +28,13 @@ from fedloom.trained.saved import files, write_models
 from fedloom.values import has_type
 
 MAX_NAMED_CLIENTS = 20
-"""Largest number of clients that a message names."""
+"""Largest number of clients that a message lists."""
 MOST_PERSONAL_FIRST = ("hybrid", "personal", "global")
-"""Preference among a client's models: the first that the method has."""
+"""Order of preference among a client's models: the first model that the method provides is used."""
 
 
 class Models:
-    """The models of a run.
+    """Models of a run.
 
     ``models["global"]`` is a module, and ``models.personal[i]`` is the module of client i, by number or name.
     """
@@ -47,12 +47,12 @@ class Models:
         return f"Models({', '.join(self.kinds())}: {name}, {len(self.names)} clients)"
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the kinds, so ``"personal" in models`` tests for personal models."""
+        """Iterate over the kinds of models, so that ``"personal" in models`` tests for personal models."""
         return iter(self.kinds())
 
     @property
     def recipe(self) -> ModelRecipe:
-        """Recipe of the models, and the facts of their data."""
+        """Recipe of the models, and the facts about their data."""
         return self._source.recipe
 
     @property
@@ -67,37 +67,38 @@ class Models:
 
     @property
     def fitted(self) -> Tensor | None:
-        """``[n, p, .]`` preparation of a table's columns at every client. None if it is unknown."""
+        """Preparation of a table's columns at each client ``[n, p, .]``. None if it is unknown."""
         return self._source.fitted
 
     def kinds(self) -> list[str]:
-        """Kinds of models of the run: "global", "personal" and "hybrid"."""
+        """Kinds of models that the run provides: "global", "personal" and "hybrid"."""
         return self._source.kinds()
 
     @default_to_cpu()
     def rows(self, kind: str, clients: Tensor | Sequence[int] | None = None) -> Tensor:
-        """Return models ``[m, d]`` of clients (None: all), or the global model ``[d]``, on the CPU.
+        """Return the models ``[m, d]`` of clients (None: all), or the global model ``[d]``, on the CPU.
 
         Raises:
-            ConfigError: the method has no such model, or the client does not exist.
+            ConfigError: the method does not provide this model, or the client does not exist.
         """
         ids = None if clients is None else torch.tensor([self._place(int(i)) for i in clients], dtype=torch.int64)
         return self._read_rows_and_statistics(kind, ids)[0]
 
     @default_to_cpu()
     def model(self, kind: str, client: int | str | None = None) -> Model:
-        """Return one model, to evaluate, save or export.
+        """Return one model, to evaluate, save or export it.
 
         Args:
             kind: "global", "personal" or "hybrid".
-            client: number or name. For a global model, it only chooses the scaling of a table's columns.
+            client: client's number or name. For a global model, the client only determines how a table's columns are
+                scaled.
 
         Raises:
-            ConfigError: the method has no such model, or the client does not exist.
+            ConfigError: the method does not provide this model, or the client does not exist.
         """
         self._check(kind)
         if client is None and kind != "global":
-            raise ConfigError(f"{kind} models belong to clients. Give a client: {self.clients_phrase()}")
+            raise ConfigError(f"{kind} models belong to clients. Choose a client: {self.clients_phrase()}")
         place = None if client is None else self._place(client)
         row, statistics = self._read_rows_and_statistics(kind, None if place is None else torch.tensor([place]))
         row, statistics = (row, statistics) if kind == "global" else (row[0], statistics[0])
@@ -107,7 +108,7 @@ class Models:
         return Model(self.recipe, row, statistics, calibration, about, self._line(kind, place))
 
     def _line(self, kind: str, place: int | None) -> Tensor | None:
-        """Return a model's recalibration ``[2]`` at a client, or without one, the clients' medians."""
+        """Return a model's recalibration ``[2]`` at a client, or without a client the clients' medians."""
         if kind == "hybrid" and place is not None:
             kind = "global" if bool(self._source.takes_global()[place]) else "personal"
         lines = self._source.calibration(kind)
@@ -116,19 +117,19 @@ class Models:
         return lines.nanquantile(0.5, dim=0) if place is None else lines[place]
 
     def ready(self, kind: str | None = None, client: int | str | None = None) -> Model:
-        """Return one model for raw rows. A table has its client's scaling, or the clients' joint scaling.
+        """Return one model for raw rows. A table is scaled as at its client, or with the clients' joint scaling.
 
         Args:
             kind: "global", "personal" or "hybrid". None: a client's best model, or without a client the global model.
-            client: number or name.
+            client: client's number or name.
 
         Raises:
-            ConfigError: the method has no such model, or the client does not exist.
+            ConfigError: the method does not provide this model, or the client does not exist.
         """
         if kind is None:
             kind = "global" if client is None else next((k for k in MOST_PERSONAL_FIRST if k in self.kinds()), "global")
         if client is None and "global" not in self.kinds():
-            raise ConfigError(f"{self.about['method']} has no global model. Give a client: {self.clients_phrase()}")
+            raise ConfigError(f"{self.about['method']} has no global model. Choose a client: {self.clients_phrase()}")
         model, fitted = self.model(kind, client), self.fitted
         table = model.recipe.facts.table
         if table is None or model.fitted is not None or fitted is None:
@@ -136,7 +137,7 @@ class Models:
         return replace(model, fitted=table.typical(fitted))
 
     def kinds_for(self, sites: Sequence[str] | None, client: object = None) -> list[str]:
-        """Return the kinds of models that can predict rows: all for clients of the run, else only the global one.
+        """Return the kinds of models that can predict rows: all for clients of the run, else only the global model.
 
         Args:
             sites: owner of each row. None: not known.
@@ -147,7 +148,7 @@ class Models:
 
     @default_to_cpu()
     def predict(self, rows: object, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
-        """Return predictions of one model for rows without labels.
+        """Return one model's predictions for rows without labels.
 
         Args:
             rows: see `fedloom.data.new_rows.new_rows`.
@@ -158,7 +159,7 @@ class Models:
             Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` for several targets).
 
         Raises:
-            DataError: columns, shape or cells differ from the training.
+            DataError: columns, shape or cells differ from the training data.
             ConfigError: the model or client does not exist.
         """
         return self.ready(kind, client).predict(rows)
@@ -169,7 +170,7 @@ class Models:
     ) -> NDArray[np.float64]:
         """Return probabilities ``[N, C]`` in the order of ``recipe.facts.classes``.
 
-        Arguments and errors as `predict`.
+        The arguments and errors are the same as for `predict`.
         """
         return self.ready(kind, client).predict_proba(rows)
 
@@ -190,7 +191,7 @@ class Models:
 
     @property
     def hybrid(self) -> Modules:
-        """For every client the better of its personal and the global module."""
+        """For each client, the better of its personal module and the global module."""
         self._check("hybrid")
         return Modules(self, "hybrid")
 
@@ -205,24 +206,24 @@ class Models:
         lr: float | None = None,
         holdout: float = 0.0,
     ) -> Model:
-        """Train a personal model for a client that took part in no round, see `fedloom.trained.adapt.adapted`.
+        """Train a personal model for a client that participated in no round (see `fedloom.trained.adapt.adapted`).
 
-        With ``[task] calibrate``, its logits use the medians of the clients' recalibrations, since it has no validation
-        part.
+        With ``[task] calibrate``, its logits are recalibrated with the medians of the clients' recalibrations, because
+        it has no validation part.
 
         Args:
             data: data of the new client. The labels may cover only some of the known classes.
             rounds: number of client steps of the method, at least 1.
-            epochs: passes over the data per round, instead of the run's. A method's own epochs (FedSLR's phase II) do
-                not change.
-            steps: steps per round, instead of epochs.
+            epochs: number of passes over the data per round, instead of the run's number. A method's own epochs
+                (FedSLR's phase II) stay unchanged.
+            steps: number of steps per round, instead of epochs.
             lr: step size, instead of the run's schedule.
-            holdout: share of the samples held out from training, in [0, 1): ``about["scores"]`` contains its metrics
-                and the global model's.
+            holdout: share of the samples that are held out from training, in [0, 1): ``about["scores"]`` contains the
+                metrics on these samples, and the global model's metrics.
 
         Raises:
-            ConfigError: the method has no personal models, or a value is out of range.
-            DataError: columns, classes or shape differ from the run's.
+            ConfigError: the method does not provide personal models, or a value is out of range.
+            DataError: columns, classes or shape differ from the run's data.
             ClientError: the method's code failed.
         """
         data, side = self.recipe.facts.labelled(data), self._source.server()
@@ -245,15 +246,15 @@ class Models:
         return replace(adapted_model, about={**about, **more})
 
     def takes_global(self) -> Tensor:
-        """Clients whose hybrid model is the global model, bool ``[n]``."""
+        """Mask of the clients whose hybrid model is the global model, bool ``[n]``."""
         self._check("hybrid")
         return self._source.takes_global()
 
     def save(self, folder: Path | str) -> list[Path]:
-        """Write every model as ``<kind>.safetensors``, and the state for new clients as ``server.safetensors``.
+        """Write each model as ``<kind>.safetensors``, and the state for new clients as ``server.safetensors``.
 
-        The header of each contains the layout, the facts of the data, and the names of the clients. Models that fedloom
-        wrote there are replaced.
+        The header of each file contains the layout, the facts about the data, and the names of the clients. Models that
+        fedloom has written there are replaced.
 
         Raises:
             ConfigError: the folder belongs to a run or a deployment, or contains other files with these names.
@@ -306,7 +307,7 @@ class Models:
         return number
 
     def clients_phrase(self, client: object = "") -> str:
-        """Return the end of a sentence that names the clients."""
+        """Return the end of a sentence that lists the clients."""
         names = self.names
         if len(names) <= MAX_NAMED_CLIENTS:
             return nearest(client, names)
@@ -314,7 +315,7 @@ class Models:
 
 
 class Modules:
-    """Modules of a kind by client, each created on first use."""
+    """Modules of one kind by client, each created on first use."""
 
     def __init__(self, models: Models, kind: str) -> None:
         self._models, self._kind = models, kind
@@ -332,9 +333,9 @@ class Modules:
 
 
 def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float | None) -> LocalSGD:
-    """Return the settings with another round length, or with one step size for all rounds."""
+    """Return the settings with a different round length, or with a constant step size for all rounds."""
     if epochs is not None and steps is not None:
-        raise ConfigError("give epochs or steps, but not both")
+        raise ConfigError("set epochs or steps, but not both")
     fields = {name: getattr(local, name) for name in local.model_fields_set}
     if epochs is not None or steps is not None:
         fields = {k: v for k, v in fields.items() if k not in ("epochs", "steps")}
@@ -345,5 +346,5 @@ def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float |
     try:
         changed.check(1)
     except ConfigError as error:
-        raise error.refixed("give adapt at least one epoch or step, and a step size such as 0.01") from None
+        raise error.refixed("set at least one epoch or step in adapt, and a step size such as 0.01") from None
     return changed

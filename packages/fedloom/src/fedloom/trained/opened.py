@@ -1,4 +1,4 @@
-"""Open a model file as a module. A run, a deployment or the node of a Flower app has saved it."""
+"""Open a model file as a module. The file was saved by a run, by a deployment or by a node of a Flower app."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
     """Open a model file as a plain module in evaluation mode.
 
     Args:
-        path: a file written by a node of a Flower app (``Local(..., folder=...)``), by ``fedloom deploy models``, or by
-            the method ``save`` of a model.
-        model: the architecture, which a model file cannot choose: a module, of which a copy is filled, or for a model
-            of a run also a value such as ``fl.models.MLP(hidden=[64])``.
+        path: file written by a node of a Flower app (``Local(..., folder=...)``), by ``fedloom deploy models``, or by a
+            model's method ``save``.
+        model: architecture, which a model file cannot choose: a module, of which a copy is filled, or for a model of a
+            run also a value such as ``fl.models.MLP(hidden=[64])``.
 
     Raises:
-        LayoutError: the file is not a single model, or contains another architecture.
+        LayoutError: the file is not a single model, or contains a different architecture.
     """
     path = Path(path)
     if path.is_dir():
@@ -35,7 +35,7 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
         raise LayoutError(f"{path}: does not contain a single model. It contains {', '.join(sorted(tensors)[:5])}")
     if isinstance(model, ModelSpec):
         if "rows" not in tensors:
-            raise LayoutError(f"{path}: does not describe the data of its model. Give the module itself")
+            raise LayoutError(f"{path}: does not describe the data of its model. Pass the module itself")
         return Model.load(path, model).module()
     module = copy.deepcopy(model).cpu().eval()
     if "rows" not in tensors:

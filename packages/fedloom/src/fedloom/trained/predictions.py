@@ -1,4 +1,4 @@
-"""Predictions for rows without labels. Each row uses the model of its client, if the client is known."""
+"""Predictions for rows without labels. Each row is predicted by the model of its client, if the client is known."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Predictions:
     """Predictions of models for N rows.
 
     Attributes:
-        facts: facts of the models' training data.
-        scores: ``[N, C]`` class probabilities (``[N, L, C]`` with a label per position), or ``[N, k]`` values of a
-            regression, float64.
-        models: for every row, the model that predicts it: a client's name, or ``"global"``.
-        notes: sentences on imputed values and on the choice of models.
-        not_padding: ``[N, L]`` positions that are not padding, if every position has a prediction.
-        files: the file of every row, if each row has its own file.
-        kept: columns that are passed on.
-        threshold: probability from which the second class of a binary task is predicted. None: 1/2.
-        far: columns whose median lies far beyond the training data, as in another unit.
-        set_threshold: threshold of a conformal analysis, for sets of classes. None: no sets.
+        facts: facts about the models' training data.
+        scores: class probabilities ``[N, C]`` (``[N, L, C]`` with a label per position), or values of a regression
+            ``[N, k]``, float64.
+        models: for each row, the model that predicts it: a client's name, or ``"global"``.
+        notes: sentences about imputed values and the choice of models.
+        not_padding: mask of the positions that are not padding ``[N, L]``, if each position has a prediction.
+        files: file of each row, if each row comes from a separate file.
+        kept: columns that are passed through unchanged.
+        threshold: probability from which on the second class of a binary task is predicted. None: 1/2.
+        far: columns whose median is far outside the training data, for example because the unit differs.
+        set_threshold: threshold from a conformal analysis, for sets of classes or intervals of numbers. None: neither.
     """
 
     facts: InputSpec
@@ -69,26 +69,32 @@ class Predictions:
         return [[name for name, one in zip(names, row, strict=True) if one] for row in inside]
 
     def decided(self, threshold: float | None, set_threshold: float | None = None) -> Predictions:
-        """Return the predictions with another threshold, and with sets of classes by a conformal threshold.
+        """Return the predictions with a different threshold, and with sets or intervals from a conformal threshold.
 
         Raises:
-            ConfigError: see `check_threshold`, or the predictions are not one class per row.
+            ConfigError: `check_threshold` raises, or the predictions are not one class or one number per row.
         """
         check_threshold(self.facts, threshold)
-        if set_threshold is not None and (not self.facts.classed or self.not_padding is not None):
-            raise ConfigError(f"sets are of classes, one per row, and the models predict a {self.facts.task}")
+        single = self.facts.classed or (self.facts.task == "regression" and self.scores.shape[1:] == (1,))
+        if set_threshold is not None and (not single or self.not_padding is not None):
+            raise ConfigError(
+                "a conformal threshold is for one class or one number per row, and the models predict "
+                + (f"a {self.facts.task}" if self.not_padding is None else "one class per position")
+            )
         if set_threshold is not None and not set_threshold > 0:
             raise ConfigError(
-                f"a threshold of sets is above 0, got {set_threshold:g}; the table of the analysis conformal has it"
+                f"the threshold of the sets must be greater than 0, got {set_threshold:g}; the table "
+                "of the analysis conformal contains the threshold"
             )
         return replace(self, threshold=threshold, set_threshold=set_threshold)
 
     def table(self) -> pa.Table:
         """Return the predictions as a table, one row per sample.
 
-        Its columns are ``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]`` (of several
-        labels ``prediction of <label>``), ``set`` with a threshold of sets, and ``probability of <c>``.
-        With a label per position, there is one row per position with ``position`` from 1, without padding.
+        Its columns are ``row`` (from 1), ``file`` for images, kept columns, ``model``, ``prediction [<k>]`` (for
+        several labels ``prediction of <label>``), with a conformal threshold ``set`` (for a number ``prediction from``
+        and ``prediction to``), and ``probability of <c>``. With a label per position, there is one row per position,
+        with ``position`` counted from 1, without padding.
         """
         scores = self.scores
         rows, owners = np.arange(1, len(scores) + 1), np.array(self.models, object)
@@ -105,7 +111,11 @@ class Predictions:
             return pa.table({**columns, **decided, **each})
         if not self.facts.classed:
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
-            return pa.table(columns | dict(zip(names, scores.T, strict=True)))
+            columns |= dict(zip(names, scores.T, strict=True))
+            if self.set_threshold is not None:
+                columns["prediction from"] = scores[:, 0] - self.set_threshold
+                columns["prediction to"] = scores[:, 0] + self.set_threshold
+            return pa.table(columns)
         each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
         labels = self.labels if self.not_padding is None else self.labels[row, position]
         sets = {} if self.set_threshold is None else {"set": [" | ".join(row) for row in self.sets]}
@@ -117,8 +127,8 @@ class Assignment(NamedTuple):
 
     Attributes:
         groups: indices of rows ``[k]`` and the model that predicts them.
-        owners: for every row, the client whose model predicts it, or ``"global"``.
-        notes: sentences on the choice.
+        owners: for each row, the client whose model predicts it, or ``"global"``.
+        notes: sentences about the choice.
     """
 
     groups: Sequence[tuple[Tensor, Model]]
@@ -126,12 +136,12 @@ class Assignment(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Compute outputs of the models on raw samples ``[N, ...]``, in the order of the rows."""
+        """Compute the models' outputs for raw samples ``[N, ...]``, in the order of the rows."""
         parts = [model.outputs(x[places]) for places, model in self.groups]
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
 
     def uncalibrated(self) -> list[str]:
-        """Return a sentence on rows whose model could not be recalibrated."""
+        """Return a sentence about rows whose model could not be recalibrated."""
         places = [
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
         ]
@@ -140,11 +150,11 @@ class Assignment(NamedTuple):
         return [f"{what}: {sum(map(len, places))} rows of {', '.join(owners)}"] if places else []
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences on columns that lie far from the training data of their model."""
+        """Return sentences about columns that are far from the training data of their model."""
         return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
 
     def find_far(self, x: Tensor) -> tuple[str, ...]:
-        """Return columns that lie far beyond the training data of their model."""
+        """Return columns that are far outside the training data of their model."""
         return tuple(dict.fromkeys(name for places, model in self.groups for name in model.find_far(x[places])))
 
 
@@ -163,7 +173,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
         models: models of a run.
         rows: result of `new_rows`.
         kind: "global", "personal" or "hybrid". None: a client's best model, or without a client the global model.
-        client: client whose model predicts all rows. None: the client of each row, if a column names the clients.
+        client: client whose model predicts all rows. None: the client of each row, if a column contains the clients.
 
     Raises:
         ConfigError: the model or client does not exist, or there is no global model for a site that is not a client.
@@ -190,8 +200,8 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
     unknown_sites = ", ".join(f"{site!r} ({count} rows)" for site, count in list(strange.items())[:8])
     if strange and "global" not in models.kinds():
         raise ConfigError(
-            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so give "
-            "a client of the run"
+            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so "
+            "choose a client of the run"
         )
     groups = [
         (torch.tensor(some), models.ready(kind_of_sites if site else "global", site or None))
@@ -209,7 +219,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
 
 @default_to_cpu()
 def predicted(rows: NewRows, choice: Assignment) -> Predictions:
-    """Predict rows by the chosen models."""
+    """Predict rows with the chosen models."""
     model = choice.groups[0][1]
     facts = model.recipe.facts
     present = (rows.x != 0).numpy() if facts.each and facts.vocabulary else None
@@ -220,7 +230,7 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
 
 
 def meanings(model: Model) -> list[str]:
-    """Return a sentence on the meaning of a survival task's predictions, or [] for other tasks."""
+    """Return a sentence on what a survival task's predictions mean, or [] for other tasks."""
     if model.recipe.facts.task != "survival":
         return []
     horizon = model.recipe.objective.horizon
@@ -231,15 +241,15 @@ def meanings(model: Model) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """Models evaluated on new data with labels.
+    """Models that are evaluated on new data with labels.
 
     Attributes:
         about: facts about the run.
         kind: kind of the models.
         scaling: how a table's columns are scaled: `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
         choice: which model predicts which rows.
-        rows: rows in the models' form.
-        data: the same samples, in their source's form.
+        rows: rows in the form that the models need.
+        data: same samples in the form of their source.
     """
 
     about: Mapping[str, Any]
@@ -251,10 +261,10 @@ class Evaluated:
 
     @default_to_cpu()
     def metrics(self) -> dict[str, float]:
-        """Compute the task's metrics from the outputs behind `predicted`.
+        """Compute the task's metrics from the outputs that `predicted` is based on.
 
         Raises:
-            DataError: the models do not know some classes or targets.
+            DataError: the models do not know some of the classes or targets.
         """
         recipe = self.choice.groups[0][1].recipe
         return score_outputs(recipe, self.choice.outputs(self.rows.x), self.data)
@@ -275,15 +285,15 @@ class Evaluated:
 def evaluated(
     runs: Sequence[Models], data: Dataset, rows: NewRows, client: int | str | None = None, kind: str | None = None
 ) -> Iterator[Evaluated]:
-    """Evaluate the models of runs on new labeled data, each as `predicted` uses it.
+    """Evaluate the models of runs on new labeled data, each used as in `predicted`.
 
     If a table's model uses the clients' average scaling, a second model is scaled on the new rows themselves, as a
     client with these rows would do.
 
     Args:
         runs: models of each run.
-        data: data in their source's form.
-        rows: the same samples in the models' form.
+        data: data in the form of their source.
+        rows: same samples in the form that the models need.
         client: client whose models predict all rows. None: the client of each row.
         kind: kind of the models. None: all kinds if each row belongs to a client of the run, else the global model.
 
@@ -293,7 +303,7 @@ def evaluated(
     kinds = [models.kinds_for(rows.sites, client) if kind is None else [kind] for models in runs]
     if not any(kinds):
         names = ", ".join(str(models.about["method"]) for models in runs)
-        raise ConfigError(f"{names} has no global model. Give --client for a personal one")
+        raise ConfigError(f"{names} has no global model. Add --client to use a personal model")
     for models, one in ((models, one) for models, some in zip(runs, kinds, strict=True) for one in some):
         choice = assigned(models, rows, one, client)
         new = models.fitted is not None and set(choice.owners) == {"global"}

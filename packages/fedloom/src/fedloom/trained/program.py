@@ -1,7 +1,7 @@
 """Read a torch program from an untrusted file: each part is checked, and nothing is unpickled.
 
-`torch.export.load` alone is not safe: it falls back to the full unpickler, loads compiled libraries, evaluates
-expressions of sizes and guards as Python, and calls any function of torch that a graph names.
+`torch.export.load` alone is not safe: it falls back to the full unpickler, loads compiled libraries, evaluates size
+expressions and guards as Python code, and calls any torch function that a graph names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TENSOR_ENTRY_PATTERN = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
 SOURCE_NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
 """References from a graph to its source code. Left out."""
 GRAPH_TEXT_PATTERN = re.compile(r"[\w.+-]*")
-"""Text in a graph: names, versions and numbers. It becomes part of generated code."""
+"""Text in a graph: names, versions and numbers. This text becomes part of generated code."""
 ARITHMETIC_FUNCTIONS = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "eq",
     "ne", "lt", "le",
               "gt", "ge", "and_", "or_", "not_")  # fmt: skip
@@ -30,7 +30,7 @@ FILE_OPERATIONS = ("from_file", "save")
 SIZE_FUNCTIONS = ("Symbol", "Integer", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv",
     "CeilDiv",
          "CleanDiv", "IntTrueDiv", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")  # fmt: skip
-"""Functions that an expression of sizes may use."""
+"""Functions that a size expression may use."""
 CONTAINER_TYPES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
@@ -38,11 +38,11 @@ def checked_archive(content: bytes, facts: str) -> bytes:
     """Rebuild a program's archive from its checked parts.
 
     Args:
-        content: content of a file written by `torch.export.save`.
-        facts: name of its extra file.
+        content: content of a file that `torch.export.save` wrote.
+        facts: name of the additional file in the archive.
 
     Raises:
-        ValueError: it contains more than a graph of tensor operations, its tensors and that extra file.
+        ValueError: the content is more than a graph of tensor operations, its tensors and the additional file.
     """
     with ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
@@ -76,7 +76,7 @@ def _saved(value: object) -> bytes:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Raise if tensors are pickles, or are stored elsewhere."""
+    """Raise if tensors are pickled, or are stored elsewhere."""
     for name, payload in config["config"].items():
         if payload["use_pickle"] is not False or not re.fullmatch(r"(weight|tensor)_\d+", payload["path_name"]):
             raise ValueError(f"{name!r} is not a plain tensor")
@@ -126,7 +126,7 @@ def _check_words(value: object, key: str = "") -> None:
 
 
 def _check_size(node: ast.AST) -> None:
-    """Raise if an expression is more than arithmetic of sizes."""
+    """Raise if an expression is more than arithmetic on sizes."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SIZE_FUNCTIONS:
             inner: list[ast.AST] = [*args, *(keyword.value for keyword in keywords)]
@@ -147,7 +147,7 @@ def _check_size(node: ast.AST) -> None:
 
 
 def _check_tree(tree: dict[str, Any]) -> None:
-    """Raise if inputs or outputs are in containers by which a file could choose code."""
+    """Raise if inputs or outputs are in containers by which a file could select code."""
     if tree["type"] not in CONTAINER_TYPES:
         raise ValueError(f"its inputs or outputs are a {tree['type']!r}")
     for child in tree["children_spec"]:

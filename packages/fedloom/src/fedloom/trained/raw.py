@@ -1,4 +1,4 @@
-"""A model that takes unscaled samples and returns probabilities or values."""
+"""Model that accepts unscaled samples and returns probabilities or values."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from fedloom.tasks.calibration import recalibrated
 
 
 class RawModel(nn.Module):
-    """A module with its input and output steps. It is one graph that can be exported.
+    """Module with its input and output steps. Together they are one graph that can be exported.
 
-    It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN for missing cells), or samples
-    ``[b, *shape]``: tokens of sequences as int64, else floats. A model trained on bytes also takes bytes.
+    The module accepts raw columns ``[b, p]`` float64 of a table (codes for levels, NaN for missing cells), or samples
+    ``[b, *shape]``: tokens of sequences as int64, else floats. A model trained on bytes also accepts bytes.
 
-    It returns class probabilities ``[b, C]``, or ``[b, L, C]`` with a label per position, and for several labels of a
-    sample the probability of each, ``[b, k]``. For numbers it returns values
-    ``[b, k]`` of a regression in the units of its label, the mean ``[b, 1]`` of a count, and for a survival task the
+    It returns class probabilities ``[b, C]``, or ``[b, L, C]`` with a label per position. If a sample has several
+    labels, it returns the probability of each, ``[b, k]``. For numeric targets, it returns values ``[b, k]`` of a
+    regression in the units of its label, or the mean ``[b, 1]`` of a count. For a survival task, it returns the
     probability ``[b, 1]`` of the event by the horizon, or without a horizon the log of the hazard relative to the
     baseline.
 
     Args:
-        module: the trained module.
-        facts: facts of its training data.
-        fitted: ``[p, .]`` preparation of a table's columns, see `fedloom.data.tables.Table.fit`.
+        module: trained module.
+        facts: facts about the module's training data.
+        fitted: preparation of a table's columns ``[p, .]`` (see `fedloom.data.tables.Table.fit`).
         dtype: dtype of the module.
-        calibration: ``[2]`` slope and intercept of its logits. None: the logits do not change.
+        calibration: slope and intercept for the module's logits ``[2]``. None: the logits stay unchanged.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class RawModel(nn.Module):
 
 
 class Scaling(nn.Module):
-    """Divides bytes by 255 and uses floats as they are.
+    """Divides bytes by 255 and leaves floats unchanged.
 
-    Then it subtracts the mean and divides by the standard deviation.
+    The mean is then subtracted, and the result is divided by the standard deviation.
     """
 
     def __init__(self, facts: InputSpec, dtype: torch.dtype) -> None:
@@ -104,31 +104,31 @@ class Scaling(nn.Module):
         """Scale samples ``[b, *shape]`` for the model.
 
         Raises:
-            DataError: the samples are bytes and the model was trained on floats, or they are whole numbers and it was
+            DataError: the samples are bytes but the model was trained on floats, or they are integers but it was
                 trained on bytes.
         """
         scale = self.scale_of_bytes if samples.dtype == torch.uint8 else self.scale
         if scale is None:
             raise DataError(
-                "samples are bytes (uint8), but the model was trained on floats. Give floats as in training"
+                "samples are bytes (uint8), but the model was trained on floats. Pass floats as in training"
             )
         if self.scale_of_bytes is not None and not (scale is self.scale_of_bytes or samples.is_floating_point()):
             raise DataError(
-                f"samples are {samples.dtype}, but the model was trained on bytes. Give uint8, or floats from 0 to 1"
+                f"samples are {samples.dtype}, but the model was trained on bytes. Pass uint8, or floats from 0 to 1"
             )
         return samples.to(self.dtype) * scale + self.shift
 
 
 def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | None = None) -> NDArray[Any]:
-    """Return the prediction of every row, or of every position ``[N, L]``, from its probabilities or values.
+    """Return the prediction for each row, or for each position ``[N, L]``, from its probabilities or values.
 
-    For several labels of a row, 1 or 0 for each, ``[N, k]``.
+    If a row has several labels, the result is 1 or 0 for each, ``[N, k]``.
 
     Args:
-        facts: facts of the data.
+        facts: facts about the data.
         scores: see `RawModel`.
-        threshold: probability from which the second of two classes, or a label, is predicted. None: the more probable
-            class, or 0.5.
+        threshold: probability from which on the second of two classes, or a label, is predicted. None: the more
+            probable class, or 0.5.
     """
     if facts.task == "multilabel":
         return (scores >= (0.5 if threshold is None else threshold)).astype(int)
@@ -140,12 +140,12 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
 
 
 def check_threshold(facts: InputSpec, threshold: float | None) -> None:
-    """Raise if a threshold has no effect.
+    """Raise if a threshold would have no effect.
 
     Raises:
-        ConfigError: it is not between 0 and 1, or the task is neither binary nor multilabel.
+        ConfigError: the threshold is not between 0 and 1, or the task is neither binary nor multilabel.
     """
     if threshold is not None and facts.task not in ("binary", "multilabel"):
-        raise ConfigError(f"a threshold decides between two classes, but this is a {facts.task}. Leave it out")
+        raise ConfigError(f"a threshold decides between two classes, but this is a {facts.task}. Leave threshold out")
     if threshold is not None and not 0 <= threshold <= 1:
         raise ConfigError(f"threshold must be a probability from 0 to 1, got {threshold}")

@@ -1,4 +1,4 @@
-"""Save the models of a run in the files of its directory, written completely and read on demand."""
+"""Saved models: the models of a run in the files of its directory, written completely and read on demand."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fedloom.trained.model import ModelRecipe, check_layout, facts_of, file_layo
 from fedloom.trained.model_source import MODEL_CHOICES, ModelSource
 
 MODELS_PER_BATCH = 32
-"""Number of personal models that are created, written and read together."""
+"""Number of personal models that are created, written and read at a time."""
 
 
 def files(source: ModelSource) -> list[str]:
-    """Return the names of the files of `write_models`: models, state for new clients, and scaling of the columns."""
+    """Return the names of the files that `write_models` writes: models, state for new clients, and column scaling."""
     kinds = source.kinds()
     server = ["server"] if "personal" in kinds else []
     lines = ["calibration"] if source.recipe.objective.line_part else []
@@ -37,12 +37,12 @@ def files(source: ModelSource) -> list[str]:
 
 
 def _lined(source: ModelSource) -> list[str]:
-    """Kinds of models that are recalibrated separately. The hybrid model is one of them."""
+    """Kinds of models that are recalibrated separately. The hybrid model is one of these models."""
     return [kind for kind in source.kinds() if kind != "hybrid"]
 
 
 def write_models(source: ModelSource, folder: Path) -> list[Path]:
-    """Write every model of a run as ``<kind>.safetensors``, and the other files, see `Models.save`.
+    """Write each model of a run as ``<kind>.safetensors``, and the other files (see `Models.save`).
 
     Raises:
         CheckpointError: the disk is full or rejects the write.
@@ -58,7 +58,7 @@ def write_models(source: ModelSource, folder: Path) -> list[Path]:
 
 
 def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the data that all models of a run share, or link to the copy in a neighboring folder of models."""
+    """Write the data that all models of a run share, or link to the copy in a neighboring model folder."""
     digest = blake2b(digest_size=8)
     for name, value in start.items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -97,7 +97,7 @@ def _tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
 
 
 class _Pieces(Mapping[str, Tensor]):
-    """Personal models in parts of some clients, created on demand: ``rows.<first client>``."""
+    """Personal models in parts that contain some clients, created on demand: ``rows.<first client>``."""
 
     def __init__(self, source: ModelSource) -> None:
         self._source, self._n = source, len(source.names)
@@ -126,10 +126,10 @@ def _server_tensors(side: ServerSide) -> dict[str, Tensor]:
 
 
 class SavedModels:
-    """A `ModelSource` for the files that `Models.save` wrote.
+    """`ModelSource` for the files that `Models.save` wrote.
 
     Args:
-        folder: folder of the files.
+        folder: folder that contains the files.
         algorithm: the method. A model file can choose neither the folder nor the architecture.
         spec: the architecture.
         local: settings of local training.
@@ -139,7 +139,7 @@ class SavedModels:
 
     Raises:
         RunDirError: the folder contains no models.
-        LayoutError: the files are damaged, or contain another architecture.
+        LayoutError: the files are damaged, or contain a different architecture.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class SavedModels:
         present_kinds = [kind for kind in MODEL_CHOICES if self._path(kind).is_file()]
         if not present_kinds:
             raise RunDirError(
-                f"{folder} contains no models of {method}, seed {seed}. They are written at the end "
-                "of a run. Run the experiment again to finish it"
+                f"{folder} contains no models of {method}, seed {seed}. The models are written at the "
+                "end of a run. Run the experiment again to finish the run"
             )
         self._kinds = present_kinds
         for name in (*present_kinds, *(file.stem for file in folder.glob("base-*.safetensors"))):
@@ -231,17 +231,17 @@ class SavedModels:
             }
         except KeyError as error:
             raise LayoutError(
-                f"{self._path('server')}: belongs to another method, because it contains no {error}"
+                f"{self._path('server')}: belongs to a different method, because it contains no {error}"
             ) from None
         return ServerSide(
             algorithm, self._local, server_fields["server"], server_fields["kept"], shares, sizes, rounds, recipe.seed
         )
 
     def _shaped(self, file: str, name: str, tensor: Tensor | None, *shape: int) -> Tensor:
-        """Read a tensor of a file and check the first dimensions of its shape.
+        """Read a tensor from a file and check the first dimensions of its shape.
 
         Raises:
-            LayoutError: the tensor is missing, or has another shape. The file may belong to another run.
+            LayoutError: the tensor is missing, or has a different shape. The file may belong to a different run.
         """
         if tensor is None or tuple(tensor.shape[: len(shape)]) != shape:
             got = "nothing" if tensor is None else [*tensor.shape]

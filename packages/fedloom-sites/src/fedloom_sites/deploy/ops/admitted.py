@@ -71,7 +71,7 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     try:
         ask("unregister", home, programs, node=registered[-1])
     except ProcessError as error:
-        raise ProcessError(f"{error}\n{out}. Repeat the command once the server answers") from None
+        raise ProcessError(f"{error}\n{out}. Repeat the command when the server answers again") from None
     return registered[-1]
 
 

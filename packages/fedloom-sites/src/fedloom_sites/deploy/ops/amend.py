@@ -47,8 +47,9 @@ def upgrade(folder: Path) -> Change:
     server = read_server(server_file(folder))
     if not is_patch_of(__version__, server.version) or __version__ == server.version:
         raise ConfigError(
-            f"the experiment runs fedloom {server.version}, but {__version__} is installed. Within an experiment, "
-            "only the last number of the version may change. Install such a release, or begin a new experiment"
+            f"the experiment runs fedloom {server.version}, but {__version__} is installed. Within an "
+            "experiment, only the last part of the version number may change. Install such a "
+            "release, or start a new experiment"
         )
     return _write(folder, f"release-{__version__}", {"version": __version__}, server.sites)
 
@@ -89,7 +90,7 @@ def _write(
     server, out = read_server(file), folder / "changes" / what
     check_idle(server)
     if out.exists():
-        raise ConfigError(f"{out} already exists. Use it, or delete it yourself")
+        raise ConfigError(f"{out} already exists. Use this folder, or delete the folder yourself")
     settings = read_toml(file, "server file") | shared | {"sites": [m.model_dump(mode="json") for m in members]}
     agreed = make(Server, settings, f"fedloom deploy: {what}", fields_of(Server))
     proposal = {

@@ -109,10 +109,12 @@ def _versions(site: Site) -> Iterator[Finding]:
         yield Finding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {here['python']}")
         differing = [f"{k} {here.get(k, 'missing')}, there {v}" for k, v in site.versions.items() if here.get(k) != v]
         if differing:
-            yield Finding("note", f"versions that differ from the server's when it was set up: {'; '.join(differing)}")
+            yield Finding("note", f"versions that differ from those of the server at set-up: {'; '.join(differing)}")
     else:
         bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
-        yield Finding("refused", f"Flower is {flower} here, but fedloom needs {bounds}. Install such a version")
+        yield Finding(
+            "refused", f"Flower is {flower} here, but fedloom needs {bounds}. Install a version in this range"
+        )
 
 
 def versions() -> dict[str, str]:
@@ -131,7 +133,9 @@ def _experiment(site: Site) -> Iterator[Finding]:
     yield from _privacy(site, experiment)
     modules = [*site.code, *site.installed]
     if modules:
-        yield Finding("ok", f"user code: {', '.join(modules)}: the agreed version is here and can be imported")
+        yield Finding(
+            "ok", f"user code: {', '.join(modules)}: the agreed version is installed here and can be imported"
+        )
 
 
 def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
@@ -143,7 +147,7 @@ def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
         alone = remaining_noise(noise)
         if alone is not None:
             cost += f" ({epsilon(alone, setting.rounds):.3g} against all other sites of a smallest sum)"
-        yield Finding("ok", f"privacy: {cost}, and scores do not leave this site")
+        yield Finding("ok", f"privacy: {cost}; scores never leave this site")
     elif site.epsilon is not None:
         Ledger(site.state, None, site.epsilon, f"site {site.site}").release(0)
     elif accounted(None, setting.aggregator) is not None:
@@ -159,7 +163,7 @@ def _data(site: Site) -> Iterator[Finding]:
     train, validation, test = part_sizes(fed, site.client)
     if train == 0:
         few = "" if site.secure is None else f"; every sum needs {site.secure.threshold} other sites with samples"
-        yield Finding("note", f"data: no samples. The site will receive models and contribute nothing{few}")
+        yield Finding("note", f"data: no samples. The site will receive models but contribute nothing{few}")
         return
     yield from _share(site, train)
     for note in fed.data.notes:
@@ -172,11 +176,11 @@ def _data(site: Site) -> Iterator[Finding]:
     if lacking:
         unscored = ", and AUROC has no value here" if fed.data.task == "binary" else ""
         yield Finding(
-            "note", f"labels: no training sample of {', '.join(lacking)}. The site can train all the same{unscored}"
+            "note", f"labels: no training sample of {', '.join(lacking)}. The site can train anyway{unscored}"
         )
     else:
         what = "classes" if fed.data.classed else "labels"
-        yield Finding("ok", f"labels: all {len(counts)} {what}, the rarest with {min(counts)} training samples")
+        yield Finding("ok", f"labels: all {len(counts)} {what}; the rarest has {min(counts)} training samples")
 
 
 def _share(site: Site, train: int) -> Iterator[Finding]:
@@ -187,8 +191,9 @@ def _share(site: Site, train: int) -> Iterator[Finding]:
     if most > MAX_SAFE_SHARE:
         yield Finding(
             "note",
-            f"sums: max_share = {most:g} lets one site be {most:.0%} of a sum, and such a sum nearly "
-            f"shows the site's upload. Ask the coordinator to set {MAX_SAFE_SHARE:g} or less",
+            f"sums: max_share = {most:g} allows one site to have {most:.0%} of the weight of a sum, "
+            "and such a sum nearly shows the site's upload. Ask the coordinator to set "
+            f"{MAX_SAFE_SHARE:g} or less",
         )
     if most == 1:
         return
@@ -197,14 +202,15 @@ def _share(site: Site, train: int) -> Iterator[Finding]:
         share = setting.client_weights[site.client] / sum(setting.client_weights)
         if share > min(most, MAX_SAFE_SHARE):
             yield Finding(
-                "note", f"sums: this site has {share:.0%} of all weight, but at most {most:.0%} is allowed; {cure}"
+                "note",
+                f"sums: this site has {share:.0%} of the total weight, but at most {most:.0%} is allowed; {cure}",
             )
     elif counts_samples(setting.resolved()):
         rest = math.ceil(train * (1 - most) / most)
         yield Finding(
             "note",
-            f"sums: a site may have at most {most:.0%} of the weight, so the other sites of every sum "
-            f"need {rest} training samples together. If they have fewer, {cure}",
+            f"sums: a site may have at most {most:.0%} of the weight, so the other sites in every sum "
+            f"must have at least {rest} training samples together. If they have fewer samples, {cure}",
         )
 
 
@@ -257,11 +263,12 @@ def _dates(what: str, certificate: x509.Certificate) -> Finding:
     now, start, end = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > end:
         return Finding(
-            "refused", f"{what} expired on {end:%Y-%m-%d %H:%M} UTC. Ask the server's administrator for a new one"
+            "refused",
+            f"{what} expired on {end:%Y-%m-%d %H:%M} UTC. Ask the server's administrator for a new certificate",
         )
     if now < start:
         here = f"the time here is {now:%Y-%m-%d %H:%M}. Set the clock"
-        return Finding("refused", f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC only, {here}")
+        return Finding("refused", f"{what} is not valid before {start:%Y-%m-%d %H:%M} UTC, {here}")
     if now > end - EXPIRY_NOTICE:
         return Finding("note", f"{what} expires soon, on {end:%Y-%m-%d}")
     return Finding("ok", f"{what} is valid until {end:%Y-%m-%d}")
@@ -345,7 +352,8 @@ def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
         yield Finding("refused", f"the server rejects the key of {site.site}: {why}")
     elif status == HTTPStatus.BAD_REQUEST:
         yield Finding(
-            "ok", f"key: the server accepts {site.site}, unless a node with the same key is already connected"
+            "ok",
+            f"key: the server accepts the key of {site.site}, unless a node with the same key is already connected",
         )
 
 
@@ -363,8 +371,8 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
         if cure is None:
             yield Finding(
                 "refused",
-                f"{address} does not have the certificate of the server in ca.crt: {fault}. Get its "
-                "ca.crt, or ask its administrator",
+                f"{address} does not have the certificate of the server in ca.crt: {fault}. Get "
+                "ca.crt from the server, or ask the server's administrator",
             )
         else:
             yield Finding("refused", f"the certificate of {address}: {fault}; {cure}")

@@ -46,7 +46,9 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
     """
     path = str(values.get("file", ""))
     if set(path) & set("\"'\\\n"):
-        raise ConfigError(f"Flower cannot use a path with quotes or backslashes, got {path!r}. Use another folder")
+        raise ConfigError(
+            f"Flower cannot use a path that contains quotes or backslashes, got {path!r}. Use another folder"
+        )
     places = {**(dict(of) if of else {}), **values, "programs": programs}
     return [Template(word).substitute(places) for word in _table("commands")[name]]
 

@@ -110,7 +110,9 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
     """
     check_output_folder(out)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} already exists and contains keys. Choose another --out, or delete it yourself")
+        raise ConfigError(
+            f"{out} already exists and contains keys. Choose another --out, or delete the folder yourself"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     new.mkdir(mode=0o700)
@@ -158,7 +160,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
     place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
     if left < days:
-        raise ConfigError(f"the certificate of the authority expires in {left} days, so --days must be at most that")
+        raise ConfigError(f"the certificate of the authority expires in {left} days, so --days must be at most {left}")
     drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
     try:
         write_files(new, _certified(ca, place))
@@ -174,7 +176,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
 def _host_of(server_file: Path) -> str:
     if not server_file.exists():
-        raise ConfigError(f"{server_file} does not exist, so the server's host is unknown. Give --host")
+        raise ConfigError(f"{server_file} does not exist, so the server's host is unknown. Add --host")
     return read_server(server_file).host
 
 

@@ -147,7 +147,7 @@ class Loopback:
         status = self.status()
         if status != "finished:completed":
             cure = "the same command resumes after the last round. If the run ends like this again, see the log"
-            raise ProcessError(f"the run ended as {status}; {cure}. The end of {stream.log}:\n{stream.tail()}")
+            raise ProcessError(f"the run ended with status {status}; {cure}. The end of {stream.log}:\n{stream.tail()}")
 
     def status(self) -> str:
         """Return the status of the last run in Flower's words."""
@@ -207,7 +207,7 @@ def check_certificate(server: Server) -> None:
         ssl.create_default_context(cafile=server.ca)
     except ssl.SSLError:
         raise ConfigError(
-            f"{server.ca} is not a certificate in PEM form. The folder authority/ contains another copy"
+            f"{server.ca} is not a certificate in PEM form. The folder authority/ contains a copy"
         ) from None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.certificate, server.key, lambda: "")

@@ -92,7 +92,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
             f"{folder} has a site {same}, got {name}. Choose a name that differs in more than upper and lower case"
         )
     if out.exists():
-        raise ConfigError(f"{out} already exists and contains keys. Use it, or delete it yourself")
+        raise ConfigError(f"{out} already exists and contains keys. Use this folder, or delete the folder yourself")
     templates = [read_toml(path, "site file") for path in sorted(folder.glob("sites/*/site.toml"))]
     if any(site.get("share", "all") == "partition" for site in templates):
         raise ConfigError(
@@ -271,7 +271,7 @@ def remove(folder: Path, name: str) -> Server:
     rest = [m for m in settings["sites"] if m["site"] != name]
     least = 1 if server.secure is None else server.secure.threshold
     if len(rest) < least:
-        raise ConfigError(f"without {name} {len(rest)} sites are left, but a run needs {least}")
+        raise ConfigError(f"without {name}, {len(rest)} sites are left, but a run needs {least} sites")
     settings |= {"sites": rest, "quorum": min(settings["quorum"], len(rest))}
     make(Server, settings, str(file), fields_of(Server))
     write_atomic(file, tomli_w.dumps(settings).encode())
@@ -300,13 +300,15 @@ def check_idle(server: Server) -> None:
         with lock(server.checkpoints, wait=0):
             pass
     except RunDirError:
-        raise RunDirError("a run is in progress. Wait for its end or stop it, then change its members") from None
+        raise RunDirError(
+            "a run is in progress. Wait until the run ends, or stop the run, then change its members"
+        ) from None
     pending = [PendingSums(server.checkpoints).newest(what) for what in ("uploads", "scores")]
     for one in pending if server.secure is not None else ():
         if one is not None and not one.told and one.attempts:
             raise RunDirError(
                 f"a secure session is in progress: the sum of round {one.round} was requested and is "
-                "not decrypted yet. Run the server to its end first"
+                "not decrypted yet. Let the server finish the session first"
             )
 
 

@@ -138,7 +138,9 @@ def plan(
     agreement = getattr(one.source, "agreement", None)
     sites = len(names) if names and sites is None else sites
     if sites is None and own_data:
-        raise ConfigError("if sites bring their own data, fedloom cannot know their number. Give --sites or --names")
+        raise ConfigError(
+            "if sites bring their own data, fedloom cannot know the number of sites. Add --sites or --names"
+        )
     if agreement is not None and own_data:  # it has all that the coordinator needs
         samples = InputSpec.agreed(agreement)
         fed = federation_of(samples, torch.ones(sites or 1, len(DATA_PARTS), dtype=torch.long))
@@ -150,8 +152,8 @@ def plan(
     job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
-            f"the partition of {experiment.head.name} gives {fed.n} clients, but {sites} sites were "
-            "requested. Change [partition] or --sites, or give --own-data if every site brings its "
+            f"the partition of {experiment.head.name} has {fed.n} clients, but {sites} sites were "
+            "requested. Change [partition] or --sites, or add --own-data if every site brings its "
             "own data"
         )
     if sites is not None and sites < 1:
@@ -162,7 +164,7 @@ def plan(
     first = 0 if agreed_threshold is None else bits_before(job, groups)
     check_analyses(job, one, samples, sites or fed.n, agreed_threshold, first)
     if changes is not None and not secure_aggregation:
-        raise ConfigError("--changes needs secure aggregation. Give --secure-aggregation too, or leave it out")
+        raise ConfigError("--changes needs secure aggregation. Add --secure-aggregation, or leave --changes out")
     _check_same_cohorts(job, agreed_threshold is not None, MAX_CHANGES if changes is None else changes)
     folder = data_dir or (Path(os.environ[DATA_FOLDER_VARIABLE]) if os.environ.get(DATA_FOLDER_VARIABLE) else None)
     agreed = one.settings() | {"data": _placeless(one)}
@@ -201,19 +203,23 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
     """
     if not secure_aggregation:
         if threshold is not None:
-            raise ConfigError("--threshold needs secure aggregation. Give --secure-aggregation too, or leave it out")
+            raise ConfigError(
+                "--threshold needs secure aggregation. Add --secure-aggregation, or leave --threshold out"
+            )
         return None
     if not MIN_SITES <= n <= MAX_SITES:
         raise ConfigError(f"secure aggregation works with {MIN_SITES} to {MAX_SITES} sites, got {n}")
     agreed, least = safe_threshold(n) if threshold is None else threshold, min_threshold(n)
     if not least <= agreed <= n:
-        raise ConfigError(f"--threshold must be from {least} to {n} for {n} sites (more than half), got {agreed}")
+        raise ConfigError(
+            f"--threshold must be from {least} to {n} for {n} sites (more than half of the sites), got {agreed}"
+        )
     ctx = job.ctx(1)
     drawn = len(job.setting.sampler.apply(job.setting.sampler.init(ctx), None, ctx)[0].unique())
     if n == job.n and drawn < agreed:
         raise ConfigError(
             f"sampler {job.setting.sampler.kind!r} draws {drawn} of {n} sites, but the threshold is "
-            f"{agreed}. Draw more, or choose a --threshold of {least} or more"
+            f"{agreed}. Draw more sites, or choose a --threshold of {least} or more"
         )
     return agreed
 
@@ -233,10 +239,10 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
         if drawn < job.n:
             raise ConfigError(
                 f"sampler {sampler.kind!r} draws {drawn} of {job.n} sites in round {t}, and two sums "
-                "of different sites reveal the upload of one site. Leave the sampler out, so that "
+                "over different sites reveal the upload of one site. Leave the sampler out, so that "
                 "all sites train in every round, or add noise (aggregator 'private-mean' with a "
-                "delta, or upload_transform 'gaussian-noise'), or allow as many changes of a site as "
-                f"rounds (--changes {setting.rounds}), which gives up this protection"
+                "delta, or upload_transform 'gaussian-noise'), or allow as many changes per site as "
+                f"there are rounds (--changes {setting.rounds}), which gives up this protection"
             )
 
 
@@ -273,7 +279,7 @@ def _chosen(experiment: Experiment, label: str | None) -> Method:
     if label is None:
         if len(labels) > 1:
             raise ConfigError(
-                f"a deployment runs one method, but the experiment has {', '.join(labels)}. Choose with --method"
+                f"a deployment runs one method, but the experiment has {', '.join(labels)}. Choose one with --method"
             )
         return experiment.methods[0]
     if label not in labels:
@@ -295,7 +301,7 @@ def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
         ConfigError: the number of names is wrong, a name cannot be a folder, or two names denote one folder.
     """
     if len(names) != count:
-        raise ConfigError(f"--names gives {len(names)} names ({', '.join(names)}) for {count} sites")
+        raise ConfigError(f"--names lists {len(names)} names ({', '.join(names)}) for {count} sites")
     for k, name in enumerate(names):
         if _safe(name) != name:
             raise ConfigError(
@@ -304,7 +310,7 @@ def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
             )
         if same := case_twin(name, names[:k]):
             why = "is there twice" if same == name else f"and {same} share a folder on a disk that ignores case"
-            raise ConfigError(f"--names: {name} {why}. Change one")
+            raise ConfigError(f"--names: {name} {why}. Change one of the names")
     return tuple(names)
 
 

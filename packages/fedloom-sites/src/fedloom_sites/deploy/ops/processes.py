@@ -177,4 +177,6 @@ def check_free(port: int, what: str) -> None:
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
-        raise ConfigError(f"{what}: port {port} on 127.0.0.1 is not free ({error.strerror}). Choose another") from None
+        raise ConfigError(
+            f"{what}: port {port} on 127.0.0.1 is not free ({error.strerror}). Choose another port"
+        ) from None

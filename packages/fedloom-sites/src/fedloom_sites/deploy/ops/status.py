@@ -71,7 +71,7 @@ def server_file(folder: Path) -> Path:
     files = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
     if not files:
         raise ConfigError(
-            f"{folder} contains no server.toml and no server/server.toml. Give the directory of a deployment"
+            f"{folder} contains no server.toml and no server/server.toml. Name the directory of a deployment"
         )
     return files[0]
 

@@ -197,7 +197,7 @@ class Checks:
         fields = {name: value for name, value in head.items() if name != "signature"}
         fields |= {"metrics": draft.envelope.metrics}
         if not is_signed(self._keys[client], fields, head["signature"]):
-            raise Rejected(4, f"the signature is not by the key of client {client}")
+            raise Rejected(4, f"the signature was not made with the key of client {client}")
         return draft
 
     def _no_refusal(self, draft: _Draft) -> _Draft:
@@ -225,7 +225,7 @@ class Checks:
         if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
             raise Rejected(9, f"numbers of samples must be three numbers from 0 to {limit}, got {str(sizes)[:60]}")
         if not re.fullmatch(rf"[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}", head["figures"]):
-            raise Rejected(9, f"figures must be bits as hexadecimal digits, got {head['figures'][:60]!r}")
+            raise Rejected(9, f"figures must be hexadecimal digits, got {head['figures'][:60]!r}")
 
     def _decode(self, draft: _Draft) -> _Draft:
         pending, arrays = draft.pending, draft.envelope.arrays

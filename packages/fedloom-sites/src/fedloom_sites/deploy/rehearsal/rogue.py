@@ -234,7 +234,9 @@ class RogueSession:
 
 def has_counters(terms: Terms, trainer: Trainer) -> bool:
     """Return True if the vectors of a session contain counters."""
-    return terms.question is not None or (terms.trains and UploadVector(trainer.job, trainer.forms.idle).is_counted)
+    if terms.question is not None or (terms.scored >= 0 and trainer.scoring == "masked"):
+        return True
+    return terms.trains and UploadVector(trainer.job, trainer.forms.idle).is_counted
 
 
 def sum_honestly(

@@ -277,7 +277,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     All numbers except the masked numbers are compared.
     """
     if site.site.secure is None and not site.copy().trainer.private:
-        raise Inapplicable("the server receives the answers of this site directly, see the row on single uploads")
+        raise Inapplicable("the server receives the answers of this site directly; see the row on single uploads")
     twins = [site.copy(**BUDGET_SETTINGS), site.copy(change_first_sample(site), **BUDGET_SETTINGS)]
     rogues = [site.rogue(twin) for twin in twins]
     try:

@@ -100,7 +100,7 @@ class Changes(NamedTuple):
             raise Broken(
                 f"the sum differs from the sum before in {', '.join(sorted(changed))}. Only "
                 f"{len(steady)} of its sites were in all sums over the same data, but {self.steady} "
-                "are required (steady in the table secure)"
+                "are required (key steady in the table secure)"
             )
         return self._replace(
             record={

@@ -206,7 +206,7 @@ class SessionMember:
             if accuser not in session.adverts or not shares.is_accused(
                 session, accuser, self._client, signature, self._public[accuser]
             ):
-                raise Broken(f"client {accuser} does not accuse this site: the accusation is not signed by it")
+                raise Broken(f"client {accuser} does not accuse this site: the client has not signed the accusation")
         return secure.join_parts({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE_BYTES)})
 
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
@@ -311,7 +311,7 @@ class SessionMember:
             c: _read(part, secure.KEY_BYTES) for c, part in _read(openers, len(peers) * (4 + secure.KEY_BYTES)).items()
         }
         if any({*one} != {*peers} or c not in peers for c, one in answers.items()):
-            raise Broken("the shares of the counters' masks do not belong to the sites of the session")
+            raise Broken("the shares of the counter masks do not belong to the sites of the session")
         session, bound = self._agreed_by(record), self._bound(record)
         counts, _ = counters.open_counters(session, bound, peers, sent, answers, self._public)
         counters.check_enough(counts, self._agreed.threshold)
@@ -365,7 +365,7 @@ class SessionMember:
         name, adverts = bytes.fromhex(record["name"]), _adverts(message)
         secure.check_adverts(name, adverts, self._public)
         if bytes.fromhex(record["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
-            raise Broken("this site's own keys are missing or are not those that it advertised")
+            raise Broken("this site's own keys are missing, or are not the keys that the site advertised")
         if len(adverts) < self._agreed.threshold:
             raise Broken(f"{len(adverts)} sites advertised keys, but {self._agreed.threshold} are required")
         return secure.session_of(name, self._agreed.threshold, adverts)

@@ -131,7 +131,8 @@ class OpenedSums:
                 forgotten = experiment["forgotten"]
                 if t <= forgotten.get(what, -1 if what in ("uploads", "scores") else forgotten.get(ANALYSES, -1)):
                     raise Broken(
-                        f"round {t} is too long ago: fedloom no longer knows whether its {what} were already summed"
+                        f"round {t} is too long ago: fedloom no longer knows whether the {what} of "
+                        "this round were already summed"
                     )
                 new = {"bases": bases, "models": models[what], **({"question": question} if question else {})}
                 is_new |= str(t) not in opened

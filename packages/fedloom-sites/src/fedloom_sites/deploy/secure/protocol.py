@@ -252,7 +252,8 @@ def check_statement(
             keys[client].verify(signature, text)
         except (InvalidSignature, KeyError):
             raise Broken(
-                f"client {client} has not signed this sum: it received another request, or sums other sites"
+                f"client {client} has not signed this sum: the client received a different request, "
+                "or sums different sites"
             ) from None
         count += 1
     if count < session.threshold:
@@ -328,7 +329,7 @@ def split_parts(message: bytes, width: int) -> dict[int, bytes]:
     """
     step = 4 + width
     if len(message) % step or len(message) > MAX_SITES * step:
-        raise WireError(f"{len(message)} bytes are not a list of at most {MAX_SITES} parts of {width} bytes")
+        raise WireError(f"{len(message)} bytes are not a list of at most {MAX_SITES} parts with {width} bytes each")
     rows = [message[a : a + step] for a in range(0, len(message), step)]
     parts = {int.from_bytes(row[:4], "little"): row[4:] for row in rows}
     if [*parts] != sorted(parts) or len(parts) != len(rows):

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from fedloom.engine.job import Job
 from fedloom.errors import WireError
+from fedloom.processes.clients import Scores
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import SESSION_STEPS, Envelope, Kind
 from fedloom_sites.deploy.protocol.lengths import shortened
 from fedloom_sites.deploy.protocol.public import publish_reasons
-from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS
+from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Broken, Integers
 from fedloom_sites.deploy.secure.terms import Terms, check_models, check_summands, check_terms, read_terms
@@ -123,7 +124,7 @@ class MaskedAnswers:
             message, inbox, *models = envelope.arrays[trains:]
             terms = read_terms(message)
             if (terms.round, terms.trains) != (t, trains):
-                raise Broken(f"the terms belong to round {terms.round}, but the message to round {t}")
+                raise Broken(f"the terms belong to round {terms.round}, but the message belongs to round {t}")
             check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
             check_models(terms, download, models)
         weights_of_all = terms.weights(self._weighed(terms))
@@ -142,24 +143,15 @@ class MaskedAnswers:
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":
-                vector, agreed = ScoreVector(job), (self._agreed.threshold, self._agreed.max_share)
-                summed = terms.summed(*agreed, [part for part, _ in vector.figures])
-                vectors.append(vector.encode(scores, sizes, summed, weighs=not terms.is_dominated("train", *agreed)))
-            if trainer.scoring == "masked" and terms.scored == trainer.rounds:
-                cells, sums = (
-                    self._groups.cells(job, models, terms.scored, scores, common=terms.common),
-                    self._groups.sums,
-                )
-                bits = terms.bits(len(vector.figures))
-                dominated = terms.is_dominated("test", *agreed)
-                vectors.append(sums.encode({} if dominated else cells, sums.summed(bits, self._agreed.threshold)))
+                vector, counts = self._tally(job, terms, models, scores)
+                vectors.append(vector)
         if trains:
             with publish_reasons():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                     raise Broken(
                         f"the row of site {self._site.site} that the server has summed is no longer "
-                        "on this disk, so its change is unknown. The site cannot take part in this "
-                        "run again"
+                        "on this disk, so the change since then is unknown. The site cannot take "
+                        "part in this run again"
                     )
             weights = terms.share(job, client), float(job.masses[client])
             with publish_reasons():
@@ -169,9 +161,39 @@ class MaskedAnswers:
             )
             vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
             if UploadVector(job, trainer.forms.idle).is_counted:
-                counts = NEUTRAL_COUNTS if new.reply["neutral"] else ANSWERED_COUNTS
-                counts = counts if sizes[0] else ABSENT_COUNTS
+                own = NEUTRAL_COUNTS if new.reply["neutral"] else ANSWERED_COUNTS
+                counts = (*own[:2], *(counts or own)[2:]) if sizes[0] else ABSENT_COUNTS
         return self._under_masks(envelope, np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
+
+    def _tally(
+        self, job: Job, terms: Terms, models: Sequence[bytes], scores: Scores
+    ) -> tuple[Integers, tuple[int, ...]]:
+        """Return the site's scores, after the last round with those of its groups, and the site's counters.
+
+        The vector is zero if one of these scores is not finite.
+        """
+        form, sums, sizes = ScoreVector(job), self._groups.sums, part_sizes(self._trainer.fed, self._site.client)
+        agreed, with_groups = (self._agreed.threshold, self._agreed.max_share), terms.scored == self._trainer.rounds
+        nothing = np.zeros(form.length + (sums.length if with_groups else 0), dtype=np.uint64)
+        if not sizes[0]:
+            return nothing, ABSENT_COUNTS
+        weighs, bits = not terms.is_dominated("train", *agreed), int(self.figures or "0", 16)
+        summed = terms.summed(*agreed, [part for part, _ in form.figures])
+        summed = [is_summed and bool(bits >> k & 1) for k, is_summed in enumerate(summed)]
+        if not form.is_whole(scores, summed, weighs=weighs):
+            self._trainer.log_privately(f"round {terms.scored}: a score is missing or not finite")
+            return nothing, SILENT_COUNTS
+        vector = form.encode(scores, sizes, summed, weighs=weighs)
+        if with_groups:
+            cells = self._groups.cells(job, models, terms.scored, scores, common=terms.common)
+            are_summed = sums.summed(terms.bits(len(form.figures)), self._agreed.threshold)
+            cells = {} if terms.is_dominated("test", *agreed) else cells
+            of_groups = None if cells is None else sums.encode(cells, are_summed)
+            if of_groups is None:
+                self._trainer.log_privately(f"round {terms.scored}: a sum over a group of samples is not finite")
+                return nothing, SILENT_COUNTS
+            vector = np.concatenate([vector, of_groups])
+        return vector, ANSWERED_COUNTS
 
     def _under_masks(self, envelope: Envelope, vector: Integers, counts: Sequence[int]) -> bytes:
         head = envelope.head

@@ -21,7 +21,7 @@ from fedloom_sites.deploy.protocol.envelope import Request
 from fedloom_sites.deploy.protocol.lengths import absolute
 from fedloom_sites.deploy.secure.counters import AnswerCounts
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
-from fedloom_sites.deploy.secure.sums import SecureSums, Weights
+from fedloom_sites.deploy.secure.sums import SecureSums, Sum, Weights
 from fedloom_sites.deploy.secure.terms import Terms, check_summands
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.server.sites import AnalysisSum, Sites
@@ -65,7 +65,7 @@ class MaskedSites(Sites):
         job, forms, t, down = self._job, self._forms, request.round, request.down
         if not is_common(down):
             raise Refused(
-                f"{type(job.algorithm).__name__} sends every client another download, but secure "
+                f"{type(job.algorithm).__name__} sends every client a different download, but secure "
                 "aggregation needs the same download for all clients, so that the server cannot "
                 "single out a site"
             )
@@ -74,23 +74,33 @@ class MaskedSites(Sites):
         download = forms.write_down(down, request.server)
         scored, asks = self._scores_in_same_session(t, shares)
         scale = max(map(abs, shares.values()), default=0.0) or 1.0
-        terms = self._terms(t, shares, asks, scored, download)
         n = self._uploads.length
-        length = n + (self._figures.length if scored >= 0 and self._tallies else 0)
-
-        def letter(c: int, inbox: bytes) -> Request:
-            models = asks[c].arrays if c in asks else ()
-            return Request("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
 
         def read(total: Integers, count: int) -> tuple[Any, Tensor, int, dict[Any, Figure]]:
             sums, work, clipped = self._uploads.decode(total[:n], count, scale)
             self._check_length(sums, count, scale)
             return sums, work, clipped, self._figures.decode(total[n:], count) if len(total) > n else {}
 
-        session = self._sessions.sum(
-            terms, self._check_cohort(terms), letter, length, read, counted=self._uploads.is_counted
-        )
+        def request_sum(scored: int, asks: Mapping[int, Request], *, again: bool = False) -> Sum:
+            terms = self._terms(t, shares, asks, scored, download)
+
+            def letter(c: int, inbox: bytes) -> Request:
+                models = asks[c].arrays if c in asks else ()
+                return Request("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
+
+            length = n + (self._figures.length if scored >= 0 and self._tallies else 0)
+            is_counted = self._uploads.is_counted
+            return self._sessions.sum(
+                terms, self._check_cohort(terms), letter, length, read, counted=is_counted, again=again
+            )
+
+        session = request_sum(scored, asks)
         self._tell_counts(t, session.clients, session.counts)
+        if session.counts is not None and session.counts.silent:
+            self._give_up_scores(scored, session)
+            scored = -1
+            session = request_sum(scored, {}, again=True)
+            self._tell_counts(t, session.clients, session.counts)
         parts, work, clipped, figures = session.value
         if clipped:
             reason = f"round {t}: {clipped} of {len(session.clients)} uploads were clipped to the agreed bounds"
@@ -124,6 +134,16 @@ class MaskedSites(Sites):
             least = f"a sum needs {self._agreed.threshold} others, so no site decrypts it"
             raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}")
         self._transport.note("neutral uploads", t, clients, reason)
+
+    def _give_up_scores(self, t: int, session: Sum) -> None:
+        """Log that the scores of a round stay closed, because a site has no finite score."""
+        assert session.counts is not None
+        self._tallied = t, {}
+        reason = (
+            f"round {t}: the sites decrypt no scores, because {session.counts.silent} of {len(session.clients)} sites "
+            "have no finite score. The log of each of these sites states the reason"
+        )
+        self._transport.note("scores given up", t, session.clients, reason)
 
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
         """Return the round to score with the training, and the requests for its scores, if all sites train.
@@ -192,14 +212,21 @@ class MaskedSites(Sites):
 
         n, with_groups = self._figures.length, t == self._job.setting.rounds
 
-        def read(total: Integers, count: int) -> tuple[dict[tuple[str, str, str], Figure], list[GroupScore]]:
-            groups = self.group_sums.decode(total[n:], count) if with_groups else []
-            return self._figures.decode(total[:n], count), groups
+        def read(total: Integers, count: int) -> tuple[dict[tuple[str, str, str], Figure], list[GroupScore], int]:
+            groups, clipped = self.group_sums.decode(total[n:], count) if with_groups else ([], 0)
+            return self._figures.decode(total[:n], count), groups, clipped
 
         try:
             length = n + (self.group_sums.length if with_groups else 0)
-            figures, self._groups = self._sessions.sum(terms, self._weights(terms), letter, length, read).value
+            session = self._sessions.sum(terms, self._weights(terms), letter, length, read, counted=True)
+            if session.value is None:
+                self._give_up_scores(t, session)
+                return
+            figures, self._groups, clipped = session.value
             self._tallied = t, figures
+            if clipped:
+                reason = f"round {t}: {clipped} sites clipped a sum over a group of samples, so no group is reported"
+                self._transport.note("groups given up", t, session.clients, reason)
         except (Broken, GivenUp, RunStopped) as error:
             if isinstance(error, RunStopped) and with_groups:  # the sites store their last models in this session
                 raise RunStopped(error.reason, f"scores after the last round: {error.detail}") from None

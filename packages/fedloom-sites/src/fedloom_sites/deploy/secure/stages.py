@@ -71,7 +71,9 @@ class Progress(NamedTuple):
             Broken: the session has not reached the stage, or the session is over.
         """
         if self.stage < stage or self.stage is Stage.REVEALED:
-            raise Broken("the session is another one, has ended, or has not reached this step")
+            raise Broken(
+                "the message belongs to a different session, or this session has ended or has not reached this step"
+            )
         return self
 
     def after(self, kind: Kind) -> Progress:

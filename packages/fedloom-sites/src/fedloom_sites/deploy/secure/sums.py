@@ -90,7 +90,7 @@ class SecureSums:
 
     def sum(
         self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
-        counted: bool = False,
+        counted: bool = False, again: bool = False,
     ) -> Sum:  # fmt: skip
         """Compute and return the sum of the sites' vectors.
 
@@ -105,12 +105,13 @@ class SecureSums:
             read: function that decodes a sum of a number of vectors. The function raises Refused for an implausible
                 sum.
             counted: True if the sites read the sum of their counters before they open the sum of their vectors.
+            again: True to begin a new session although a sum was requested, because that sum stays closed.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
             GivenUp: the sum was requested too often, or a vector is wrong.
         """
-        pending = self._unmasked.of(terms.sums)
+        pending = None if again else self._unmasked.of(terms.sums)
         if pending is None:
             pending = self._collected(terms, weights, request, length, counted)
             self._enter_change(terms, weights, pending.clients)
@@ -266,7 +267,7 @@ class SecureSums:
                 raise RunStopped(
                     Stop.TOO_FEW,
                     f"round {terms.round}: a sum without {self._names(missing)} and the sum of round "
-                    f"{before.round}, on the same models, would together reveal the upload of that "
+                    f"{before.round}, for the same models, would together reveal the upload of that "
                     "site. The run continues when the site is back",
                 )
             clients = [c for c in clients if c in before.clients]
@@ -287,7 +288,7 @@ class SecureSums:
             stays_out,
             f"round {terms.round}: {self._names(stays_out)} has left the sums or returned "
             f"{self._changes.limit} times, and every further change would reveal one more difference "
-            "(changes in the table secure)",
+            "(key changes in the table secure)",
         )
         return [c for c in cohort if c not in stays_out]
 

@@ -298,7 +298,10 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
     if client not in terms.cohort:
         raise Broken(f"the terms list other sites: {[*terms.cohort]}")
     if len(terms.accepted) != len(terms.cohort) or terms.bases[client] != accepted:
-        raise Broken(f"the terms must contain a round for every site, and for this site {accepted}, like the message")
+        raise Broken(
+            f"the terms must contain a round for every site; for this site the round must be {accepted}, "
+            "as in the message"
+        )
     if list(terms.sizes[client]) != list(sizes):
         raise Broken(f"the terms state {[*terms.sizes[client]]} samples for this site, but it has {[*sizes]}")
     if len(terms.figures) != (clients if terms.scored >= 0 or terms.question is not None else 0):

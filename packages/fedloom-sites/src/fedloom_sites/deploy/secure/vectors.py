@@ -222,6 +222,22 @@ class ScoreVector:
             columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]
         return np.concatenate(columns)
 
+    def is_whole(
+        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], summed: Sequence[bool], *, weighs: bool = True
+    ) -> bool:
+        """Return whether a site has scores, and no output of a model makes them all, or the loss, not finite.
+
+        The arguments are those of `encode`. A single score, such as the calibration slope of a constant model, may be
+        undefined.
+        """
+        wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}
+        by_model = dict[tuple[str, str], dict[str, bool]]()
+        for model, part, name in self._names:
+            if name in scores.get((model, part), {}) and ((part, name) in wanted if part else weighs):
+                finite = bool(torch.isfinite(scores[model, part][name]).all())
+                by_model.setdefault((model, part), {})[name] = finite
+        return bool(scores) and all(any(one.values()) and one.get("loss", True) for one in by_model.values())
+
     def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, int]]:
         """Return every score that at least `MIN_SITES` sites have: mean over samples, and number of sites.
 

@@ -127,6 +127,6 @@ class AnalysisServer:
         if any(self._record.parent.glob(f"{stem}-[0-9]*.json")):
             raise Refused(
                 f"the steps of the analysis {self._agreed.name} in {self._record.parent} were "
-                "recorded by an earlier version of fedloom, and only that version can finish them. "
-                "Deploy the experiment again"
+                "recorded by an earlier version of fedloom, and only that version can finish these "
+                "steps. Deploy the experiment again"
             )

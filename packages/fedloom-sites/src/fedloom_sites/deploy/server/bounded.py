@@ -86,7 +86,7 @@ def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) ->
         with counting:
             total += times[part] * len(content)
             if total > limit:
-                raise TooLong(f"the reply has more than {total} bytes, at most {limit} are allowed")
+                raise TooLong(f"the reply has more than {total} bytes, but at most {limit} are allowed")
         return content
 
     message = inflate_object_from_contents(id_, pull_objects([*times], counted))

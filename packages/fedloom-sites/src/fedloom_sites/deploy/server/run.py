@@ -144,9 +144,9 @@ def check_deployable(
         )
     if method.setting.early_stop is not None:
         raise Refused(
-            "early_stop is for simulation",
+            "early_stop works only in simulations",
             rule="deploy-early-stop",
-            fix="leave {early_stop} out, and choose the rounds",
+            fix="leave {early_stop} out, and set the number of rounds",
         )
     if experiment.common.evaluate.clients is not None:
         raise Refused(
@@ -159,7 +159,7 @@ def check_deployable(
         raise Refused(
             "model.init_from names a file on this machine, and nothing ensures that the sites have the same file",
             rule="deploy-model-file",
-            fix="leave {model.init_from} out, or give a function of a package that every site has, "
+            fix="leave {model.init_from} out, or use a function of a package that every site has, "
             "{model.kind = 'package.module:function'}",
         )
     for analysis in experiment.analyses:
@@ -169,7 +169,9 @@ def check_deployable(
             raise Refused(
                 f"the analysis {name!r} reads {what}, which sites do not send as sums",
                 rule="deploy-analysis",
-                fix=f"take the analysis {summed!r}" if summed in ANALYSES else "leave its table out to deploy",
+                fix=f"use the analysis {summed!r}"
+                if summed in ANALYSES
+                else "leave the table of this analysis out to deploy the experiment",
             )
     setting = method.setting.resolved()
     check_stream(setting, clients)

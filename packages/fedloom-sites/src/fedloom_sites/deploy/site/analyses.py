@@ -138,8 +138,8 @@ class SiteAnalyses:
             may_answer &= self._are_apart(one, agreed)
             if not may_answer:
                 raise Refused(
-                    "the rows are not those of the first step, or few subjects differ from a set of rows that was "
-                    "summed before"
+                    "the rows are not those of the first step, or few subjects differ from a set of "
+                    "rows that was summed before"
                 )
             rows = self._attach_models(terms, models) if models else self._rows
             vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
@@ -280,7 +280,7 @@ class SiteAnalyses:
         record = read_checked(path)
         if record is None and path.exists():
             raise Broken(
-                f"{path.name} of this site is damaged, so fedloom cannot know the earlier analyses of its data"
+                f"{path.name} of this site is damaged, so fedloom cannot know the earlier analyses of the site's data"
             )
         return record or {"asked": {}, "salt": secrets.token_hex(16)}
 

@@ -40,7 +40,7 @@ def check_approved_digest(site: Site, digest: str) -> None:
         ConfigError: the digests differ. The message names both digests.
     """
     if digest != site.digest:
-        raise ConfigError(f"the digest of the run is {site.digest}, got {digest}. Ask the sender of the digest")
+        raise ConfigError(f"the digest of the run is {site.digest}, got {digest}. Ask the person who sent the digest")
 
 
 def check_approved(site: Site) -> None:

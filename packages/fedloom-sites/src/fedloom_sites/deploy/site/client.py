@@ -182,10 +182,10 @@ class Client:
         if head["client"] not in (-1, site.client):
             raise Refused(f"the message is for client {head['client']}, but site {site.site} is client {site.client}")
         if head["digest"] != digest_of(envelope.arrays):
-            raise Refused("the arrays changed on the way")
+            raise Refused("the arrays changed during transmission")
         if head["kind"] == "ask" and self.trainer.private:
             raise Refused(
-                f"site {site.site} answers no analyses, because epsilon is limited and answers carry no noise"
+                f"site {site.site} answers no analyses, because epsilon is limited but answers carry no noise"
             )
 
         kind = head["kind"]
@@ -229,7 +229,9 @@ class Client:
             return
         what = f"the samples of {self.site.site} differ from those at the start"
         if self.site.fixed_data:
-            raise Refused(f"{what}, but fixed_data requires the same data. Restore the data, or start a new experiment")
+            raise Refused(
+                f"{what}, but with fixed_data the data must not change. Restore the data, or start a new experiment"
+            )
         self._memory.note_samples(self.trainer.samples)
         if self.trainer.private or self.site.secure is not None:
             self.trainer.log_privately(what)

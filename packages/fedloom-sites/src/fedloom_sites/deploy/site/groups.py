@@ -40,10 +40,10 @@ class SiteGroups:
         is_scored = trainer.sends_groups and self.sums.groups and part_sizes(trainer.fed, client)[2]
         return self.sums.members(trainer.fed, client) if is_scored else {}
 
-    def cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, *, common: bool) -> Cells:
+    def cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, *, common: bool) -> Cells | None:
         """Compute sums and metrics of the groups after the last round.
 
-        Return {} before the last round, or after a failure.
+        Return {} before the last round, or None after a failure.
 
         Args:
             job: run from `Trainer.attach_local_data`.
@@ -54,7 +54,7 @@ class SiteGroups:
         """
         if t != self._trainer.rounds or not self.members or not scores:
             return {}
-        return self._trainer.attempt(f"groups of round {t}", lambda: self._cells(job, models, t, scores, common)) or {}
+        return self._trainer.attempt(f"groups of round {t}", lambda: self._cells(job, models, t, scores, common))
 
     def _cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, common: bool) -> Cells:
         ids, passes = self._trainer.ids, dict[str, Pass]()

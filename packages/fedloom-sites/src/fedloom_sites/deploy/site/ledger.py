@@ -72,7 +72,7 @@ class Ledger:
         except OSError as error:
             raise Spent(
                 f"the ledger of {self._who}, {self._path}, cannot be read ({error.strerror}), so the "
-                "spent budget is unknown. Restore a copy of it, or start a new experiment"
+                "spent budget is unknown. Restore a copy of the ledger, or start a new experiment"
             ) from None
 
     def _lines(self) -> list[bytes]:
@@ -91,18 +91,19 @@ class Ledger:
             if not valid:
                 raise Spent(
                     f"the ledger of {self._who}, {self._path}, is damaged in line {k + 1}, so the "
-                    "spent budget is unknown. Restore a copy of it, or start a new experiment"
+                    "spent budget is unknown. Restore a copy of the ledger, or start a new experiment"
                 )
         if len(lines) < self._least:
             raise Spent(
                 f"the ledger of {self._who}, {self._path}, lists {len(lines)} releases, but the state "
-                f"beside it counts {self._least}. Restore the newest copy of it, or start a new experiment"
+                f"in the same folder counts {self._least}. Restore the newest copy of the ledger, or "
+                "start a new experiment"
             )
         if self._accepted and self._accepted not in rounds:
             raise Spent(
                 f"the ledger of {self._who}, {self._path}, lists no release of round "
                 f"{self._accepted}, which the server has accepted, so the spent budget is unknown. "
-                "Restore the newest copy of it, or start a new experiment"
+                "Restore the newest copy of the ledger, or start a new experiment"
             )
         return lines
 
@@ -167,7 +168,7 @@ class Ledger:
             if record is None and path.exists():
                 raise Spent(
                     f"{path} is damaged, so the budget that other experiments on these data have "
-                    "spent is unknown. Restore a copy of it"
+                    "spent is unknown. Restore a copy of this file"
                 )
             record = (record or {}) | {ledger: spent}
             further, total = len(record) - 1, sum(record.values())

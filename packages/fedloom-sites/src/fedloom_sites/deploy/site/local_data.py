@@ -53,8 +53,8 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         fed, client = cut(data, seed), site.client
         if fed.n != site.clients:
             raise ConfigError(
-                f"{site.site}: the partition gives {fed.n} clients, but the experiment has "
-                f'{site.clients} sites. A site with its own data has share = "all"'
+                f"{site.site}: the partition has {fed.n} clients, but the experiment has "
+                f'{site.clients} sites. If the site has its own data, set share = "all"'
             )
     else:
         fields = {name: getattr(cut, name) for name in SPLIT_FIELDS if name in cut.model_fields_set}
@@ -81,7 +81,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
         raise
     except DataError as error:
         if not Path(str(site.data.get("path", "."))).exists():
-            raise DataError(f"{error}. Name the site's data as path in [data] of its site.toml") from error
+            raise DataError(f"{error}. Set path in [data] of the site's site.toml to the site's data") from error
         raise
     check_patients(site, local.source, data)
     return data
@@ -132,7 +132,7 @@ def check_samples(site: Site, data: Dataset) -> None:
         if scaling != wanted:
             raise DataError(
                 f"{site.site}: mean and std of [data] are {scaling}, but the experiment has {wanted}. "
-                "Give the same values"
+                "Set the same values"
             )
         if not came_as_bytes(data) or not site.samples.pixels:  # bytes may have had noise since
             site.samples.samples(data.x, site.site, data.original_dtype)

@@ -110,7 +110,7 @@ def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
     if fed.data.name == "blank":
         raise ConfigError(
             f"{site.site} has no samples, but the model's normalization layers need statistics of "
-            "training samples. Use it at a site with samples"
+            "training samples. Use the model at a site with samples"
         )
     oracle = make_oracle(module, task_of(fed.data, setting.task), fed)
     oracle.set_statistics(row, torch.tensor([site.client]))
@@ -207,7 +207,8 @@ def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, f
     index = fed.indices("test", site.client)
     if len(index) < MIN_IMPORTANCE_SAMPLES:
         raise ConfigError(
-            f"{site.site} has {len(index)} test samples, but importance needs at least {MIN_IMPORTANCE_SAMPLES}"
+            f"{site.site} has {len(index)} test samples, but importance needs at least "
+            f"{MIN_IMPORTANCE_SAMPLES} test samples"
         )
     module, task = trained.module(), task_of(fed.data, trained.recipe.objective)
     scored = Scored(lambda x: module(x).flatten(0, -2), task, fed, index)

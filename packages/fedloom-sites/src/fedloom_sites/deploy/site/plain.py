@@ -72,7 +72,7 @@ class PlainAnswers:
             return samples | {"work": work}, [bytes(new.tensors["reply"].numpy())], metrics_of(scores) or None
         t, common = head["round"], head["global"]
         scores = trainer.scores(job, arrays, t, common=common)
-        cells = self._groups.cells(job, arrays, t, scores, common=common)
+        cells = self._groups.cells(job, arrays, t, scores, common=common) or {}
         return samples, [], metrics_of(scores) | self._groups.sums.as_metrics(cells)
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:

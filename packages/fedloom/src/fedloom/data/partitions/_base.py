@@ -33,13 +33,13 @@ from fedloom.values import Value
 
 
 class Pool(NamedTuple):
-    """The samples that a partition may deal.
+    """Samples that a partition may assign.
 
     Attributes:
         data: the complete data set.
-        index: positions in the data set ``[k]`` int64, without the official test set. If the data have subjects, it
-            contains each subject's last row, which represents all of its rows.
-        y: class of each sample ``[k]``. None for a regression, or for labels per position.
+        index: positions in the data set ``[k]`` int64, without the official test set. If the data have subjects, the
+            index contains each subject's last row, which represents all its rows.
+        y: class of each sample ``[k]``. None for a regression, or if there is a label per position.
     """
 
     data: Dataset
@@ -55,7 +55,7 @@ class Pool(NamedTuple):
         return len(self.index)
 
     def labels(self, kind: str) -> Ints:
-        """Return the classes, for a partition that needs them.
+        """Return the classes, for a partition that needs classes.
 
         Raises:
             ConfigError: the task is a regression, or has a label per position.
@@ -69,7 +69,7 @@ class Pool(NamedTuple):
         return self.y
 
     def by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
-        """Return the positions of every class in the data set, each list in random order."""
+        """Return the positions of the samples of each class in the data set, each list in random order."""
         labels, order = self.labels(kind), rng.permutation(len(self))
         order = order[np.argsort(labels[order], kind="stable")]
         counts = np.bincount(labels, minlength=len(self.data.classes))
@@ -77,20 +77,20 @@ class Pool(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """A partition's decision for n clients.
+    """Result of a partition's draw for n clients.
 
     Attributes:
-        dealt: samples of every client, from which its parts are cut.
-        test: samples of every client's test part, if the partition chooses it. The fraction ``test`` then has no
-            effect. These samples are changed, scaled and encoded like the samples of ``dealt``.
-        common: positions ``[k]`` int64 of a common test set, on which global models are evaluated: no client has these
-            samples, and columns of a table are scaled there as for a new client. None: the data set's own test set.
-        noise: standard deviation of Gaussian noise on each client's features, ``[n, 1]``, or by channel ``[n, c]``.
-        anew: True if every step draws a client's noise again ``[n]``.
-        relabel: new class of every class at every client, ``[n, C]``.
-        views: quarter turns of a client's images, and whether the images are inverted, ``[n, 2]``.
-        groups: planted group of every client ``[n]``.
-        names: name of every client. The default names are numbers.
+        dealt: samples of each client, from which its parts are cut.
+        test: samples of each client's test part, if the partition determines it. In this case, the fraction ``test``
+            has no effect. These samples are modified, scaled and encoded like the samples in ``dealt``.
+        common: positions ``[k]`` int64 of a common test set, on which global models are evaluated. No client has these
+            samples, and table columns are scaled there as for a new client. None: the data set's own test set.
+        noise: standard deviation of Gaussian noise on each client's features, ``[n, 1]``, or per channel ``[n, c]``.
+        anew: True for clients whose noise is drawn again in every step ``[n]``.
+        relabel: new class of each class at each client, ``[n, C]``.
+        views: number of quarter turns of a client's images, and 1 if the images are inverted, ``[n, 2]``.
+        groups: planted group of each client ``[n]``.
+        names: name of each client. By default, names are numbers.
         notes: sentences for the report.
     """
 
@@ -108,7 +108,7 @@ class Draw(NamedTuple):
     def without_tested(self, trains: NDArray[np.bool_]) -> Draw:
         """Return the draw restricted to the clients that train ``[n]``.
 
-        Other clients' rows become the common test set.
+        The rows of the other clients become the common test set.
         """
         owner, n, dealt = owners(self.dealt), len(trains), self.dealt.index
         number, of = np.cumsum(trains) - 1, int(trains.sum())
@@ -130,19 +130,19 @@ class Draw(NamedTuple):
 
 
 PER_CLIENT = ("noise", "anew", "relabel", "views", "groups")
-"""Fields of a draw that have a row for each client, if they are given."""
+"""Fields of a draw that contain a row for each client, if they are set."""
 
 
 class Partition(Value):
-    """Cuts a data set into clients: ``partition(data, seed) -> Federation``.
+    """Splits a data set into clients: ``partition(data, seed) -> Federation``.
 
-    Small clients fill train, test and validation in this order, and at least one sample of each class stays in a
-    client's training part.
+    A small client's samples are assigned to train, test and validation in this order, and at least one sample of each
+    class stays in the client's training part.
     """
 
     kind: ClassVar[str]
     by_row: ClassVar[bool] = False
-    """True if a draw deals individual rows. False: each entry represents all rows of its subject, if there are
+    """True if a draw assigns individual rows. False: each entry represents all rows of a subject, if there are
     subjects."""
     test: float = Field(
         default=0.2, ge=0, lt=1, description="fraction of a client's samples that form its test part (FLAME)"
@@ -198,11 +198,11 @@ class Partition(Value):
 
     @abstractmethod
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign samples to clients. All random numbers come from `seed`.
+        """Assign samples to clients. All random numbers are derived from `seed`.
 
         Raises:
-            PartitionError: the data cannot be split in this way. The message contains the numbers.
-            ConfigError: the data have no classes, or are not images, and this kind needs them.
+            PartitionError: the data cannot be split in this way. The message contains the numbers involved.
+            ConfigError: this kind of partition needs classes or images, but the data have none.
         """
         ...
 
@@ -211,15 +211,16 @@ class Partition(Value):
         """Build the federation of this partition.
 
         Args:
-            data: a `Dataset`, or an argument of `Dataset.create`: arrays, tensors, torch, Hugging Face and pandas data
+            data: a `Dataset`, or an argument of `Dataset.create`: arrays, tensors, torch, Hugging Face or pandas data
                 sets.
-            seed: all random numbers come from it.
+            seed: seed of all random numbers.
 
         Raises:
             ConfigError: the seed is not an integer.
-            PartitionError: there are more clients than samples, more labels than classes, or a client below `min_size`.
+            PartitionError: there are more clients than samples or more labels than classes, or a client has fewer than
+                `min_size` samples.
             ConfigError: the partition needs classes, and the data set has none.
-            DataError: the data cannot be read, or a table's target is the same in every row.
+            DataError: the data cannot be read, or a table's target has the same value in every row.
         """
         data = Dataset.create(data)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
@@ -285,21 +286,21 @@ class Partition(Value):
         )
 
     def pool_of(self, data: Dataset) -> Pool:
-        """Return the samples to deal, one per subject. The official test set is left out unless ``pool = true``."""
+        """Return the samples to assign, one per subject. The official test set is excluded unless ``pool = true``."""
         index = self._dealt_from(data)
         if data.design is not None and not self.by_row:
             index = np.sort(data.design.last_rows(index))
         return Pool.create(data, index)
 
     def _dealt_from(self, data: Dataset) -> Ints:
-        """Return the positions of all samples that may be dealt."""
+        """Return the positions of all samples that may be assigned."""
         mask = np.ones(len(data), bool)
         if data.test is not None and not self.pool:
             mask[data.test.numpy()] = False
         return np.flatnonzero(mask)
 
     def _check_design(self, data: Dataset) -> None:
-        """Raise if test rows are marked and the test part is also chosen otherwise."""
+        """Raise if test rows are marked and the test part is also chosen in another way."""
         if data.design is None or data.design.tested is None or self.test == 0:
             return
         other = f"folds = {self.folds}" if self.folds is not None else f"test_from = {self.test_from!r}"
@@ -310,7 +311,7 @@ class Partition(Value):
             )
 
     def _complete_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
-        """Return the draw with all rows of every subject. Clients with only test rows become a common test set."""
+        """Return the draw with all rows of each subject. Clients that have only test rows become a common test set."""
         design = data.design
         if design is None:
             return draw
@@ -337,7 +338,7 @@ class Partition(Value):
         return draw if trains.all() else draw.without_tested(trains)
 
     def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
-        """Return a note if a fraction for test parts has no effect because the partition or the data determine them."""
+        """Return a note if a test fraction has no effect because the partition or the data determine the test parts."""
         if self.test_from != "own" or "test" not in self.model_fields_set:
             return []
         marked = data.design is not None and data.design.tested is not None
@@ -394,7 +395,7 @@ class Partition(Value):
             )
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
-        """Choose for every client `test_count` official test samples, with the label shares of its training part."""
+        """Choose `test_count` official test samples per client, with the label shares of its training part."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
         lists, n = Pool.create(data, data.test.numpy()).by_class(self.kind, rng), len(train.offsets) - 1
@@ -412,7 +413,7 @@ class Partition(Value):
 
 
 class Sized(Partition):
-    """A partition with a chosen number of clients."""
+    """Partition with a chosen number of clients."""
 
     clients: int = Field(default=10, ge=1, description="number of clients")
 
@@ -431,7 +432,7 @@ class Sized(Partition):
 
 
 def _whole(design: Design, dealt: Dealt, rows: Ints) -> Dealt:
-    """Return all rows of the dealt subjects, among the rows that may be dealt."""
+    """Return all rows of the assigned subjects, among the rows that may be assigned."""
     return Dealt(*whole_subjects(design, dealt.index, dealt.offsets, rows))
 
 

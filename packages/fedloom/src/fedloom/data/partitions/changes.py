@@ -1,4 +1,4 @@
-"""Changes of samples by partitions: noise, other labels, views of images, and scaling fitted at each client."""
+"""Changes that partitions make to samples: noise, other labels, views of images, and scaling fitted at each client."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
 
     Some samples receive their noise later.
 
-    Bytes are converted to float32 in [0, 1] before the noise. The data set's mean and standard deviation are applied
-    afterwards.
+    Bytes are converted to float32 in [0, 1] before noise is added. The data set's mean and standard deviation are
+    applied afterwards.
 
     Args:
         data: the data set.
-        dealt: samples of every client, each sample once.
-        std: standard deviation at each client, of all features [n, 1] or by channel [n, c].
-        seed: seed of the partition. Client i's noise comes from (seed, 0, i, "noise").
-        later: positions [k] of samples that do not change, because every step draws their noise again.
+        dealt: samples of each client, each sample once.
+        std: standard deviation at each client, for all features [n, 1] or per channel [n, c].
+        seed: seed of the partition. Client i's noise is drawn with (seed, 0, i, "noise").
+        later: positions [k] of samples that are not changed, because their noise is drawn again in every step.
 
     Returns:
-        The data set, and the standard deviation [N, c] of noise still to be drawn. None if ``later`` is empty.
+        The data set, and the standard deviation [N, c] of the noise that remains to be drawn. None if ``later`` is
+        empty.
     """
     if data.vocabulary:
         raise Refused(f"{data.name}: noise needs numeric samples, but these are tokens. Use another partition")
@@ -59,7 +60,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
 
 
 def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
-    """Permute every client's classes by its row of `relabel` [n, C]."""
+    """Permute each client's classes by its row of `relabel` [n, C]."""
     y = data.y.clone()
     index = torch.from_numpy(dealt.index)
     y[index] = torch.from_numpy(relabel[owners(dealt), data.y.numpy()[dealt.index]])
@@ -67,9 +68,9 @@ def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
 
 
 def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
-    """Turn and invert every client's images by its row of `views` [n, 2].
+    """Turn and invert each client's images by its row of `views` [n, 2].
 
-    Inversion stays within the data set's range.
+    Inverted values stay within the data set's range.
     """
     x, index, of_sample = data.x.clone(), torch.from_numpy(dealt.index), torch.from_numpy(views[owners(dealt)])
     darkest, brightest = data.x.min(), data.x.max()
@@ -83,17 +84,18 @@ def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
 def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
     """Apply a data set's `prepare`, fitted on each client's training part.
 
-    Samples that belong to no client become NaN, with `Dataset.ready` False: no part of a federation may contain them.
-    Samples of a common test set that no client has are scaled like a new client's, by `Table.typical`.
+    Samples that belong to no client become NaN, with `Dataset.ready` False, and no part of a federation may contain
+    them. Samples of a common test set that belong to no client are scaled like a new client's samples, by
+    `Table.typical`.
 
     Args:
         data: the data set.
-        dealt: samples of every client.
+        dealt: samples of each client.
         train: samples of each training part.
-        common: positions of a common test set. None: there is none.
+        common: positions of a common test set. None: there is no common test set.
 
     Raises:
-        ConfigError: the common test set needs a scaling that something other than a `Table` fits.
+        ConfigError: the common test set needs scaling, but the scaling is not fitted by a `Table`.
     """
     assert data.prepare is not None
     owner = np.full(len(data), -1, np.int64)

@@ -1,4 +1,4 @@
-"""Index arithmetic of partitions: deal samples to clients without a loop over samples."""
+"""Index arithmetic for partitions: samples are assigned to clients without a loop over samples."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Dealt(NamedTuple):
     """Samples of n clients: client i has ``index[offsets[i]:offsets[i + 1]]``.
 
     Attributes:
-        index: positions in the data set ``[k]`` int64, client by client.
-        offsets: ``[n + 1]`` int64, increasing from 0 to k.
+        index: positions in the data set ``[k]`` int64, grouped by client.
+        offsets: boundaries ``[n + 1]`` int64, increasing from 0 to k.
     """
 
     index: Ints  # type: ignore[assignment]
@@ -28,30 +28,31 @@ class Dealt(NamedTuple):
 
 
 def offsets_of(sizes: Ints) -> Ints:
-    """Return offsets [n + 1] of clients with these sizes [n]."""
+    """Return the offsets [n + 1] for clients with these sizes [n]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
 def owners(dealt: Dealt) -> Ints:
-    """Return the client of every entry of ``dealt.index``."""
+    """Return the client of each entry of ``dealt.index``."""
     return np.repeat(np.arange(len(dealt.offsets) - 1), np.diff(dealt.offsets))
 
 
 def concatenate_dealt(first: Dealt, second: Dealt) -> Dealt:
-    """Return the entries of both, client by client, the first ones before the second."""
+    """Return the entries of both, grouped by client, with the first argument's entries before the second's."""
     owner = np.concatenate([owners(first), owners(second)])
     return group_by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
 
 
 def even(total: int, n: int) -> Ints:
-    """Return n sizes that sum to `total` and differ by at most 1, the larger ones first."""
+    """Return n sizes that sum to `total` and differ by at most 1, with the larger sizes first."""
     return np.full(n, total // n, np.int64) + (np.arange(n) < total % n)
 
 
 def sort_by_key(keys: Ints, start: Ints) -> Ints:
-    """Return positions sorted by their keys (>= 0), equal keys in the order of ``start``, in linear time.
+    """Return positions sorted by key (>= 0) in linear time. Equal keys stay in the order of ``start``.
 
-    NumPy sorts 16-bit numbers by radix, so the keys are processed 16 bits at a time, the lowest first.
+    NumPy sorts 16-bit numbers by radix sort, so the keys are processed 16 bits at a time, starting with the lowest
+    bits.
     """
     for shift in range(0, int(keys.max(initial=0)).bit_length(), 16):
         start = start[np.argsort((keys >> shift).astype(np.uint16)[start], kind="stable")]
@@ -59,19 +60,19 @@ def sort_by_key(keys: Ints, start: Ints) -> Ints:
 
 
 def distinct(index: Ints, total: int) -> int:
-    """Return the distinct numbers of ``index``, which must be within 0..total-1."""
+    """Return the distinct numbers in ``index``, which must be within 0..total-1."""
     is_dealt = np.zeros(total, bool)
     is_dealt[index] = True
     return int(is_dealt.sum())
 
 
 def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
-    """Sort samples by their client. Within a client they keep their order.
+    """Group samples by client. Within a client, samples keep their order.
 
     Args:
         index: positions in the data set ``[k]``.
-        owner: client of each ``[k]``, from 0 to n - 1.
-        n: clients. A client without an entry has no sample.
+        owner: client of each sample ``[k]``, from 0 to n - 1.
+        n: clients. A client without an entry has no samples.
 
     >>> group_by_owner(np.array([5, 6, 9]), np.array([1, 0, 1]), 2)
     Dealt(index=array([6, 5, 9]), offsets=array([0, 1, 3]))
@@ -80,11 +81,11 @@ def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
 
 
 def deal(lists: list[Ints], counts: Ints) -> Dealt:
-    """Give client i the next ``counts[i, c]`` entries of list c. No entry is given twice.
+    """Assign the next ``counts[i, c]`` entries of list c to client i. No entry is assigned twice.
 
     Args:
         lists: positions of each class, in random order.
-        counts: [n, C], the sum of column c at most ``len(lists[c])``.
+        counts: counts [n, C], where the sum of column c is at most ``len(lists[c])``.
     """
     dealt = [samples[:total] for samples, total in zip(lists, counts.sum(0), strict=True)]
     owner = [np.repeat(np.arange(len(counts)), column) for column in counts.T]
@@ -92,7 +93,10 @@ def deal(lists: list[Ints], counts: Ints) -> Dealt:
 
 
 def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> Dealt:
-    """Give client i ``counts[i, c]`` different entries of list c. Clients draw separately, so they may overlap."""
+    """Assign ``counts[i, c]`` distinct entries of list c to client i.
+
+    Clients draw separately, so their samples may overlap.
+    """
     chosen = [
         lists[c][rng.choice(len(lists[c]), counts[i, c], replace=False, shuffle=False)]
         for i, c in np.argwhere(counts).tolist()
@@ -108,7 +112,7 @@ def cut_by(shares: Floats, totals: Ints) -> Ints:
 
 
 def round_to_total(shares: Floats, total: int) -> Ints:
-    """Return integers close to ``shares * total`` with rows that sum to `total`, by largest remainders."""
+    """Return integers close to ``shares * total`` whose rows sum to `total`, by largest remainders."""
     exact = shares * total
     whole: Ints = np.floor(exact).astype(np.int64)
     rank = np.argsort(np.argsort(whole - exact, axis=1, kind="stable"), axis=1, kind="stable")
@@ -119,7 +123,7 @@ def redraw(counts: Callable[[], Ints], min_size: int, what: str, cure: str) -> I
     """Draw counts [n, C] until every client has `min_size` samples.
 
     Raises:
-        PartitionError: `MAX_DEAL_ATTEMPTS` draws in a row left a client below this size.
+        PartitionError: `MAX_DEAL_ATTEMPTS` draws in a row left a client with fewer samples.
     """
     best = -1
     for _ in range(MAX_DEAL_ATTEMPTS):

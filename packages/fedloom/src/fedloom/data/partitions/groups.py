@@ -1,4 +1,4 @@
-"""Clients by a column of the data, and planted clusters."""
+"""Clients defined by a column of the data, and planted clusters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fedloom.seeds import numpy_generator
 
 
 class Natural(Partition):
-    """The natural clients of the source (writers, hospitals), or several of them per client.
+    """The source's natural clients (writers, hospitals), or several natural clients per client.
 
-    Natural clients with fewer than `min_size` samples are left out, as by LEAF's `-k`.
+    Natural clients with fewer than `min_size` samples are left out, as with LEAF's `-k`.
     """
 
     kind: ClassVar[str] = "natural"
     purpose: ClassVar[str] = "writers"
-    """Purpose in the seed of its draws. It keeps the original name of the kind."""
+    """Purpose that names the partition's draws in the seed. It keeps the original name of the kind."""
     by_row: ClassVar[bool] = True
     clients: int | None = Field(default=None, ge=1, description="number of clients (None: all clients of the source)")
     per_client: int | None = Field(
@@ -34,7 +34,7 @@ class Natural(Partition):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Deal whole natural clients to clients."""
+        """Assign whole natural clients to clients."""
         data = pool.data
         if data.users is None:
             have = f"its columns: {', '.join(data.columns)}" if data.columns else "it has no columns either"
@@ -45,7 +45,7 @@ class Natural(Partition):
 
 
 class ByColumn(Partition):
-    """Clients by the values of a column (education, occupation, writer): feature skew."""
+    """Clients defined by the values of a column (education, occupation, writer): feature skew."""
 
     kind: ClassVar[str] = "by-column"
     purpose: ClassVar[str] = "column"
@@ -56,7 +56,7 @@ class ByColumn(Partition):
     shuffle: bool = Field(default=True, description="draw the values of a group at random (false: consecutive values)")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign complete values to clients."""
+        """Assign whole values to clients."""
         data = pool.data
         if self.column not in data.columns:
             raise PartitionError(
@@ -106,8 +106,8 @@ def _dealt_samples(index: Ints, codes: Ints, client: Ints, n: int) -> Dealt:
 class Clusters(Partition):
     """Planted clusters: blocks of classes, each assigned to a block of clients (Equitable-FL, Table 1 and section 5).
 
-    Cluster k has the next ``classes[k]`` classes and the next ``sizes[k]`` clients. Each of these clients has
-    ``per_class[k]`` samples of each of its classes.
+    Cluster k receives the next ``classes[k]`` classes and the next ``sizes[k]`` clients. Each of these clients has
+    ``per_class[k]`` samples of each class of the cluster.
     """
 
     kind: ClassVar[str] = "clusters"

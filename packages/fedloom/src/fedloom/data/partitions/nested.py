@@ -1,4 +1,4 @@
-"""Partitions based on other partitions (mixed, feature noise, swapped labels, views), and all kinds by name."""
+"""Partitions that modify or combine others (mixed, feature noise, swapped labels, views), and all kinds by name."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ Below = Annotated[
 
 
 class FeatureNoise(Sized):
-    """Noise that grows with the number of the client (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
+    """Noise that grows with the client's number (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
 
-    Client i = 1..m has Gaussian noise of variance sigma * i / m on every feature (pixels in [0, 1]), in all its parts.
+    Client i = 1..m has Gaussian noise with variance sigma * i / m on every feature (pixels in [0, 1]), in all its
+    parts.
     """
 
     kind: ClassVar[str] = "feature-noise"
@@ -56,7 +57,7 @@ class FeatureNoise(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the base's clients, and a noise level for each."""
+        """Draw the base partition's clients, and a noise level for each client."""
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         m = len(drawn.dealt.offsets) - 1
         if self.sigma_unit == "variance":
@@ -68,10 +69,10 @@ class FeatureNoise(Sized):
 
 
 class LabelSwap(Sized):
-    """Concept skew: the same features have other classes in another group of clients.
+    """Concept skew: the same features have different classes in different groups of clients.
 
-    Clients form `groups` blocks. The first block keeps the classes, and each other block has its own random permutation
-    of them, in all parts. The common test set keeps the true classes.
+    Clients form `groups` blocks. The first block keeps the classes, and each other block permutes the classes at
+    random, in all parts. The common test set keeps the true classes.
     """
 
     kind: ClassVar[str] = "label-swap"
@@ -79,7 +80,7 @@ class LabelSwap(Sized):
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the base's clients, and the classes of each client's group."""
+        """Draw the base partition's clients, and the classes of each client's group."""
         pool.labels(self.kind)
         classes, rng = len(pool.data.classes), numpy_generator(seed, purpose="concept")
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
@@ -101,10 +102,11 @@ class LabelSwap(Sized):
 
 
 class Rotated(Sized):
-    """Feature skew: clients have turned and inverted images (as in IFCA's Rotated MNIST).
+    """Feature skew: clients have rotated and inverted images (as in IFCA's Rotated MNIST).
 
-    Clients form one block per view: all turns, and then all turns inverted. The first block keeps the images. A view
-        applies to all parts of a client. The common test set keeps the images.
+    Clients form one block per view: first all rotations, then all rotations inverted. The first block keeps the images
+    unchanged. A view
+        applies to all parts of a client. The common test set keeps the images unchanged.
     """
 
     kind: ClassVar[str] = "rotated"
@@ -121,7 +123,7 @@ class Rotated(Sized):
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the base's clients, and the view of each client's group."""
+        """Draw the base partition's clients, and the view of each client's group."""
         shape, name = pool.data.shape, pool.data.name
         if len(shape) != 3 or pool.data.vocabulary:
             raise Refused(f"rotated: needs images [channels, height, width], but the samples of {name} are {[*shape]}")
@@ -151,8 +153,8 @@ class Rotated(Sized):
 class MixedSkew(Sized):
     """Two kinds of skew in one federation (FLAME, section V-A: half the clients # label = 2, half quantity Dir(0.5)).
 
-    `first_partition` cuts the first round(ratio * clients) clients, and `second_partition` the others, each from its
-    own random share of the samples.
+    `first_partition` defines the first round(ratio * clients) clients, and `second_partition` the remaining clients,
+    each from a separate random share of the samples.
     """
 
     kind: ClassVar[str] = "mixed"
@@ -207,7 +209,7 @@ class MixedSkew(Sized):
         )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Return both kinds' clients, one after the other."""
+        """Return the clients of both kinds, one kind after the other."""
         self.fits(pool)
         first, second = self._halves()
         k = round(self.ratio * self.clients)
@@ -237,7 +239,7 @@ def _join_draws(draws: list[Draw], classes: int) -> Draw:
     def joint(values: list[Any], none: NDArray[Any]) -> Any:
         """Concatenate the kinds' values, one row per client, with `none` for clients of other kinds.
 
-        None if there are no values.
+        The result is None if there are no values.
         """
         rows = [np.broadcast_to(none if v is None else v, (n, *none.shape)) for v, n in zip(values, sizes, strict=True)]
         return np.concatenate(rows) if any(v is not None for v in values) else None
@@ -269,11 +271,11 @@ PARTITIONS: dict[str, type[Partition]] = {
 }
 
 OUTER_FIELDS = tuple(Partition.model_fields)
-"""Fields of the federation as a whole. A partition inside another one must not set them."""
+"""Fields that belong to the federation as a whole. A partition inside another partition must not set them."""
 
 
 def nested(where: str, table: Mapping[str, object], clients: int, min_size: int) -> Partition:
-    """Read the partition of a table ``{kind = ..., ...}`` for some of the clients.
+    """Read a table ``{kind = ..., ...}`` that defines the partition for some of the clients.
 
     Raises:
         ConfigError: the kind is missing or unknown, or a field belongs to the federation as a whole.

@@ -1,4 +1,4 @@
-"""Train, validation and test parts of every client at once."""
+"""Training, validation and test parts of all clients at once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from fedloom.data.subjects.design import Design
 def cut_parts(
     dealt: Dealt, y: Ints | None, quota: Quota, rng: np.random.Generator, design: Design | None = None
 ) -> dict[str, Dealt]:
-    """Cut each client's samples.
+    """Cut each client's samples into parts.
 
-    At least one sample is for training, then (from 2 samples on) one for test, then (from 3 on) one for validation.
-    Fractions are rounded. One sample of each of a client's classes stays in training.
+    At least one sample is for training, then (if there are at least 2 samples) one for test, then (if at least 3) one
+    for validation. Fractions are rounded. One sample of each of the client's classes stays in training.
 
     Args:
-        dealt: samples of every client.
+        dealt: samples of each client.
         y: classes of the whole data set [N], None for a regression.
         quota: sizes of the parts.
         rng: source of the random order.
-        design: says which samples belong together. If it is given, subjects are cut, see `parts_by_subject`.
+        design: which samples belong together. If it is given, subjects are cut instead of samples (see
+            `parts_by_subject`).
     """
     owner, sizes = owners(dealt), np.diff(dealt.offsets)
     if design is not None:
@@ -37,7 +38,7 @@ def cut_parts(
 
 
 def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota, order: Floats) -> Ints:
-    """Return the part of each sample by code, if every sample is independent."""
+    """Return the part of each sample as a code, if all samples are independent."""
     label = np.zeros_like(owner) if y is None else y[dealt.index]
     if quota.folds is None or quota.fold is None:
         in_test = np.zeros(len(owner), bool)
@@ -59,7 +60,7 @@ def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota,
 
 
 def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
-    """Return each sample's rank at its client, one of each class first, and the number of these first ones."""
+    """Return each sample's rank at its client, with one sample of each class first, and the number of these samples."""
     cell, drawn = owner * (int(label.max(initial=0)) + 1) + label, np.argsort(order, kind="stable")
     by_class = sort_by_key(cell, drawn)
     first = np.ones(len(owner), bool)
@@ -72,9 +73,9 @@ def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]
 
 
 def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, offsets: Ints) -> NDArray[np.bool_]:
-    """Return stratified folds: samples in class order are dealt to folds in turn.
+    """Return stratified folds: samples in class order are assigned to the folds in turn.
 
-    A class of one sample is never tested.
+    A class with a single sample is never tested.
     """
     cell = owner * (int(label.max(initial=0)) + 1) + label
     by_class = sort_by_key(cell, np.argsort(order, kind="stable"))
@@ -85,16 +86,16 @@ def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, o
 
 
 def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: int) -> None:
-    """Raise for positions outside the data, wrong offsets, and test samples that the client trains on.
+    """Raise for positions outside the data, wrong offsets, and test samples on which the client trains.
 
     Args:
-        dealt: samples of every client.
-        test: samples of its test part, if the partition determines it.
-        common: samples of a common test set, if the partition determines one.
+        dealt: samples of each client.
+        test: samples of each client's test part, if the partition determines it.
+        common: samples of a common test set, if the partition determines such a set.
         samples: number of samples in the data set.
 
     Raises:
-        ValueError: the partition's code is wrong. The message names the field.
+        ValueError: the code of the partition is wrong. The message states the field.
     """
     for name, lists in (("dealt", dealt), ("test", test)):
         if lists is None:

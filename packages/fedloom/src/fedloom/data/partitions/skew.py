@@ -27,7 +27,7 @@ from fedloom.seeds import numpy_generator
 
 
 class Iid(Sized):
-    """Clients of equal size, drawn from all samples alike."""
+    """Clients of equal size, drawn from all samples in the same way."""
 
     kind: ClassVar[str] = "iid"
     shuffle: bool = Field(
@@ -73,7 +73,7 @@ class QuantitySkew(Sized):
 
 
 class Shards(Sized):
-    """q labels per client, the pathological split.
+    """q labels per client: the pathological split.
 
     McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data, section 3.
     NIID-Bench (Li et al. 2022, arXiv 2102.02079), section 4.1, "#C = k". FLAME, section V-A, "# label = q".
@@ -94,7 +94,7 @@ class Shards(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Deal shards or classes at random."""
+        """Assign shards or classes at random."""
         self.fits(pool)
         q, n, classes = self.labels_per_client, self.clients, len(pool.data.classes)
         rng = numpy_generator(seed, purpose="shards")
@@ -120,7 +120,7 @@ class Shards(Sized):
 
 
 def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator, pool: Pool) -> Ints:
-    """Return counts ``[n, C]``: each client takes the q classes that were taken least, with random ties."""
+    """Return counts ``[n, C]``: each client takes the q classes taken least often so far, with random ties."""
     held = np.array([len(class_index) for class_index in lists])
     open_ = np.flatnonzero(held)
     if q > len(open_):
@@ -146,11 +146,11 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
 
 
 class FemnistFedProx(Sized):
-    """A few classes per client with log-normal sizes: FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127).
+    """A few classes per client, with log-normal sizes: FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127).
 
-    User i has ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples, z standard normal, of each of
-    the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint. In the published code an index is
-    reset by mistake, so users share the first images of a class. Remaining samples have no owner.
+    User i has ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples, with z standard normal, of
+    each of the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint. In the published code, an
+    index is reset by mistake, so users share the first images of a class. The remaining samples belong to no client.
     """
 
     kind: ClassVar[str] = "femnist-fedprox"
@@ -204,11 +204,10 @@ class Dirichlet(Sized):
     """Label skew by Dirichlet shares.
 
     By class (NIID-Bench, section 4.1; FLAME "Dir(0.5)"): class c is divided among clients by p ~ Dir(alpha, ...,
-    alpha).
-    By client (Acar et al. 2021, used by FedSLR, section 5.1): equal clients whose label distribution is drawn from
-    Dir(alpha, ..., alpha) over classes. By prior (Hsu, Qi, Brown 2019, arXiv 1909.06335, section 3): the same with
-    Dir(alpha * p), p the label distribution of all samples. If a class is exhausted, the missing samples come from the
-    client's other classes in proportion.
+    alpha). By client (Acar et al. 2021, used by FedSLR, section 5.1): clients have equal sizes, and each client's label
+    distribution is drawn from Dir(alpha, ..., alpha) over classes. By prior (Hsu, Qi, Brown 2019, arXiv 1909.06335,
+    section 3): as by client, but with Dir(alpha * p), where p is the label distribution of all samples. If a class is
+    exhausted, the client's other classes supply the missing samples in proportion.
     """
 
     kind: ClassVar[str] = "dirichlet"
@@ -235,7 +234,7 @@ class Dirichlet(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw counts per client and class, then samples at random."""
+        """Draw counts per client and class, then draw samples at random."""
         self.fits(pool)
         rng = numpy_generator(seed, purpose="dirichlet")
         lists = pool.by_class(self.kind, rng)
@@ -275,18 +274,21 @@ class Dirichlet(Sized):
 
 
 def _rows(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Floats:
-    """Return rows of `weights` over the open classes, each summing to 1. A row without open classes is uniform."""
+    """Return the rows of `weights` restricted to the open classes, each summing to 1.
+
+    A row without open classes is uniform.
+    """
     rows = weights * open_
     rows[rows.sum(1) <= 1e-12] = open_
     return np.asarray(rows / rows.sum(1, keepdims=True))
 
 
 def _fill_in_turn(prior: Floats, sizes: Ints, held: Ints, rng: np.random.Generator) -> Ints:
-    """Return counts ``[n, C]`` with the given row sums and with columns within `held`.
+    """Return counts ``[n, C]`` with the given row sums and with columns that do not exceed `held`.
 
-    The result is distributed as if samples were drawn one by one, with clients in random order: demand beyond the rest
-    of a class is rejected at random, and drawn again over the other classes. Each pass serves all clients or exhausts a
-    class.
+    The result has the same distribution as if samples were drawn one by one, with clients in random order: demand that
+    exceeds the rest of a class is rejected at random and drawn again from the other classes. Each pass serves all
+    clients or exhausts a class.
     """
     counts = np.zeros(prior.shape, np.int64)
     left = held.copy()

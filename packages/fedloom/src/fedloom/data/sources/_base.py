@@ -1,4 +1,4 @@
-"""Base class of sources, search for files in data folders, and the shape of images."""
+"""Base class of sources, the search for files in data folders, and the shape of images."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Source(Value):
         ...
 
     def read(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the loaded data set after checking its type. The source of a user may fail with any error.
+        """Return the loaded data set after checking its type. A user's source may raise any error.
 
         Raises:
             DataError: as `load`.
-            CodeError: the user's code failed, or returned another type.
+            CodeError: the user's code failed, or did not return a data set.
         """
         if path_of(type(self)) is None:
             return self.load(data_dir)
@@ -68,7 +68,7 @@ class SampleSource(FileSource):
 
     @abstractmethod
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str] | None]:
-        """Return all samples ``[N, *shape]`` in the form of `load`, with or without labels, and their files by name.
+        """Return all samples ``[N, *shape]`` as `load` returns them, with or without labels, and their file names.
 
         Raises:
             DataError: as `load`.
@@ -82,14 +82,15 @@ def locate(
     """Return the file or folder of a data set.
 
     Args:
-        what: name of the data set, for the error message.
-        path: path given by the user. Such a path must only exist, because the reader reports missing contents.
+        what: name of the data set, used in the error message.
+        path: path given by the user. This path only needs to exist, because the reader reports missing contents.
         data_dir: folder of data sets, or None for FEDLOOM_DATA.
         folders: names to try inside the data folder. The data folder itself is tried last.
         fits: function that returns True if a path contains the data set.
 
     Raises:
-        DataError: the data folder is a file, or the data set was not found. The message lists the searched paths.
+        DataError: the data folder is a file, or the data set was not found. The message lists the paths that were
+            searched.
     """
     if path is not None:
         place = Path(path).expanduser()
@@ -121,7 +122,7 @@ def locate(
 
 @contextmanager
 def naming_file_in_errors(place: Path) -> Iterator[None]:
-    """Add the name of the file or folder to every `DataError` of the block."""
+    """Add the name of the file or folder to every `DataError` raised in the block."""
     try:
         yield
     except DataError as error:
@@ -130,10 +131,10 @@ def naming_file_in_errors(place: Path) -> Iterator[None]:
 
 
 def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
-    """Return the names of classes that are numbered: ``"0"`` to the largest label.
+    """Return the names of numbered classes: ``"0"`` to the largest label.
 
     Raises:
-        DataError: a label is below 0 or beyond `MOST_CLASSES`.
+        DataError: a label is below 0 or above `MOST_CLASSES`.
     """
     if len(labels) and (labels.min() < 0 or labels.max() >= MOST_CLASSES):
         bad = int(((labels < 0) | (labels >= MOST_CLASSES)).argmax())
@@ -146,7 +147,7 @@ def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
 
 
 def scale(values: Sequence[float] | None) -> Tensor | None:
-    """Return the mean or std of a data set as a tensor, or None if no value is given.
+    """Return the mean or standard deviation of a data set as a tensor, or None if no value is given.
 
     Raises:
         DataError: the values are not numbers.

@@ -1,4 +1,4 @@
-"""Read files from folders and from zip and tar archives (plain, gz or xz) as one stream of entries.
+"""Read files from folders and from zip and tar archives (plain, gz or xz) as a single stream of entries.
 
 Nothing is unpacked to disk, links in archives are skipped, and the declared size of a file is checked before the file
 is read. A stream without a declared size is cut off when it exceeds the limit.
@@ -25,20 +25,20 @@ from numpy.typing import NDArray
 from fedloom.errors import DataError
 
 MAX_UNPACKED_BYTES = 16 * 2**30
-"""Largest number of bytes of one unpacked file. Chosen: above the memory of most machines, so that only an attack or a
-mistake reaches it."""
+"""Largest size in bytes of one unpacked file. It was chosen above the memory of most machines, so that only an attack
+or a mistake reaches it."""
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
-"""Number of unpacked bytes up to which any compression ratio is accepted: small tables of equal rows pack by more than
-`MAX_UNPACKING_RATIO`, and every machine has the memory for this number of bytes."""
+"""Number of unpacked bytes up to which any compression ratio is accepted: small tables of equal rows may be compressed
+by more than `MAX_UNPACKING_RATIO`, and every machine has the memory for this many bytes."""
 READ_CHUNK_BYTES = 2**20
 """Number of bytes per read, because gzip and lzma copy their output."""
 MAX_UNPACKING_RATIO = 400
-"""Largest accepted ratio of unpacked to packed bytes. The ratio is about 50 at most for xz of real data, and 1,000 or
-more for a decompression bomb."""
+"""Largest accepted ratio of unpacked bytes to packed bytes. The ratio is at most about 50 for xz of real data, and
+1,000 or more for a decompression bomb."""
 
 PATIENCE_SECONDS, PACKED_BYTES_PER_SECOND = 60.0, 100_000
-"""Number of seconds that are always allowed for a packed file, and number of packed bytes that add another second. A
-table of 5 MB in gz, with 50 MB of cells, takes about 3 s on one core. A decompression bomb of equal rows below
+"""Number of seconds that a packed file may always take, and number of packed bytes that allow one more second. A gz
+table of 5 MB, with 50 MB of cells, takes about 3 s on one core. A decompression bomb of equal rows that stays below
 `MAX_UNPACKING_RATIO` takes minutes."""
 
 GZIP_MAGIC, XZ_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00", b"PK\x03\x04"
@@ -65,9 +65,9 @@ class Entry(NamedTuple):
 
 
 class _Bounded(io.RawIOBase):
-    """Stream that raises an error if it returns more than `bound` bytes, or takes too long. Its errors name the file.
+    """Stream that raises an error if it returns more than `bound` bytes or takes too long. The errors name the file.
 
-    The time runs from the first byte to the last, including the processing in between.
+    The time is measured from the first byte to the last, including the processing in between.
     """
 
     def __init__(self, inner: BinaryIO, bound: int, where: str, seconds: float = math.inf) -> None:
@@ -97,7 +97,7 @@ class _Bounded(io.RawIOBase):
 
 
 class _Tail:
-    """Stream that remembers its last block, because a tar ends with blocks of zeros."""
+    """Stream that remembers its last block, because a tar archive ends with blocks of zeros."""
 
     def __init__(self, inner: BinaryIO) -> None:
         self._inner, self.last = inner, b""
@@ -114,7 +114,7 @@ def damaged(where: str, error: Exception) -> DataError:
 
 
 def bomb(where: str, size: int) -> DataError:
-    """Return the error for a file that unpacks to far more bytes than expected."""
+    """Return the error for a file that unpacks to many more bytes than expected."""
     return DataError(
         f"{where}: unpacks to at least {size:,} bytes, which is too much for the size of the archive, "
         f"or more than the limit of {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack the file "
@@ -178,7 +178,7 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise if a path is a pipe, socket or device, which may block or never end.
+    """Raise if a path is a pipe, socket or device, because reading it may block or never end.
 
     Raises:
         DataError: the path is a pipe, socket or device.
@@ -202,10 +202,12 @@ def is_system_file(name: str) -> bool:
 
 
 def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
-    """Yield the wanted files of a folder, zip, tar or single file. Each stream must be read before the next.
+    """Yield the requested files of a folder, zip, tar or single file.
 
-    Names are relative, with forward slashes, without .gz and .xz. Folders are read in the order of file names.
-    Archives, including archives inside a folder, are read in their stored order.
+    Each stream must be read before the next stream is requested.
+
+    Names are relative, use forward slashes, and omit .gz and .xz. Folders are read in the order of file names.
+    Archives, including archives inside a folder, are read in the order in which their files are stored.
 
     Raises:
         DataError: `path` does not exist, an archive is damaged, or a declared size cannot be genuine.
@@ -296,7 +298,7 @@ def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
 
 
 def finished(entry: Entry) -> None:
-    """Raise if bytes remain after the end of the data.
+    """Raise if the stream contains bytes after the end of the data.
 
     Raises:
         DataError: bytes remain.
@@ -308,9 +310,9 @@ def finished(entry: Entry) -> None:
 
 
 class GrowingRows:
-    """Rows of one shape whose number is not known in advance.
+    """Rows with the same shape, whose number is not known in advance.
 
-    The array grows in place, so nothing is ever stored twice.
+    The array grows in place, so no data are ever stored twice.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
@@ -330,7 +332,7 @@ class GrowingRows:
         return self._data[start : self.size]
 
     def at(self, start: int, count: int) -> NDArray[np.generic]:
-        """Return `count` rows from `start` on to write into. Missing rows are added."""
+        """Return `count` rows to write into, beginning with row `start`. Missing rows are added."""
         self.room(max(start + count - self.size, 0))
         return self._data[start : start + count]
 

@@ -1,6 +1,6 @@
 """Create a `Dataset` from arrays in memory.
 
-Shapes, types and values are checked, and all problems are reported at once.
+Shapes, types and values are checked, and all problems are reported together.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from fedloom.data.sources.table.checks import doubtful, doubtful_levels
 from fedloom.data.sources.table.levels import alike
 from fedloom.data.sources.table.targets import unlike
 from fedloom.data.subjects.copies import image_copies
-from fedloom.data.survey.findings import NEAR_COPIES_NOTE
+from fedloom.data.survey.findings import NEAR_COPIES_NOTE, note_near_copies
 from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 
+MOST_COMPARED_COLUMNS = 64
+"""Number of first columns among which near copies are searched."""
 MOST_NOTED = 2**24
-"""Largest number of values in a data set that is searched for notes: 64 MiB of float32."""
+"""Largest number of values in a data set that is still searched for notes: 64 MiB of float32."""
 MAX_EXACT_INTEGER = 2**24
-"""Largest integer up to which float32 represents every integer exactly."""
+"""Largest integer up to which float32 represents all integers exactly."""
 Layout = Literal["image", "sequence"]
-"""Meaning of samples ``[height, width]``: an image with one channel, or a sequence ``[time, features]``."""
+"""Meaning of samples ``[height, width]``: a one-channel image, or a sequence ``[time, features]``."""
 CHANNEL_COUNTS = (1, 3, 4)
-"""Usual numbers of channels of images: gray, RGB, and RGB with an alpha channel. Gray with alpha (2 channels) is
-rare."""
+"""Common numbers of image channels: gray, RGB, and RGB with an alpha channel. Gray with alpha (2 channels) is rare."""
 MIN_PIXEL_COLUMNS = 64
-"""Smallest number of columns that may be the pixels of images."""
+"""Smallest number of columns that may be image pixels."""
 LARGE_VALUE = 100.0
-"""Smallest median absolute value of a column, or largest value of images, for which a usual learning rate is too
-large."""
+"""Smallest median absolute value of a column, or largest image value, for which usual learning rates are too large."""
 
 
 def make_dataset(
@@ -61,24 +61,24 @@ def make_dataset(
 
     Args:
         name: name of the data set.
-        x: features [N, ...]. Bytes keep their type, other numbers become float32. An array [N, height, width] gets a
-            channel axis.
-        y: integers, booleans or text [N], or numbers [N, k]. For tokens and sequences also integers [N, length], for
-            images masks [N, height, width], with -1 for no label.
-        task: meaning of the targets. None: classification if they are integers, text or booleans.
-        where: file, for messages. None: the name.
-        split: first sample of the official test set, or None without such a set.
+        x: features [N, ...]. Bytes keep their type, and other numbers become float32. An array [N, height, width]
+            receives a channel axis.
+        y: integers, booleans or text [N], or numbers [N, k]. For tokens and sequences, integers [N, length] are also
+            accepted, and for images, masks [N, height, width], with -1 for no label.
+        task: meaning of the targets. None: classification if the targets are integers, text or booleans.
+        where: file, used in messages. None: the name.
+        split: position of the first sample of the official test set, or None without an official test set.
         classes: names of the classes or labels. Empty: numbers from 0, or the sorted texts.
         mean: value that is subtracted, for bytes from pixels in [0, 1].
-        std: value that divides the result.
+        std: value by which the result is divided.
         users: owner of each sample [N].
-        vocabulary: names of the tokens, or their number. x then contains tokens [N, length], with 0 for padding at the
-            end.
-        original_dtype: numpy's name of the original type of x. Empty: the type of x.
+        vocabulary: names of the tokens, or the number of tokens. x then contains tokens [N, length], with 0 for padding
+            at the end.
+        original_dtype: numpy name of the original type of x. Empty: the type of x.
         layout: "sequence" if x is ``[N, time, features]``. None: "image".
 
     Raises:
-        DataError: shapes, types, lengths or values that cannot be.
+        DataError: shapes, types, lengths or values are impossible.
     """
     place = str(where or name)
     texts = [(what, v) for what, v in (("classes", classes), ("vocabulary", vocabulary)) if isinstance(v, str)]
@@ -168,7 +168,7 @@ def make_dataset(
 
 
 def _is_dense(x: NDArray[Any], y: NDArray[Any], layout: Layout | None) -> bool:
-    """Return True if y labels every pixel of images, or every time step of sequences."""
+    """Return True if y labels each pixel of images, or each time step of sequences."""
     if y.dtype.kind not in "uibf" or not y.size or (y.dtype.kind == "f" and not bool((y == np.floor(y)).all())):
         return False
     if layout == "sequence":
@@ -178,7 +178,7 @@ def _is_dense(x: NDArray[Any], y: NDArray[Any], layout: Layout | None) -> bool:
 
 
 def as_features(x: NDArray[Any], place: str) -> NDArray[Any]:
-    """Return numbers ``[N, ...]`` in the form for models: bytes keep their type, other numbers become float32.
+    """Return numbers ``[N, ...]`` as models need them: bytes keep their type, and other numbers become float32.
 
     Raises:
         DataError: a number exceeds the range of float32.
@@ -191,11 +191,12 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
     Args:
         x: samples ``[N, ...]``.
-        channels_last: True for images ``[N, height, width, channels]``. None: raise if the shape looks like it.
-        place: location for messages.
+        channels_last: True if images are ``[N, height, width, channels]``. None: raise if the shape suggests that
+            channels may be last.
+        place: location, used in messages.
 
     Raises:
-        DataError: the order of the axes is not given, or contradicts the shape.
+        DataError: the order of the axes is not specified, or contradicts the shape.
     """
     if channels_last is None and has_channels_last(x.shape):
         raise DataError(
@@ -209,8 +210,8 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 def has_channels_last(shape: Sequence[int]) -> bool:
     """Return True if an array ``[N, ...]`` looks like images whose last axis is the channels.
 
-    The number of channels is in `CHANNEL_COUNTS` and the first axis is not, or is 2, or is smaller than the sides of a
-    square image, such as a satellite image.
+    The number of channels must be in `CHANNEL_COUNTS`, and the first axis must not be, or be 2, or be smaller than the
+    sides of a square image, such as a satellite image.
     """
     if len(shape) != 4 or shape[1] in CHANNEL_COUNTS:
         return False
@@ -218,7 +219,7 @@ def has_channels_last(shape: Sequence[int]) -> bool:
 
 
 def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
-    """Yield a note on integers ``[N, ...]`` that float32 cannot represent."""
+    """Yield a note on integers ``[N, ...]`` that float32 cannot represent exactly."""
     if x.dtype.kind not in "ui" or not x.size or max(int(x.max()), -int(x.min())) <= MAX_EXACT_INTEGER:
         return
     with np.errstate(invalid="ignore"):
@@ -234,16 +235,16 @@ def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
 
 
 def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> NDArray[Any]:
-    """Convert numbers into the array ``out`` of a narrower type and return it.
+    """Convert numbers into the array ``out``, which has a narrower type, and return it.
 
     Args:
         x: ``[N, ...]``.
         out: array of the same shape.
-        place: location for messages.
+        place: location, used in messages.
         first: number of the first row.
 
     Raises:
-        DataError: a number exceeds the range of a model.
+        DataError: a number exceeds the range that a model can represent.
     """
     with np.errstate(over="ignore"):  # the infinity is refused
         out[...] = x
@@ -264,10 +265,10 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
 def noted(data: Dataset) -> Dataset:
     """Return a data set of arrays with the notes on tables, and for images with a note on floats far from 1.
 
-    Images get a note on floats far from 1.
+    Images receive a note if their floats are far from 1.
 
-    A table of bytes gets a note, because its values may not be pixels. Images contain bytes, or more than one axis per
-    sample, or many columns of which half share the smallest or largest number.
+    A table of bytes receives a note, because its values may not be pixels. Images contain bytes, or have more than one
+    axis per sample, or have many columns of which half contain the same smallest or largest number.
     """
     x = data.x
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
@@ -284,6 +285,10 @@ def noted(data: Dataset) -> Dataset:
     data = noted_copies(data)
     if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
         return data
+    if x.ndim in (2, 3):
+        units = None if data.design is None or data.design.subject is None else data.design.units
+        numbers = [column.double().numpy() for column in x.flatten(1).T[:MOST_COMPARED_COLUMNS]]
+        data = replace(data, notes=(*data.notes, *note_near_copies(numbers, units)))
     if x.ndim != 2 or _is_wide(x):
         largest = float(x.abs().max())
         note = (
@@ -306,7 +311,7 @@ def noted(data: Dataset) -> Dataset:
 
 
 def noted_copies(data: Dataset) -> Dataset:
-    """Return a data set of images, with a note on near copies."""
+    """Return a data set of images with a note on near-duplicates."""
     if data.x.ndim != 4 or data.vocabulary or not (close := image_copies(data.x, data.design)):
         return data
     return replace(data, notes=(*data.notes, NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(data):,} images")))
@@ -319,7 +324,7 @@ def _is_wide(x: torch.Tensor) -> bool:
 
 
 def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield a note on unscaled columns of numbers far from 1. The columns of a table are scaled."""
+    """Yield a note on unscaled numeric columns whose values are far from 1. The columns of a table are scaled."""
     sizes = {name: float(np.median(np.abs(values))) for name, values in columns.items()}
     large = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] > LARGE_VALUE]
     if large:
@@ -380,7 +385,7 @@ def _targets(
 
 
 def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
-    """Convert values to an array of numbers or text, or of objects if ``mixed``.
+    """Convert values to an array of numbers or text, or of objects if ``mixed`` is True.
 
     Raises:
         DataError: rows differ in length, or values have several types or are missing.
@@ -416,7 +421,7 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
 
 
 def as_array(values: object) -> NDArray[Any]:
-    """Convert a tensor or array-like to an array. Floats of 16 bits or fewer become 32 bits wide.
+    """Convert a tensor or array-like to an array. Floats of 16 bits or fewer are converted to 32 bits.
 
     Raises:
         ValueError: rows differ in length.

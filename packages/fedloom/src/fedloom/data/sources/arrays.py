@@ -1,4 +1,4 @@
-"""Read arrays from an NPZ file or, left on disk, from NPY files. A file with a pickle is rejected."""
+"""Read arrays from an NPZ file, or from NPY files that stay on disk. A file that contains a pickle is rejected."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.errors import DataError
 
 CONVERSION_BLOCK_BYTES = 2**20
-"""Number of bytes per block when an array of another type is read."""
+"""Number of bytes per block when an array of a different type is read."""
 SPLIT_NAME_FORMS = (("{}_train", "{}_test"), ("train_{}", "test_{}"), ("{}", ""))
 CLIENT_KEYS = ("clients", "users")
-"""Keys of the array with the client of every sample. Earlier versions used the second key."""
+"""Keys of the array that contains each sample's client. Earlier versions used the second key."""
 ARRAY_KEYS = tuple(
     (train.format(x), train.format(y), test.format(x), test.format(y))
     for train, test in SPLIT_NAME_FORMS
@@ -63,8 +63,8 @@ class _Arrays(SampleSource):
 class Npy(_Arrays):
     """Folder with x.npy, y.npy and, optionally, clients.npy, subject.npy, order.npy and strata.npy.
 
-    The features stay on disk, and samples are read on demand. x may be larger than the memory. It contains bytes or
-    float32, and images have their channels first.
+    The features stay on disk, and samples are read on demand. x may be larger than the memory. x contains bytes or
+    float32, and images store their channels first.
     """
 
     channels_last: Literal[False] | None = Field(
@@ -101,7 +101,7 @@ class Npy(_Arrays):
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    """Return an array mapped copy-on-write: writes never change the file."""
+    """Return an array that is mapped copy-on-write, so that writing never changes the file."""
     try:
         mapped: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -110,7 +110,10 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 
 class Npz(_Arrays):
-    """NPZ file with x and y, or x_train, y_train, x_test, y_test. Optional: clients, subject, order, strata."""
+    """NPZ file with x and y, or with x_train, y_train, x_test and y_test.
+
+    Optional arrays: clients, subject, order, strata.
+    """
 
     channels_last: bool | None = Field(
         default=None, description="x is [N, height, width, channels] (default: an error if the shape suggests it)"
@@ -149,7 +152,7 @@ class Npz(_Arrays):
         return noted(replace(data, notes=(*data.notes, *notes)))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
-        """Return only the features, with all digits for a table. A single array may have any name."""
+        """Return only the features, with all digits for a table. If there is only one array, it may have any name."""
         place, headers = self._headers(data_dir)
         keys_present = ([key for key in keys[::2] if key in headers] for keys in ARRAY_KEYS)
         keys = next((keys for keys in keys_present if keys), [*headers] if len(headers) == 1 else [])
@@ -165,7 +168,7 @@ class Npz(_Arrays):
         return place, {_key(entry): _header(entry) for entry in entries(place, _is_array)}
 
     def _read(self, place: Path, headers: dict[str, _Header], rooms: list[tuple[list[str], NDArray[Any]]]) -> None:
-        """Read arrays into their buffers one after the other. The first buffer belongs to the features."""
+        """Read arrays into their buffers, one after the other. The first buffer belongs to the features."""
         parts: dict[str, tuple[NDArray[Any], bool]] = {}
         for k, (keys, room) in enumerate(rooms):
             at = 0
@@ -182,7 +185,7 @@ class Npz(_Arrays):
     ) -> NDArray[Any]:
         """Return the buffer for the features, channels first.
 
-        It contains bytes or float32 for models, or the ``own_type`` of the array.
+        It contains bytes or float32, as models need them, or the array's own type if ``own_type`` is set.
         """
         shape, dtype = _joint_shape(place, headers, keys)
         kind = dtype if own_type else np.uint8 if dtype == np.uint8 else np.float32
@@ -207,7 +210,7 @@ def _key(entry: Entry) -> str:
 
 
 def _header(entry: Entry) -> _Header:
-    """Return the shape and type of an array if the packed bytes can contain them.
+    """Return the shape and type of an array if the packed bytes can contain such an array.
 
     Types with Python objects are rejected.
     """
@@ -233,12 +236,12 @@ def _header(entry: Entry) -> _Header:
 
 
 def _room(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
-    """Return one empty array for all arrays of these keys, one after the other."""
+    """Return one empty array that can hold all arrays of these keys, one after the other."""
     return np.empty(*_joint_shape(place, headers, keys))
 
 
 def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the joint shape and type of the arrays of these keys, one after the other."""
+    """Return the joint shape and type of the concatenated arrays of these keys."""
     first = headers[keys[0]]
     for key in keys:
         if headers[key].shape[1:] != first.shape[1:] or headers[key].dtype != first.dtype or not first.shape:
@@ -253,7 +256,7 @@ def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> t
 
 
 def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:
-    """Read an array into its buffer, block by block if the type or the order of axes differs."""
+    """Read an array into its buffer, block by block if the type or the order of the axes differs."""
     if header.fortran and len(header.shape) > 1:
         turned = np.empty(header.shape[::-1], header.dtype)
         fill(entry, turned, "the array")

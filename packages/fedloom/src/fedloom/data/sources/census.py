@@ -17,7 +17,7 @@ from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError, NoSamples
 
 Schema = Mapping[str, tuple[str, ...]]
-"""Levels of each column, the label last. An empty tuple means a number, and ``?`` is missing."""
+"""Levels of each column, with the label last. An empty tuple means a number, and ``?`` marks a missing value."""
 
 HEART_HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 HEART_COLUMNS: Schema = {
@@ -44,12 +44,12 @@ class Heart(FileSource):
     """UCI heart disease (Janosi et al. 1988): four hospitals, 920 patients, presence of a disease (num > 0).
 
     The hospitals are the natural clients. A cholesterol or resting blood pressure of 0 counts as missing. Imputation
-    and scaling are fitted on each client's training part. A column with fewer than 5 observed values at a client
-    becomes 0 for this client. Columns with gaps get an additional feature that marks them.
+    and scaling are fitted on each client's training part. A column with fewer than 5 observed values at a client is set
+    to 0 for this client. For each column with gaps, an additional feature marks the gaps.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the data of all four hospitals, raw values with NaN for missing cells."""
+        """Return the data of all four hospitals: raw values, with NaN for missing cells."""
         folders = ("tabular/uci_heart", "uci_heart", "heart")
         place = locate("UCI heart disease", self.path, data_dir, folders, _holds("processed.*.data*", "*heart*.zip"))
         files = [f"processed.{hospital}.data" for hospital in HEART_HOSPITALS]
@@ -131,11 +131,11 @@ COLUMN_RANGES = {
 
 
 class Adult(FileSource):
-    """UCI adult (Becker, Kohavi 1996): 32,561 + 16,281 people, with an income above 50,000 dollars or not.
+    """UCI adult (Becker, Kohavi 1996): 32,561 + 16,281 people, and whether their income exceeds 50,000 dollars.
 
     Numbers are divided by fixed bounds (capital gain and loss after log(1 + x)), so nothing is fitted. Coded columns
-    become one feature per level, and `?` is a level. The sampling weight fnlwgt is not a feature. Every coded column
-    can split a federation.
+    become one feature per level, and `?` counts as a level. The sampling weight fnlwgt is not a feature. A federation
+    can be split by any coded column.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
@@ -171,7 +171,7 @@ class Adult(FileSource):
 
 
 def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Yield each existing file, and its cells [N, columns]: numbers, and positions of levels. NaN is missing."""
+    """Yield each existing file and its cells [N, columns]: numbers, and positions of levels. NaN is missing."""
     *_, label = schema
     places = {name: {level: float(i) for i, level in enumerate(levels)} for name, levels in schema.items() if levels}
     for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
@@ -198,9 +198,9 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
 
 
 def _plain(cell: str) -> str:
-    """Return a level in the form of the schema.
+    """Return a level as the schema writes it.
 
-    7.0 becomes 7, and the final period of labels in adult.test is removed.
+    7.0 becomes 7, and the final period in the labels of adult.test is removed.
     """
     try:
         return f"{float(cell):g}"

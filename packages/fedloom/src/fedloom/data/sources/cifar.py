@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from their original binary records.
+"""CIFAR-10 and CIFAR-100, read from their original binary records.
 
 Krizhevsky 2009, Learning multiple layers of features from tiny images.
 """
@@ -24,7 +24,7 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 
 class CifarVersion(NamedTuple):
-    """CIFAR-10 or CIFAR-100: its name, its files, and the number of label bytes before the pixels.
+    """CIFAR-10 or CIFAR-100: the name, the files, and the number of label bytes that precede the pixels.
 
     The last label byte is used.
     """
@@ -39,7 +39,7 @@ CIFAR100_VERSION = CifarVersion("cifar-100", re.compile(r"(^|/)(train|test)(\.bi
 
 
 class Cifar10(FileSource):
-    """CIFAR-10: 50,000 + 10,000 color images 32x32 of ten classes."""
+    """CIFAR-10: 50,000 + 10,000 color images of 32x32 pixels in ten classes."""
 
     mean: tuple[float, ...] | None = Field(
         default=(0.5,), description="number subtracted from pixels in [0, 1] (FLAME)"
@@ -53,7 +53,7 @@ class Cifar10(FileSource):
 
 
 class Cifar100(FileSource):
-    """CIFAR-100: 50,000 + 10,000 color images 32x32 of a hundred (fine) classes."""
+    """CIFAR-100: 50,000 + 10,000 color images of 32x32 pixels in a hundred (fine) classes."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
     std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")

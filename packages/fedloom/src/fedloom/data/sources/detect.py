@@ -41,7 +41,7 @@ BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"\.(csv|tsv|txt|dat|data)$", re.IGNORECASE), Csv),
 )
 FIRST_WEAK_PATTERN = 7
-"""Index of the first pattern that decides only if no other name in the folder or archive matches a stronger pattern."""
+"""Index of the first weak pattern, which decides only if no other name matches a stronger pattern."""
 LOOKED_AT = 2000
 """Number of names after which a weak pattern decides."""
 GIVEN_UP = 100_000
@@ -52,7 +52,7 @@ PARQUET_MAGIC = b"PAR1"
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:
-    """Return True if a file starts with these bytes. Return False for an unreadable file."""
+    """Return True if a file starts with the given bytes. For an unreadable file, return False."""
     with suppress(OSError), path.open("rb") as file:
         return file.read(len(magic)) == magic
     return False

@@ -1,4 +1,4 @@
-"""Data sets that are part of scikit-learn: no file, no network."""
+"""Data sets that are included in scikit-learn and need neither files nor a network."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Digits(Source):
 
 @cache
 def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return 64 pixels and the digit per row, from scikit-learn's file.
+    """Return 64 pixels and the digit per row, read from scikit-learn's file.
 
-    An import of scikit-learn takes as long as an import of torch.
+    Importing scikit-learn would take as long as importing torch.
     """
     spec = find_spec("sklearn")
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -48,7 +48,7 @@ def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
 
 
 class Embedded(Source):
-    """Small table of scikit-learn. It is scaled on each client's training part."""
+    """Small table included in scikit-learn. It is scaled on each client's training part."""
 
     set: Name = Field(default="breast_cancer", description="name of one of scikit-learn's embedded data sets")
 

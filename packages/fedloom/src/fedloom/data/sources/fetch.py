@@ -1,4 +1,4 @@
-"""Original files of named data sets, downloaded only on a user's request."""
+"""Original files of named data sets, which are downloaded only if a user asks for them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fedloom.outputs import check_output_folder
 from fedloom.rundir import place_of
 
 DATA_FOLDER_VARIABLE = "FEDLOOM_DATA"
-"""Environment variable that names the folder of data sets."""
+"""Environment variable that contains the data set folder."""
 
 
 class Remote(NamedTuple):
-    """Source of a data set's files.
+    """Where to download the files of a data set.
 
     Attributes:
-        folder: folder of this data set below the folder of data sets.
-        mirrors: addresses of folders with all files, in the order of attempts.
-        files: digest of every file by name, as ``sha256:...`` or ``md5:...``.
+        folder: subfolder for this data set in the data set folder.
+        mirrors: addresses of folders that contain all files, in the order in which they are tried.
+        files: digest of each file by name, as ``sha256:...`` or ``md5:...``.
     """
 
     folder: str
@@ -95,9 +95,9 @@ REMOTE_SETS: dict[str, Remote] = {
         {"tiny-imagenet-200.zip": "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821"},
     ),
 }
-"""Data sets with a public address. Digests refer to the original files. For CIFAR, Tiny-ImageNet and MedNIST they are
-the published ones. The addresses were written without network access and have not been tried. A file with another
-digest is not kept.
+"""Data sets with a public address. Digests refer to the original files. For CIFAR, Tiny-ImageNet and MedNIST, the
+digests are the published digests. The addresses were written without network access and have not been tested. A file
+with a different digest is not kept.
 """
 
 LEAF_HINT = (
@@ -111,7 +111,7 @@ UNFETCHED_SETS = {
     "shakespeare": LEAF_HINT,
     "sklearn": "needs no files, because it comes with scikit-learn",
 }
-"""Reason why a named data set is not downloaded, and the alternative."""
+"""Reason why a named data set is not downloaded, and what to do instead."""
 
 
 def fetch(
@@ -119,21 +119,21 @@ def fetch(
 ) -> Path:
     """Download the original files of a named data set and return their folder.
 
-    Existing files with the right digest stay unchanged.
+    Existing files with the correct digest are kept unchanged.
 
     Args:
         name: key of `REMOTE_SETS`.
-        data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
-        mirrors: further addresses of folders with the files, tried first.
-        timeout: number of seconds without an answer after which the next address is tried.
+        data_dir: data set folder. None: the environment variable FEDLOOM_DATA.
+        mirrors: additional addresses of folders that contain the files, which are tried first.
+        timeout: number of seconds without a response after which the next address is tried.
 
     Returns:
         The folder with the files, which `fedloom.load` finds.
 
     Raises:
-        ConfigError: the data set is unknown or has no files to download, no folder is given, an existing file has
-            another digest, or the extra ``fetch`` is not installed.
-        DataError: no address provides a file, or a downloaded file has another digest.
+        ConfigError: the data set is unknown or has no files to download, no folder is given, an existing file has a
+            different digest, or the extra ``fetch`` is not installed.
+        DataError: no address provides a file, or a downloaded file has a different digest.
     """
     if name in UNFETCHED_SETS:
         raise ConfigError(f"{name} {UNFETCHED_SETS[name]}")

@@ -25,14 +25,14 @@ SIDE_LIMIT = 8192
 
 
 def is_image(name: str) -> bool:
-    """Return True if a file name ends like an image."""
+    """Return True if a file name has the extension of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
 class _Pictures:
-    """Reader of images of one size into one array.
+    """Reader that stores images of the same size in one array.
 
-    The first image determines size and channels unless they are given.
+    Unless size and channels are given, the first image determines them.
     """
 
     def __init__(self, rgb: bool | None, side: int | None) -> None:
@@ -93,7 +93,7 @@ def _read(
     std: tuple[float, ...] | None,
     wanted: Callable[[str], bool] = is_image,
 ) -> Dataset:
-    """Return every image whose path has a class. Classes are numbered in the order of their names."""
+    """Return all images whose path determines a class. Classes are numbered in the order of their names."""
     labels: list[str] = []
     in_test: list[bool] = []
     for entry in entries(place, wanted):
@@ -131,7 +131,10 @@ def _read(
 
 
 class ImageFolder(SampleSource):
-    """Folder, zip or tar with one folder of images per class. Images below `test` or `val` are kept apart."""
+    """Folder, zip or tar that contains one folder of images per class.
+
+    Images below `test` or `val` are stored separately.
+    """
 
     rgb: bool | None = Field(default=None, description="number of channels, 3 or 1 (default: as in the first image)")
     side: int | None = Field(
@@ -150,7 +153,7 @@ class ImageFolder(SampleSource):
         return _read(place.name, place, _parent, _below_test, pictures, self.mean, self.std)
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str]]:
-        """Return all images, in any folder."""
+        """Return all images, whatever folder they are in."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         names = []
@@ -169,7 +172,7 @@ def _below_test(path: PurePosixPath) -> bool:
 
 
 class MedicalMnist(FileSource):
-    """Medical MNIST (MedNIST): 58,954 gray images 64x64 of six kinds. A subset is also accepted."""
+    """Medical MNIST (MedNIST): 58,954 gray images of 64x64 pixels in six classes. A subset is also accepted."""
 
     rgb: bool = Field(
         default=False, description="repeat the channel three times, as FLAME's CNN expects (206,678 parameters)"
@@ -198,7 +201,7 @@ def _has_train(place: Path) -> bool:
 
 
 class TinyImagenet(FileSource):
-    """Tiny-ImageNet: 200 classes, 500 training and 50 validation images each, 64x64 color (CS231n, Stanford)."""
+    """Tiny-ImageNet: 200 classes with 500 training and 50 validation images each, 64x64 color (CS231n, Stanford)."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
     std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")

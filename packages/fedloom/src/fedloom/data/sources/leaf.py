@@ -1,4 +1,4 @@
-"""LEAF JSON: samples by user. FEMNIST with its writers.
+"""LEAF JSON files, which store samples by user. FEMNIST with its writers.
 
 Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
 """
@@ -28,7 +28,7 @@ UPPERCASE_CLASSES, LOWERCASE_CLASSES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tupl
 
 
 class Collector:
-    """All users of all files: features in one growing array, and one user code per sample."""
+    """Samples of all users in all files: features in one growing array, and one user code per sample."""
 
     wanted = "numbers. Every sample needs one number"
 
@@ -45,7 +45,7 @@ class Collector:
     def file(self, entry: Entry, in_test: bool) -> None:
         """Add the samples of a file.
 
-        Apart from the arrays, memory contains only the text of the file and the lists of one user.
+        Apart from the arrays, memory holds only the text of the file and the lists of one user.
         """
         where = entry.where
 
@@ -119,7 +119,7 @@ class Collector:
         y = y.ravel()
         if len(x) != len(y):
             raise DataError(
-                f"{where}: user {user!r} has {len(x)} entries in x and {len(y)} in y. Make the numbers equal"
+                f"{where}: x of user {user!r} has length {len(x)}, but y has length {len(y)}. Make both equal"
             )
         if len(y) == 0:
             raise DataError(f"{where}: user {user!r} has no sample. Remove the user")
@@ -175,9 +175,10 @@ def _numbers(values: object) -> Floats | None:
 
 
 class Leaf(FileSource):
-    """LEAF JSON files of any kind with numbers as features. Users are the natural clients.
+    """LEAF JSON files of any kind whose features are numbers. Users are the natural clients.
 
-    Files below a folder `test`, or with the word `test` in their name, are the official test set, if other files exist.
+    Files below a folder `test`, or with the word `test` in their name, are the official test set if there are other
+    files.
     """
 
     inside: str = Field(default="", description="prefix of the files to read, as a path in the folder or archive")
@@ -191,13 +192,16 @@ class Leaf(FileSource):
     classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the samples of all users of all files."""
+        """Return the samples of all users in all files."""
         place = locate("LEAF", self.path, data_dir, (), lambda p: True)
         return _load(place, self, None)
 
 
 class Femnist(FileSource):
-    """FEMNIST: handwritten digits and letters by writer, 28x28, white is 1. Writers are the natural clients."""
+    """FEMNIST: handwritten digits and letters by writer, 28x28 pixels, where white is 1.
+
+    Writers are the natural clients.
+    """
 
     subset: Literal["all", "digits", "letters"] = Field(
         default="all",
@@ -220,7 +224,7 @@ class Femnist(FileSource):
 
 
 def holds_json(place: Path) -> bool:
-    """Return True for a file, or a folder with JSON files or archives."""
+    """Return True for a file, or for a folder that contains JSON files or archives."""
     if not place.is_dir():
         return True
     return any(any(place.glob(pattern)) for pattern in ("*.tar*", "*.zip", "*.json*", "train/*.json*"))
@@ -270,11 +274,11 @@ class Collected(NamedTuple):
     """Samples of all users.
 
     Attributes:
-        x: ``[N, .]`` features.
+        x: features ``[N, .]``.
         y: ``[N]`` targets.
-        users: ``[N]`` codes of the users.
+        users: user codes ``[N]``.
         names: names of the users.
-        test: the official test set, or None without such a set.
+        test: official test set, or None without such a set.
     """
 
     x: NDArray[Any]
@@ -285,10 +289,10 @@ class Collected(NamedTuple):
 
 
 def collect(place: Path, inside: str, collector: Collector) -> Collected:
-    """Return the contents of all files of a folder or archive whose path starts with ``inside``.
+    """Return the contents of all files in a folder or archive whose path starts with ``inside``.
 
     Raises:
-        DataError: the files are not LEAF, or the collector does not accept them.
+        DataError: the files are not LEAF files, or the collector rejects them.
     """
     for entry in entries(place, lambda name: name.endswith(".json") and name.startswith(inside)):
         path = PurePosixPath(entry.name)

@@ -43,31 +43,31 @@ def as_dataset(
     """Convert objects in memory to a data set.
 
     Args:
-        obj: a `Dataset` (returned unchanged). Features ``[N, ...]`` as an array or tensor. The tuple ``(x, y)``. A
-            dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that contain
-            one of these. A torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such
-            dictionaries. Samples of a torch `Dataset` that its transforms change at random are read again for every
-            step of a training. A Hugging Face `Dataset` or `DatasetDict`. A pandas
-            `DataFrame`, alone or with its targets. A table of pyarrow, or a table that Arrow can read (polars).
-        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]`` for features without targets. The name of
-            the target's column is also accepted. None: ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, or
-            for a table without these the last column.
-        task: meaning of the targets. None: classification if they are integers, text or booleans.
-        test: the official test set, of the same type as `obj`. It is not allowed for tables, whose test rows are marked
-            by a column (``test_column`` or ``test_since``).
-        name: name of the data set, for reports and messages.
+        obj: a `Dataset`, which is returned unchanged. Features ``[N, ...]`` as an array or tensor. A tuple ``(x, y)``.
+            A dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that contain
+            such pairs. A torch `Dataset` or a list whose samples are tuples ``(features, target)`` or dictionaries with
+            such a pair. If transforms of a torch `Dataset` change samples at random, the samples are read again for
+            every training step. A Hugging Face `Dataset` or `DatasetDict`. A pandas `DataFrame`, alone or with its
+            targets. A pyarrow table, or a table that Arrow can read (polars).
+        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]``, if the features come without targets. The
+            name of the target column is also accepted. None: ``label``, ``labels``, ``fine_label``, ``target`` or
+            ``y``, or, for a table without these columns, the last column.
+        task: meaning of the targets. None: classification if the targets are integers, text or booleans.
+        test: official test set, of the same type as `obj`. It is not allowed for tables, in which a column marks the
+            test rows (``test_column`` or ``test_since``).
+        name: name of the data set, used in reports and messages.
         options: for arrays and samples: ``classes`` (names), ``mean``, ``std``, ``clients`` (client of each sample, or
             the column that names it), ``subject`` (person of each sample, such as a patient), ``order`` (time of each
-            sample) and ``strata`` (levels whose shares splits preserve), which may also be entries of dictionaries,
+            sample) and ``strata`` (levels whose shares splits preserve), which may also be dictionary entries,
             ``features`` (column of the features), ``channels_last``, ``layout`` ("sequence" for ``[N, time,
-            features]``), ``vocabulary`` (names of the tokens, or their number: features are then tokens ``[N,
-            length]``). For tables, including CSV files:
-            ``client_column``, ``subject``, ``order``, ``strata``, ``test_column``, ``test_levels``, ``test_since``,
-            ``categorical``, ``drop``, ``columns``, ``missing``, ``impute``, ``scale``, ``days_since``.
+            features]``), ``vocabulary`` (names of the tokens, or the number of tokens: features are then tokens ``[N,
+            length]``). For tables, including CSV files: ``client_column``, ``subject``, ``order``, ``strata``,
+            ``test_column``, ``test_levels``, ``test_since``, ``categorical``, ``drop``, ``columns``, ``missing``,
+            ``impute``, ``scale``, ``days_since``.
 
     Raises:
         ConfigError: the type of the object is unknown, or an option or column does not exist.
-        DataError: shapes, types, lengths or values are invalid. One message lists all of them.
+        DataError: shapes, types, lengths or values are invalid. A single message lists all of them.
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
@@ -187,7 +187,10 @@ def _named(value: Any) -> Any:
 
 
 class HubData(Source):
-    """``hub:owner/name``: images or numbers with a label. The source opens a connection, because the user named it."""
+    """``hub:owner/name``: images or numbers with a label.
+
+    This source opens a connection, because the user asked for it by name.
+    """
 
     name: str = Field(min_length=1, description="owner/name on the hub")
     config: str | None = Field(default=None, description="configuration of the data set, if it has several")
@@ -207,7 +210,7 @@ class HubData(Source):
     std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return both splits. Without a connection, only data in the library's cache is available."""
+        """Return both splits. Without a connection, only data in the library's cache can be loaded."""
         try:
             import datasets
         except ImportError as error:

@@ -1,6 +1,6 @@
 """Second reading of a user's samples, which detects random changes: a stored sample would contain only one draw.
 
-Samples of a torch data set that change at random are read again for every step of a training (`Rereading`).
+If samples of a torch data set change at random, they are read again for every training step (`Rereading`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REREAD_SAMPLES = 64
-"""Number of samples, spread over the data set, that are read again to find random transforms.
+"""Number of samples, spread over the data set, that are read again to detect random transforms.
 
-A change with a probability of 0.1 differs between two readings with a probability of 0.18: 64 pairs miss it with
+A change with probability 0.1 differs between two readings with probability 0.18, so 64 pairs miss it with probability
 0.82^64 < 1e-5.
 """
 REREAD_OF_RANDOM = 256
 """Smallest number of second readings for a data set that draws from a global generator.
 
-A change of one sample in a hundred is missed with 0.98^256 < 1 %.
+A change of one sample in a hundred is missed with probability 0.98^256 < 1 %.
 """
 REREAD_NOTE = (
     "samples change at random when they are read: every training step reads them again, while validation, test and "
@@ -48,36 +48,37 @@ Reader = Callable[[Sequence[int]], np.ndarray]
 
 
 class ChangedSamples(DataError):
-    """A sample differed when it was read again."""
+    """Error: a sample differed when it was read again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rereading:
-    """Random samples of a user's data sets, which are read again for every step of a training.
+    """Samples of a user's data sets that change at random and are read again for every training step.
 
     Random transforms draw from the global generators of torch, numpy and Python. While a client's batch is read, these
-    draw from the client's own stream of the step, so neither the cohort nor the number of workers changes a sample.
+    generators draw from the client's own stream for the step, so neither the cohort nor the number of workers changes a
+    sample.
 
     Attributes:
-        sets: for each data set, in the order of their samples: its length, and its reader. None: its samples never
-            change.
+        sets: length and reader of each data set, in the order of their samples. None: the samples of this data set
+            never change.
     """
 
     sets: tuple[tuple[int, Reader | None], ...]
 
     @classmethod
     def attach(cls, data: Dataset, sets: Iterable[tuple[int, Reader | None]]) -> Dataset:
-        """Return the data set of joined sets, with their rereading and a note if samples change."""
+        """Return the data set that joins several sets, with their rereading and a note if samples change."""
         joined = tuple(sets)
         if all(reader is None for _, reader in joined):
             return data
         return replace(data, rereading=cls(joined), notes=(*data.notes, REREAD_NOTE))
 
     def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
-        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new ones, drawn from the stream ``rng``.
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new samples, drawn with stream ``rng``.
 
         Raises:
-            DataError: the user's data set fails, or gives samples of another shape or type.
+            DataError: the user's data set fails, or returns samples of a different shape or type.
         """
         ends = list(accumulate(size for size, _ in self.sets))
         with as_global(rng, torch.device("cpu")):
@@ -89,16 +90,16 @@ class Rereading:
 
 
 def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T], Any], count: int, name: str) -> T:
-    """Return samples whose changes are drawn from a fixed stream, after a test that the streams decide all changes.
+    """Return samples whose changes come from a fixed stream, after a test that streams determine all changes.
 
     Args:
-        read: function that reads all samples (None), or samples at places.
-        key: function that returns what must be equal for equal streams.
+        read: function that reads all samples (None), or the samples at given positions.
+        key: function that returns the values that must be equal if the streams are equal.
         count: number of samples.
-        name: name of the data set, for messages.
+        name: name of the data set, used in messages.
 
     Raises:
-        DataError: samples differ although the global generators are the same.
+        DataError: samples differ although the global generators are in the same state.
     """
     places = np.unique(np.linspace(0, count - 1, min(count, REREAD_SAMPLES)).round().astype(int)).tolist()
 
@@ -117,7 +118,7 @@ def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T],
 
 
 def is_picture(value: object) -> bool:
-    """Return True if a sample is a Pillow image, whose channels are the last axis."""
+    """Return True if a sample is a Pillow image, whose last axis is the channels."""
     return hasattr(value, "getbands") and hasattr(value, "mode")
 
 
@@ -129,20 +130,20 @@ def steady(
     cure: str = AUGMENT_HINT,
     frozen: str = "",
 ) -> Iterator[T]:
-    """Yield samples. After the last sample, read some of them again and raise if they differ.
+    """Yield samples. After the last sample, read some samples again and raise if they differ.
 
-    Every sample is read and stored once, so a random change would be drawn once and never again. The second reading
-    restores the global generators. In a stream, whose order may change, a sample must only be equal to one of the first
-    reading. A stream that can only be read once is not checked.
+    Every sample is read and stored once, so a random change would be drawn only once. The global generators are
+    restored after the second reading. In a stream, whose order may change, a sample only has to equal one of the
+    samples in the first reading. A stream that can only be read once is not checked.
 
     Args:
-        first: samples of the first reading.
-        again: function that returns samples by their positions a second time. None: the samples are a stream.
+        first: samples from the first reading.
+        again: function that returns samples by position a second time. None: the samples are a stream.
         stream: function that restarts a stream.
-        name: name of the data set, for messages.
-        cure: advice on random changes of images.
-        frozen: code that stores one draw of every sample of a data set d, for messages. Empty: the default for a torch
-            data set or a stream.
+        name: name of the data set, used in messages.
+        cure: advice about random changes of images.
+        frozen: code that stores one draw of each sample of a data set d, used in messages. Empty: the default code for
+            a torch data set or a stream.
 
     Raises:
         ChangedSamples: a sample differs between two readings.
@@ -177,9 +178,9 @@ def steady(
 
 
 def varies(make: Callable[[], Any], times: int) -> bool:
-    """Return True if a user's code returns other samples when it is called again.
+    """Return True if a user's code returns different samples when it is called again.
 
-    The global generators are restored.
+    The global generators are restored afterwards.
     """
     with preserve_rng():
         return len({_fingerprint(make()) for _ in range(times)}) > 1
@@ -194,16 +195,16 @@ def _restarted(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
 
 
 def _image_of(sample: Any) -> Any:
-    """Return the first entry of a sample, which may be an image, or [] without entries."""
+    """Return the first entry of a sample, which may be an image, or [] if it has no entries."""
     first = next(iter(sample.values()), ()) if isinstance(sample, Mapping) else sample
     first = first[0] if isinstance(first, tuple) and first else first
     return np.empty((1, 1, 1)) if is_picture(first) else first if hasattr(first, "shape") else ()
 
 
 def _fingerprint(sample: Any) -> int:
-    """Return a hash of a sample that is equal for equal samples, where NaN is equal to NaN.
+    """Return a hash that is equal for equal samples, where NaN counts as equal to NaN.
 
-    Only the type of unknown objects is hashed.
+    For objects of unknown type, only the type is hashed.
     """
     if isinstance(sample, Mapping):
         return hash(tuple((str(key), _fingerprint(value)) for key, value in sample.items()))

@@ -1,4 +1,4 @@
-"""Tables of users: CSV and Parquet, with roles of columns by name."""
+"""Users' tables: CSV and Parquet files, with roles of columns by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CELL_BYTES = np.dtype(np.float64).itemsize
 
 
 class Csv(TableSource):
-    """CSV file (.csv, .tsv, .txt, .dat). The file may be plain, gz, xz, or the only such file of a zip or tar.
+    """CSV file (.csv, .tsv, .txt, .dat). The file may be plain, gz or xz, or be the only such file in a zip or tar.
 
     Without a header, the columns are called column1, column2, and so on.
     """
@@ -65,15 +65,15 @@ class Csv(TableSource):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers of missing cells. With decimal commas, a marker may contain a comma."""
+        """All markers of missing cells. If numbers have decimal commas, a marker may contain a comma."""
         markers = super().markers
         return markers if self.decimal == "." else tuple(pointed(m) if "," in m else m for m in markers)
 
     def signs(self, data_dir: str | Path | None = None) -> Signs:
-        """Return the signs of the file: the values of the fields, or else the detected signs.
+        """Return the separators of the file: the values of the fields, or else the detected separators.
 
         Raises:
-            DataError: the file does not exist, or is not text in UTF-8.
+            DataError: the file does not exist, or is not UTF-8 text.
         """
         place = locate("CSV", self.path, data_dir, (), lambda p: True)
         if self.separator is not None and self.decimal is not None:
@@ -84,7 +84,7 @@ class Csv(TableSource):
         raise DataError(f"{place}: contains no .csv file. Name the path of a .csv file")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all rows, read with the signs of the file: a marker may contain its decimal sign."""
+        """Return all rows, read with the separators of the file. A marker may contain the decimal sign."""
         return super(Csv, self.with_(**self.signs(data_dir)._asdict())).load(data_dir)
 
     @contextmanager
@@ -113,7 +113,7 @@ class Parquet(TableSource):
 
     @property
     def unread(self) -> set[str]:
-        """The columns that are left out and have no other role."""
+        """Columns that are left out and have no other role."""
         return (
             {*self.drop}
             - {*self.days_since, *self.days_since.values()}
@@ -125,7 +125,7 @@ class Parquet(TableSource):
     def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
         """Open the file and read its columns one after the other.
 
-        One page of every column at a time could use as much memory as the features.
+        Reading one page of every column at a time could use as much memory as the features.
 
         The number and size of the columns in the footer are first compared with the size of the file.
         """
@@ -157,10 +157,10 @@ def _is_text(kind: object) -> bool:
 
 
 def _columns(file: Any, names: list[str], drop: Collection[str], place: Path) -> Iterator[Piece]:
-    """Yield pieces of a file's columns. Equal texts are stored once in memory, and counted at every occurrence.
+    """Yield pieces of a file's columns. Equal texts are stored only once in memory, but counted at each occurrence.
 
     Raises:
-        DataError: the texts are together far longer than the file.
+        DataError: the texts together are much longer than the file.
     """
     from pyarrow import DictionaryArray, compute, int64
 

@@ -1,4 +1,4 @@
-"""Texts by speaker: a user's table, LEAF's Shakespeare and Sentiment140, and docstrings without a download.
+"""Texts by speaker: a user's table, LEAF's Shakespeare and Sentiment140, and docstrings, which need no download.
 
 Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
 """
@@ -29,11 +29,11 @@ from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
 TEXT_FIELD_INDEX = 4
-"""Index of the text in a tweet of Sentiment140: id, date, query, user, text."""
+"""Index of the text in a Sentiment140 tweet: id, date, query, user, text."""
 
 
 class Texts(FileSource):
-    """Texts in a CSV or Parquet table, each with a class. A column may name the owner of each text."""
+    """Texts in a CSV or Parquet table, each with a class. A column may contain the owner of each text."""
 
     text: str = Field(description="column with the texts")
     target: str | None = Field(default=None, description="column with the classes (default: the last column)")
@@ -50,7 +50,7 @@ class Texts(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all rows with the vocabulary of all texts."""
+        """Return all rows, with a vocabulary built from all texts."""
         texts, codes, where = self._columns(data_dir, labelled=True)
         (y, classes), (users, names) = codes[0], codes[1] if self.client_column is not None else (None, ())
         vocabulary = vocabulary_of(texts, self.level, self.tokens)
@@ -69,7 +69,7 @@ class Texts(FileSource):
             )
 
     def rows(self, data_dir: str | Path | None = None) -> tuple[list[str], list[str] | None]:
-        """Return all texts, with or without labels, and their owners, or None if the column does not exist.
+        """Return all texts, with or without labels, and their owners, or None if the owner column does not exist.
 
         Raises:
             DataError: as `load`.
@@ -115,7 +115,7 @@ class Texts(FileSource):
 
 
 class _Lines(Collector):
-    """Lines of a speaker, each with the next character."""
+    """Lines of a speaker, each with the character that follows."""
 
     wanted = "characters. Every sample needs the one character that follows its text"
 
@@ -134,7 +134,7 @@ class _Lines(Collector):
 
 
 class _Tweets(Collector):
-    """Tweets of a user, each with its sentiment: 0, and 1 or 4."""
+    """Tweets of a user, each with its sentiment: 0 for negative, and 1 or 4 for positive."""
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
         fits = all(
@@ -154,7 +154,10 @@ class _Tweets(Collector):
 
 
 class Shakespeare(FileSource):
-    """Shakespeare's plays by speaker (LEAF): next character of each text. Speakers are the natural clients."""
+    """Shakespeare's plays by speaker (LEAF): the task is to predict the next character of each text.
+
+    Speakers are the natural clients.
+    """
 
     length: int | None = Field(
         default=None,
@@ -165,7 +168,7 @@ class Shakespeare(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return the samples of all speakers.
 
-        Each class is a character of the texts, and every character is a token.
+        Each class is a character that occurs in the texts, and every character is a token.
         """
         place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
         users = collect(place, "", _Lines(Leaf(), None))
@@ -201,14 +204,15 @@ class Sent140(FileSource):
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MIN_CHARACTER_COUNT = 20
-"""Smallest number of occurrences of a character. Rarer characters become the unknown token."""
+"""Smallest number of occurrences for a character to be in the vocabulary. Rarer characters become the unknown token."""
 
 
 class Docstrings(Source):
-    """Prediction of the next character of docstrings of Python's standard library. Modules are the natural clients.
+    """Prediction of the next character in docstrings of Python's standard library. Modules are the natural clients.
 
-    The texts depend on the running Python: another version gives other data. A sample is a window of ``length``
-    characters. The last window of a module is shorter. The label of every position is the next character.
+    The texts depend on the Python version that is running, so another version gives different data. A sample is a
+    window of ``length`` characters. The last window of a module is shorter. The label of each position is the next
+    character.
     """
 
     length: int = Field(default=64, ge=2, description="number of characters per sample")
@@ -223,7 +227,7 @@ class Docstrings(Source):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the samples of all public single-file modules of the standard library with enough text."""
+        """Return the samples from all public single-file modules of the standard library with enough text."""
         whole = _texts()
         texts = {name: text[: self.max_characters] for name, text in whole.items() if len(text) >= self.min_characters}
         if not texts:
@@ -249,9 +253,9 @@ class Docstrings(Source):
 
 
 def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the windows of a text as tokens and next tokens, ``[n, length]`` each.
+    """Return windows of a text as tokens and next tokens, ``[n, length]`` each.
 
-    Only next tokens from entry 2 on count.
+    Next tokens count only from entry 2 of the vocabulary on.
     """
     (tokens,) = encoded([text], vocabulary, len(text))
     rows = -(-(len(tokens) - 1) // length)
@@ -264,7 +268,7 @@ def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.
 
 @cache
 def _texts() -> dict[str, str]:
-    """Return the docstrings of every single-file module of the standard library, by module name."""
+    """Return the docstrings of each single-file module of the standard library, by module name."""
     files = [file for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if file.name[0] != "_"]
     if not files:
         raise DataError("docstrings: this Python has no source of its standard library. Use another source")

@@ -1,4 +1,4 @@
-"""Near copies, as augmentation creates them: rows and images that are far closer than all others."""
+"""Near-duplicates, as augmentation creates them: rows and images that are much closer than all others are."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from numpy.typing import NDArray
 from fedloom.data.subjects.design import Design, Ints
 
 NEIGHBOR_COUNT = 10
-"""Number of neighbors of a row by which a near copy differs from a dense region."""
+"""Number of neighbors of a row that are compared to distinguish a near-duplicate from a dense region."""
 CLOSENESS_LEVEL = 1e-3
-"""Probability that a row's nearest neighbor is as close, if all rows came from the same distribution. A note needs 50
-times as many."""
+"""Probability that a row's nearest neighbor would be this close if all rows came from the same distribution. A note
+needs 50 times as many such rows."""
 CLOSE_SHARE = 0.05
 MOST_NEAR_ROWS = 20_000
-"""Largest number of rows for which near copies are searched. A tree of more rows takes seconds."""
+"""Largest number of rows that are searched for near-duplicates. A tree with more rows takes seconds."""
 MOST_NEAR_IMAGES = 10_000
-"""Largest number of images for which near copies are searched. The distances of more images take seconds."""
+"""Largest number of images that are searched for near-duplicates. The distances between more images take seconds."""
 MOST_TREE_AXES = 8
-"""Largest number of axes for which a tree finds neighbors faster than all distances."""
+"""Largest number of axes for which finding neighbors with a tree is faster than computing all distances."""
 MOST_COMPARED_BYTES = 1 << 29
-"""Largest number of bytes that are compared. More would take seconds, and the samples may be on disk."""
+"""Largest number of bytes that are compared. Comparing more bytes would take seconds, and the samples may be on
+disk."""
 THUMB_PIXELS = 32
-"""Height and width to which larger images are averaged before the comparison."""
+"""Height and width to which larger images are averaged before they are compared."""
 LEAST_PIXELS = 8
-"""Smallest height and width at which images can be distinguished."""
+"""Smallest height and width at which images can be told apart."""
 FREQUENCY_COUNT = 5
 SEEN_AXES = 12
-"""Number of principal axes of spectra and thumbnails in which images are compared."""
+"""Number of principal axes of spectra and thumbnails along which images are compared."""
 
 
 def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties: bool = False) -> int:
-    """Return the number of rows with a neighbor that is far closer than the next ones, or 0 if chance explains them.
+    """Return the number of rows with a neighbor that is much closer than the next ones, or 0 if chance explains them.
 
     Args:
-        points: ``[N, p]`` with meaningful distances.
-        units: subject ``[N]`` of each row. Rows of the same subject do not count. None: every row is independent.
-        ties: True if equal points are copies. False ignores points with several equal ones, because they are coarse.
+        points: points ``[N, p]`` whose distances are meaningful.
+        units: subject ``[N]`` of each row. Rows of the same subject are not counted. None: all rows are independent.
+        ties: True if equal points are copies. False ignores points that equal several other points, because such data
+            are coarse.
     """
     if not 5 * NEIGHBOR_COUNT <= len(points) <= MOST_NEAR_ROWS:
         return 0
@@ -62,7 +64,7 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
 
 
 def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]:
-    """Return distances ``[N, k]`` of each point to its nearest points, including itself, and their positions."""
+    """Return distances ``[N, k]`` from each point to its nearest points, including itself, and their positions."""
     if points.shape[1] <= MOST_TREE_AXES:
         from scipy.spatial import cKDTree  # slow to import
 
@@ -79,14 +81,14 @@ def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]
 
 
 def image_copies(images: torch.Tensor, design: Design | None) -> int:
-    """Return the number of images that look like slightly changed copies of others, or 0 if chance explains them.
+    """Return the number of images that look like slightly changed copies of other images, or 0 if chance explains them.
 
-    Mirror images, quarter turns, shifts and contrast do not change the spectrum. Noise does not change the thumbnail.
-    Turns by other angles and crops of a small part change both.
+    Mirroring, quarter turns, shifts and contrast do not change the spectrum. Noise does not change the thumbnail.
+    Rotations by other angles and crops of a small part change both.
 
     Args:
-        images: ``[N, C, H, W]``.
-        design: design of the data set. Images of one subject do not count.
+        images: images ``[N, C, H, W]``.
+        design: design of the data set. Images of the same subject are not counted.
     """
     if len(images) > MOST_NEAR_IMAGES or images.nbytes > MOST_COMPARED_BYTES or min(images.shape[2:]) < LEAST_PIXELS:
         return 0
@@ -100,7 +102,7 @@ def image_copies(images: torch.Tensor, design: Design | None) -> int:
 
 
 def _thumbs(grey: torch.Tensor, most: int) -> torch.Tensor:
-    """Average images to at most this height and width, ``[N, 1, H, W]``."""
+    """Average images down to at most this height and width, ``[N, 1, H, W]``."""
     return torch.nn.functional.adaptive_avg_pool2d(grey, (min(grey.shape[2], most), min(grey.shape[3], most)))
 
 
@@ -125,7 +127,7 @@ def _unit_thumbs(grey: torch.Tensor) -> torch.Tensor:
 
 
 def _rotate_axes(points: torch.Tensor, count: int) -> NDArray[np.float64]:
-    """Return points ``[N, p]`` in their first principal axes."""
+    """Return the coordinates of points ``[N, p]`` along their first principal axes."""
     points = points.double() - points.double().mean(0)
     axes = torch.linalg.svd(points, full_matrices=False)[2][:count]
     return np.asarray((points @ axes.T).numpy())

@@ -1,4 +1,4 @@
-"""Cut by subject: deal complete subjects to clients, and put each subject into one part everywhere."""
+"""Splits by subject: whole subjects are assigned to clients, and each subject is in the same part everywhere."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TRAIN_CODE, VALIDATION_CODE, TEST_CODE, UNUSED_CODE = range(4)
 
 
 class Quota(NamedTuple):
-    """Sizes of the parts of a client.
+    """Sizes of a client's parts.
 
     Attributes:
-        test: fraction for test. 0: no test part.
-        validation: fraction for validation. 0: no validation part.
-        keep: largest number of training samples per client, or of subjects if they are known. None: all.
-        folds: number of cross-validation folds, instead of `test`.
-        fold: the fold that is the test part.
+        test: fraction of samples in the test part. 0: no test part.
+        validation: fraction of samples in the validation part. 0: no validation part.
+        keep: largest number of training samples per client, or of subjects if subjects are known. None: all.
+        folds: number of cross-validation folds, used instead of `test`.
+        fold: number of the fold that is the test part.
     """
 
     test: float
@@ -34,12 +34,12 @@ class Quota(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Entries to cut, one per subject and client.
+    """Entries to split, one per subject and client.
 
     Attributes:
-        owner: client ``[k]`` of each, increasing.
-        label: class ``[k]`` of each, 0 without classes.
-        stratum: stratum ``[k]`` of each. None without strata.
+        owner: client of each entry ``[k]``, in increasing order.
+        label: class of each entry ``[k]``, 0 without classes.
+        stratum: stratum of each entry ``[k]``. None without strata.
         n: number of clients.
     """
 
@@ -50,16 +50,16 @@ class Cells(NamedTuple):
 
 
 def whole_subjects(design: Design, index: Ints, offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Return the clients' rows after each dealt row is replaced by all rows of its subject.
+    """Return the clients' rows after each assigned row has been replaced by all rows of its subject.
 
     Args:
         design: design of the data set.
-        index: dealt rows ``[k]``, one for each subject of a client.
+        index: assigned rows ``[k]``, one for each subject of a client.
         offsets: offsets of the clients ``[n + 1]``.
-        rows: rows ``[p]`` that may be dealt.
+        rows: rows ``[p]`` that may be assigned.
 
     Returns:
-        The rows and offsets in the same form, with the rows of a subject side by side.
+        The rows and offsets in the same form, with the rows of each subject next to each other.
     """
     units = design.units
     grouped = rows[np.argsort(units[rows], kind="stable")]
@@ -74,23 +74,24 @@ def whole_subjects(design: Design, index: Ints, offsets: Ints, rows: Ints) -> tu
 def parts_by_subject(
     design: Design, index: Ints, owner: Ints, n: int, y: Ints | None, quota: Quota, rng: np.random.Generator
 ) -> Ints:
-    """Return the part of each row ``[k]``, by code: each subject has one part at all clients.
+    """Return the part of each row ``[k]`` as a code. Each subject is in the same part at all clients.
 
-    A subject of several clients counts at the client with the fewest subjects, and has that part everywhere. The test
-    part contains the latest subjects if the order is known, or the marked ones if some are marked. Otherwise it is a
-    random share that preserves the shares of the strata. Fractions and numbers refer to subjects.
+    A subject with several clients is assigned at the client with the fewest subjects, and is in the resulting part
+    everywhere. The test part contains the latest subjects if their order is known, or the marked subjects if some are
+    marked. Otherwise, it is a random share that preserves the shares of the strata. Fractions and numbers refer to
+    subjects.
 
     Args:
         design: design of the data set.
         index: rows ``[k]``.
-        owner: client ``[k]`` of each, increasing.
+        owner: client of each row ``[k]``, in increasing order.
         n: number of clients.
-        y: classes of the whole data set. None: there are none.
+        y: classes of the whole data set. None: there are no classes.
         quota: sizes of the parts.
         rng: source of the random order.
 
     Raises:
-        PartitionError: a client has no training sample left.
+        PartitionError: a client has no training samples left.
     """
     units, total = design.units[index], len(design.units)
     client, who = np.divmod(np.unique(owner * total + units), total)
@@ -130,7 +131,7 @@ def parts_by_subject(
 def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArray[np.float64]) -> Ints:
     """Return the part of each subject ``[k]``.
 
-    ``place`` contains their last rows, and ``draw`` a random number each.
+    ``place`` contains the last row of each subject, and ``draw`` a random number for each.
     """
     if design.order is not None:
         return codes_in_order(cells, design.order.numpy()[place], quota, draw)
@@ -140,7 +141,7 @@ def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArra
 def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw: NDArray[np.float64]) -> Ints:
     """Return the part of each subject: a client's earliest subjects are for training, then validation, then test.
 
-    With folds, a client's subjects are cut into one more block than there are folds: fold f tests on block f + 1 and
+    With folds, a client's subjects are split into one more block than there are folds: fold f tests on block f + 1 and
     trains on the blocks before it. Later blocks are left out.
     """
     sizes = np.bincount(cells.owner, minlength=cells.n)
@@ -163,7 +164,7 @@ def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw:
 
 
 def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """Return the part of each entry at random, preserving the shares of strata.
+    """Return a random part for each entry, preserving the shares of strata.
 
     One entry of each class stays in training.
     """
@@ -207,7 +208,7 @@ def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> In
 
 
 def ranks_within(owner: Ints, order: Ints, sizes: Ints) -> Ints:
-    """Return the rank ``[k]`` of each entry at its client, where ``order`` lists entries client by client."""
+    """Return the rank ``[k]`` of each entry at its client, where ``order`` lists entries grouped by client."""
     starts = np.cumsum(sizes) - sizes
     rank = np.empty_like(owner)
     rank[order] = np.arange(len(owner)) - starts[owner[order]]
@@ -215,18 +216,20 @@ def ranks_within(owner: Ints, order: Ints, sizes: Ints) -> Ints:
 
 
 def wanted(sizes: Ints, fraction: float, from_size: int) -> Ints:
-    """Return the rounded fraction of sizes, and at least 1 for clients of `from_size` or more."""
+    """Return the rounded fraction of sizes, which is at least 1 for clients with `from_size` or more."""
     number = np.rint(sizes * fraction).astype(np.int64)
     least = np.asarray(sizes >= from_size if fraction > 0 else sizes < 0, np.int64)
     return np.asarray(np.maximum(number, least))
 
 
 def mixed_subjects(design: Design, parts: Mapping[str, Ints]) -> tuple[str, str, int] | None:
-    """Return two parts that share a subject, and one of its rows. None if every subject is in a single part.
+    """Return two parts that have a subject in common, and one row of this subject.
+
+    None if every subject is in a single part.
 
     Args:
-        design: of the data set.
-        parts: rows of each part, all clients together.
+        design: design of the data set.
+        parts: rows of each part, for all clients together.
     """
     part_of = np.full(len(design.units), -1)
     names = list(parts)

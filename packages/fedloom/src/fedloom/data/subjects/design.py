@@ -1,4 +1,4 @@
-"""Design of a data set: which rows belong together, in which order they came, and which of them are the test part."""
+"""Design of a data set: which rows belong together, in which order they came, and which rows are the test part."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from fedloom.errors import DataError
 
 Ints = NDArray[np.int64]
 SAMPLE_ROLES = ("subject", "order", "strata")
-"""Facts about every sample in memory. Rows of a table may also be marked as test rows."""
+"""Facts about each sample in memory. In a table, rows may also be marked as test rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Design:
     """What splits respect.
 
-    A subject is ordered by its last row: the latest by `order`, or without `order` the last in the data.
+    A subject's position in the order is that of its last row: the latest by `order`, or without `order` the last in the
+    data.
 
     Attributes:
-        subject: code ``[N]`` int64 of each row's subject, such as a patient. None: every row is its own subject.
-        order: time of each row, ``[N]`` float64: a number, or seconds since 1970 for a date. None: not known.
-        strata: code ``[N]`` int64 of each row's stratum. Splits and folds preserve the shares of the strata. None:
+        subject: code of each row's subject, such as a patient, ``[N]`` int64. None: each row is a separate subject.
+        order: time of each row ``[N]`` float64, which is a number, or seconds since 1970 for a date. None: not known.
+        strata: code of each row's stratum ``[N]`` int64. Splits and folds preserve the shares of the strata. None:
             there are none.
-        held_out: True for rows that are marked as test rows, ``[N]`` bool. None: partitions cut the test parts.
-        names: column of each of these by its option, such as ``{"subject": "patient_id"}``.
+        held_out: True for rows that are marked as test rows ``[N]``, bool. None: partitions determine the test parts.
+        names: columns for these attributes by option, such as ``{"subject": "patient_id"}``.
     """
 
     subject: Tensor | None = None
@@ -42,7 +43,7 @@ class Design:
     names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def wrong(self, rows: int) -> list[str]:
-        """Return the errors in the design of a data set with this number of rows, one sentence each."""
+        """Return the errors in the design of a data set with this number of rows, one sentence per error."""
         kinds = {"subject": torch.int64, "order": torch.float64, "strata": torch.int64, "held_out": torch.bool}
         sentences = []
         for name, dtype in kinds.items():
@@ -65,14 +66,14 @@ class Design:
 
     @property
     def subject_name(self) -> str:
-        """Name of the subjects' column, or "subject"."""
+        """Name of the subject column, or "subject"."""
         return self.names.get("subject", "subject")
 
     @cached_property
     def units(self) -> Ints:
         """Subject of each row ``[N]``, numbered from 0 to less than N.
 
-        A row without a known subject is its own subject.
+        A row without a known subject is a separate subject.
         """
         rows = next(len(v) for v in (self.subject, self.order, self.strata, self.held_out) if v is not None)
         if self.subject is None:
@@ -80,7 +81,7 @@ class Design:
         return np.unique(self.subject.numpy(), return_inverse=True)[1].astype(np.int64)
 
     def last_rows(self, rows: Ints) -> Ints:
-        """Return the last row of every subject among some rows ``[k]``, by subject: ``[s]`` positions."""
+        """Return the last row of each subject among some rows ``[k]``, by subject: positions ``[s]``."""
         times = np.zeros(len(rows)) if self.order is None else self.order.numpy()[rows]
         ordered = rows[np.lexsort((rows, times, self.units[rows]))]
         ends = np.ones(len(ordered), bool)
@@ -89,7 +90,7 @@ class Design:
 
     @cached_property
     def tested(self) -> NDArray[np.bool_] | None:
-        """True for rows in the test part, ``[N]``: all rows of the subjects whose last row is marked."""
+        """True for rows in the test part ``[N]``, which are all rows of the subjects whose last row is marked."""
         if self.held_out is None:
             return None
         of_unit = np.zeros(len(self.units), bool)
@@ -99,14 +100,14 @@ class Design:
         return tested
 
     def count(self, rows: Ints) -> int:
-        """Return the number of subjects of some rows."""
+        """Return the number of subjects to which some rows belong."""
         return len(np.unique(self.units[rows]))
 
     def counts(self, groups: Ints, rows: Ints, total: int) -> Ints:
         """Return the number of subjects in each of ``total`` groups, ``[total]``.
 
         Args:
-            groups: group ``[k]`` of each row.
+            groups: group of each row ``[k]``.
             rows: positions ``[k]``.
             total: number of groups.
         """
@@ -117,8 +118,8 @@ class Design:
         """Return sentences for the report: the number of subjects, and options without effect.
 
         Args:
-            rows: positions ``[k]`` of the clients' rows.
-            owner: client ``[k]`` of each.
+            rows: positions of the clients' rows ``[k]``.
+            owner: client of each row ``[k]``.
         """
         notes = []
         if self.subject is not None:
@@ -149,7 +150,7 @@ class Design:
 
 
 def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | None:
-    """Return the design of samples in memory. None if nothing is given.
+    """Return the design of samples in memory. None if no values are given.
 
     Args:
         values: by name ``subject`` (any identifier), ``order`` (numbers or dates) and ``strata`` (levels), each with
@@ -158,7 +159,7 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
         place: for messages.
 
     Raises:
-        DataError: the number of values differs, values are missing, or an order consists of neither numbers nor dates.
+        DataError: the number of values differs, values are missing, or an order contains neither numbers nor dates.
     """
     arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
     if not arrays:
@@ -192,5 +193,5 @@ def _is_absent(value: object) -> bool:
 
 
 def count_subjects(design: Design | None, rows: Ints) -> int:
-    """Return the number of subjects of some rows, or without a design the number of rows."""
+    """Return the number of subjects to which some rows belong, or without a design the number of rows."""
     return len(rows) if design is None else design.count(rows)

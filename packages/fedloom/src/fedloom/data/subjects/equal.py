@@ -20,20 +20,20 @@ MAX_SHOWN_LEVELS = 4
 LEAST_EQUAL_ROWS = 3
 """Smallest number of equal rows that is noted."""
 CHANCE_RATIO = 10
-"""Factor by which equal rows must exceed chance to be noted."""
+"""Factor by which the number of equal rows must exceed chance to be noted."""
 FINE_SHARE = 0.2
-"""Number of distinct values per row from which a column distinguishes rows."""
+"""Number of distinct values per row from which on a column tells rows apart."""
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Digests(NamedTuple):
-    """Samples as numbers that are equal if samples and targets are equal.
+    """Samples as numbers, which are equal if samples and targets are equal.
 
     Attributes:
         values: ``[N]``.
-        chance: probability that two samples are equal by chance: the product over the columns of a table, as if they
-            were independent. 0 for other samples.
-        fine: True if a column has so many distinct values that dependent columns cannot explain equal rows.
+        chance: probability that two samples are equal by chance: the product over the columns of a table, as if columns
+            were independent. It is 0 for other samples.
+        fine: True if a column has so many distinct values that dependence between columns cannot explain equal rows.
     """
 
     values: NDArray[np.uint64]
@@ -42,7 +42,7 @@ class Digests(NamedTuple):
 
 
 def digests_of(data: Dataset) -> Digests:
-    """Return a digest of every sample with its target."""
+    """Return a digest of each sample with its target."""
     flat = data.x.reshape(len(data), -1).numpy()
     targets = data.y.reshape(len(data), -1).numpy().astype(np.float64)
     digest, chance, fine = np.zeros(len(data), np.uint64), 0.0, False
@@ -71,11 +71,11 @@ def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np
 
 
 def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on equal samples in two parts, if there are more of them than by chance.
+    """Return a note on equal samples in two parts, if there are more of them than chance would give.
 
     Args:
-        data: the data as read.
-        parts: samples of each part, all clients together.
+        data: data as read.
+        parts: samples of each part, for all clients together.
         common: samples of a common test set.
     """
     if data.x.nbytes > MOST_COMPARED_BYTES or data.x.device.type != "cpu":
@@ -89,11 +89,11 @@ def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) ->
 
 
 def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on levels of a table's columns that occur in a test part and not in training.
+    """Return a note on levels of a table's columns that occur in a test part but not in training.
 
     Args:
-        data: the data as read, with levels as codes.
-        parts: samples of each part, all clients together.
+        data: data as read, with levels as codes.
+        parts: samples of each part, for all clients together.
         common: samples of a common test set.
     """
     if not isinstance(data.prepare, Table) or not len(parts["train"]):
@@ -119,8 +119,8 @@ def single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None
     """Return a note on parts, over all clients, that contain only one class.
 
     Args:
-        data: data with classes. Other data have no note.
-        parts: samples of each part, all clients together.
+        data: data with classes. For other data, there is no note.
+        parts: samples of each part, for all clients together.
         common: samples of a common test set.
     """
     if not data.classed or data.y.ndim != 1 or len(data.classes) < 2:

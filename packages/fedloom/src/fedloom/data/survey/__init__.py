@@ -1,1 +1,1 @@
-"""Survey of a table before a run: facts of its columns, a draft of the experiment, and the agreement of sites."""
+"""Survey of a table before a run: facts about its columns, a draft of the experiment, and the sites' agreement."""

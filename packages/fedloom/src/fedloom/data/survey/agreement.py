@@ -1,4 +1,4 @@
-"""Agreement: the meaning of the columns of a table at every site, as a document that people read and sign."""
+"""Agreement: a document that people read and sign, which defines the meaning of the table columns at all sites."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AGREEMENT_HEADER = (
 
 
 class AgreedColumn(Value):
-    """Feature in the form of the document."""
+    """Feature as the document describes it."""
 
     name: str = Field(description="column name in the header")
     type: Literal["number", "level"] = Field("number", description="number: a measured value. level: one of the levels")
@@ -57,7 +57,7 @@ class AgreedColumn(Value):
 
     @property
     def column(self) -> TableColumn:
-        """The column of a table."""
+        """Corresponding column of a table."""
         return TableColumn(
             name=self.name, levels=len(self.levels), names=self.levels, flag=self.missing, scale=self.scale,
             unit=self.unit, range=self.range,
@@ -65,7 +65,7 @@ class AgreedColumn(Value):
 
     @classmethod
     def create(cls, column: TableColumn) -> AgreedColumn:
-        """Return the description of a column of a table whose levels have names."""
+        """Return the description of a table column whose levels have names."""
         names = column.names or tuple(str(k) for k in range(column.levels))
         return cls(
             name=column.name, type="level" if names else "number", unit=column.unit, levels=names, range=column.range,
@@ -76,9 +76,10 @@ class AgreedColumn(Value):
 class Agreement(Value):
     """Columns by name, target, classes and missing markers.
 
-    Tables are read with these columns in any order, and other columns are ignored.
+    Tables are read with these columns in any order, and all other columns are ignored.
 
-    Levels, classes and the features that mark missing cells come from the agreement, never from the file of one site.
+    Levels, classes and the features that mark missing cells are defined by the agreement, never by the file of one
+    site.
     """
 
     target: str | None = Field(None, description="name of the target column (default: the choice of the source)")
@@ -150,7 +151,7 @@ class Agreement(Value):
 
     @classmethod
     def read(cls, path: Path) -> Agreement:
-        """Return the agreement in a TOML file.
+        """Return the agreement stored in a TOML file.
 
         Raises:
             ConfigError: the file does not exist, or contains an invalid value.
@@ -159,7 +160,7 @@ class Agreement(Value):
 
     @property
     def table(self) -> Table:
-        """The features as a table."""
+        """Features as a table."""
         missing = tuple(dict.fromkeys((*MISSING_MARKERS, *self.missing)))
         return Table(columns=tuple(c.column for c in self.column if not c.scoring), missing=missing, impute=self.impute)
 
@@ -169,12 +170,12 @@ class Agreement(Value):
         return {column.name: column.levels for column in self.column if column.levels}
 
     def drop_rare_levels(self, counts: Mapping[str, Mapping[str, int]]) -> Agreement:
-        """Return the agreement without levels of too few rows, which could identify a person.
+        """Return the agreement without levels that occur in so few rows that they could identify a person.
 
-        A column is removed if fewer than two levels, or less than half of its rows, remain.
+        A column is removed if fewer than two levels, or less than half of its rows, would remain.
 
         Args:
-            counts: number of rows of every level, by column.
+            counts: number of rows with each level, by column.
 
         Raises:
             ConfigError: no column remains.
@@ -192,7 +193,7 @@ class Agreement(Value):
         return self.with_(column=tuple(kept))
 
     def text(self) -> str:
-        """Render the document. Reading the text gives the same agreement."""
+        """Render the document. Reading the text back gives the same agreement."""
         head = {k: v for k, v in self.model_dump(mode="json", exclude_none=True).items() if k != "column"}
         rows = [
             {
@@ -209,8 +210,8 @@ class Agreement(Value):
         A sentence each.
 
         Args:
-            counts: number of rows by class, or of subjects if the agreement names their column.
-            rows: number of rows of the site, or of subjects.
+            counts: number of rows by class, or number of subjects if the agreement names a subject column.
+            rows: number of rows at the site, or number of subjects.
         """
         sentences = []
         what = "rows" if self.subject is None else f"subjects ({self.subject!r})"
@@ -228,7 +229,7 @@ class Agreement(Value):
 
 
 def agreement_of(document: object) -> Agreement | None:
-    """Return an agreement from the path of its document, its keys, or an object, or None for None.
+    """Return an agreement from the path of its document, from its keys, or from an object, or None for None.
 
     Raises:
         ConfigError: the agreement cannot be read.

@@ -1,4 +1,4 @@
-"""Known conversions of units: the only factors that a draft proposes for a column that differs between sites."""
+"""Known unit conversions, which are the only factors that a draft proposes for a column that differs between sites."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Conversion(NamedTuple):
     """Conversion factor between two units.
 
     Attributes:
-        factor: factor by which numbers in the first unit are multiplied to get the second unit.
+        factor: factor by which numbers in the first unit are multiplied to convert them to the second unit.
         units: names of both units, for people.
-        names: names of the columns in these units. None: any column.
+        names: names of columns that have these units. None: any column.
     """
 
     factor: float
@@ -64,14 +64,14 @@ KNOWN_CONVERSIONS = (
     Conversion(1e6, "a step of a million, as g to ug", None),
 )  # fmt: skip
 NAMED_TOLERANCE = 1.3
-"""Largest ratio between a ratio of medians and a factor of the column's units that counts as a match.
+"""Largest deviation, as a ratio, between a ratio of medians and a factor of the column's units that counts as a match.
 
 The patients of two sites also differ: in five generated hospitals, the ratio of medians of glucose and creatinine was
-0.9 to 1.2 times the factor. The next factor of the same column is more distant.
+0.9 to 1.2 times the factor. The next factor of the same column is farther away.
 """
 STEP_TOLERANCE = 1.15
-"""The same tolerance for powers of ten, which apply to any column. Together, all four cover 8 % of the ratios of 2 to 2
-million on a logarithmic scale, so that a difference without a change of units rarely matches."""
+"""The corresponding tolerance for powers of ten, which apply to any column. Together, the four powers cover 8 % of the
+ratios from 2 to 2 million on a logarithmic scale, so a difference without a change of units rarely matches."""
 TEMPERATURE_PATTERN = re.compile(r"temp|fever|fieber|t(°|_)?[cf]$", re.IGNORECASE)
 
 
@@ -80,7 +80,7 @@ def conversion(name: str, ratio: float) -> tuple[float, str] | None:
 
     Args:
         name: name of the column.
-        ratio: ratio of the usual median to the median of a site, above 0.
+        ratio: ratio of the median at other sites to the median at a site, above 0.
     """
     for candidate in KNOWN_CONVERSIONS:
         if candidate.names is not None and not candidate.names.search(name):
@@ -93,5 +93,5 @@ def conversion(name: str, ratio: float) -> tuple[float, str] | None:
 
 
 def is_fahrenheit(name: str, high: float, low: float) -> bool:
-    """Return True if two medians are the same temperature in degrees Fahrenheit and Celsius, within 2 degrees."""
+    """Return True if two medians are the same temperature in Fahrenheit and Celsius, to within 2 degrees."""
     return bool(TEMPERATURE_PATTERN.search(name)) and abs(1.8 * low + 32 - high) <= 2

@@ -1,4 +1,4 @@
-"""Profile one column of a table: the type of its cells, and its use as a feature."""
+"""Profile of one table column: the type of its cells, and whether it can serve as a feature."""
 
 from __future__ import annotations
 
@@ -30,31 +30,32 @@ MISSING_TOKENS = frozenset(
 LEVELS_TOO = frozenset({"none", "nil", "null"})
 """Members of `MISSING_TOKENS` that are also levels in many tables. Only 'fedloom init' reports them."""
 MAX_ODD_SHARE = 0.2
-"""Largest share of non-numeric cells in a column of numbers, if these cells have few different values. Chosen: four of
-five cells are numbers, and at most `MOST_ODD` words stand beside them."""
+"""Largest share of non-numeric cells in a column of numbers, if these cells have few different values. With this share,
+four of five cells are numbers, and there are at most `MOST_ODD` different words among them."""
 MOST_ODD = 4
-"""Largest number of different non-numeric cells in a column of numbers. A column with more contains levels or texts."""
+"""Largest number of different non-numeric cells in a column of numbers. A column with more such cells contains levels
+or texts."""
 CLEAR_ZERO_SHARE = 0.05
-"""Smallest ratio of a column's smallest nonzero number to its median at which a zero cannot be a small value. The ratio
-is 14 to 125 for insulin."""
+"""Smallest ratio of a column's smallest nonzero number to its median from which on a zero cannot be a small value. For
+insulin, the ratio is 14 to 125."""
 MIN_ZERO_STEPS = 5
 """Smallest distance between 0 and the smallest nonzero number, in steps of the column's numbers.
 
-The distance is one step in a count.
+In a count, the distance is one step.
 """
 MOST_ZERO = 0.6
 """Largest share of zeros or codes in a column that may mean missing. More frequent values are regular values."""
 NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
-"""Codes in questionnaires that mean no answer."""
+"""Questionnaire codes that mean no answer."""
 MIN_CODE_DISTANCE = 3
 """Smallest number of steps between such a code and the last answer."""
 MAX_ANSWER_CODES = 7
-"""Largest number of codes of a question for which 9, 99 or -1 means no answer."""
+"""Largest number of codes in a question for which 9, 99 or -1 means no answer."""
 ID_NAME_PATTERN = re.compile(
     r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$|[a-z](nummer|nr)$",
     re.IGNORECASE,
 )
-"""Pattern of names of columns with row numbers and other identifiers."""
+"""Pattern of column names for row numbers and other identifiers."""
 NAMELESS_PATTERN = re.compile(
     r"|unnamed(: ?\d+)?(_level_\d+)?|index|level_\d+|row\.?_?names?|(?-i:X(\.\d+)?)", re.IGNORECASE
 )
@@ -64,46 +65,47 @@ PERSON_NAME_PATTERN = re.compile(
     r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
     re.IGNORECASE,
 )
-"""Pattern of names of columns with numbers of patients and similar units, whose rows belong together."""
+"""Pattern of column names for numbers of patients and similar units, whose rows belong together."""
 ID_NAMES = re.compile(r"(^|[_\W])(id|uuid|guid|key|mrn)([_\W]|$)|[a-z]I[dD]$", re.IGNORECASE)
-"""Names of identifiers. Other columns of numbers may equally be counts."""
+"""Names of identifiers. Other numeric columns may just as well be counts."""
 BIRTH_NAME_PATTERN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
-"""Pattern of names of dates of a person, which do not say when a row was recorded."""
+"""Pattern of names for a person's dates that do not say when a row was recorded."""
 MOST_ALONE = 0.9
-"""Largest number of different values per row at which patients have several rows. Above, a few rows are duplicates."""
+"""Largest number of different values per row for which patients count as having several rows. Above this number, the
+few repeated rows are duplicates."""
 MAX_INDEX_SPARSITY = 20
-"""Largest number of rows of the original table per remaining row of an index."""
+"""Largest number of rows in the original table per remaining row of an index."""
 IN_STEP = 0.8
 """Smallest share of rows whose number is the previous number plus one, for row numbers of several joined files."""
 MAX_UNITS = 3
 """Largest number of units in the cells of one column."""
 MAX_FEW_LEVELS = 20
-"""Largest number of classes of integers, of rows of a small site, and of levels of text that need no count."""
+"""Largest number of classes that are integers, of rows at a small site, and of text levels that need no count."""
 PER_LEVEL = 10
 """Average number of rows per level of a text column with many levels."""
 SCORE_BINS = 50
-"""Number of groups of equal size into which a number is cut to measure its predictive value for the target."""
+"""Number of equally large groups into which a numeric column is cut to measure its predictive value."""
 SENTINEL_PATTERN = re.compile(r"-?9+|-1|-?8+|-?7+|1e\+?\d+")
 """Pattern of numbers that represent unknown values."""
 MIN_SENTINEL_SHARE = 0.004
-"""Smallest share of a column's numbers at which an extreme number is recurrent."""
+"""Smallest share of a column's numbers from which on an extreme number counts as recurrent."""
 LATER_NAME_PATTERN = re.compile(
     r"follow.?up|fu_|(days|hours|time|months|weeks|years)_?(to|until|of|from)_|surviv|discharge|length_of_stay|\blos\b"
     r"|readmi|death|died|\bdod\b|relapse|outcome|recurrence",
     re.IGNORECASE,
 )
-"""Pattern of names of facts that are known only after the target."""
+"""Pattern of names for facts that are known only after the target."""
 
 
 SECONDS_RANGE = 946_684_800, 2_051_222_400
-"""Seconds since 1970 of the years 2000 to 2034."""
+"""Range of seconds since 1970 for the years 2000 to 2034."""
 DAYS_RANGE = 10_000, 60_000
-"""Days of a spreadsheet, which counts them from 1900, of the years 1927 to 2064."""
+"""Range of spreadsheet days, which are counted from 1900, for the years 1927 to 2064."""
 DATE_NAME_PATTERN = re.compile(
     r"(?<![a-z])(date|datum|dat|day|adm|admi\w+|visit\w*|disch\w*|dob|dod|birth\w*|geb\w*|fecha)(?![a-z])",
     re.IGNORECASE,
 )
-"""Pattern of names of columns with dates."""
+"""Pattern of column names for dates."""
 
 
 @dataclass(eq=False)
@@ -112,10 +114,11 @@ class ColumnProfile:
 
     Attributes:
         name: name in the header.
-        cells: ``[N]`` as text, "" for missing cells.
+        cells: cells ``[N]`` as text, "" for missing cells.
         kind: type of most cells.
         odd: non-numeric cells in a column of numbers, most frequent first.
-        extremes: recurrent numbers that are far from all others, such as -9 and 999. A draft counts them as missing.
+        extremes: recurrent numbers that are far from all other numbers, such as -9 and 999. A draft counts them as
+            missing.
     """
 
     name: str
@@ -149,25 +152,25 @@ class ColumnProfile:
 
     @cached_property
     def levels(self) -> dict[str, int]:
-        """Number of rows of every different cell, the most frequent first."""
+        """Number of rows for each different cell, most frequent first."""
         names, counts = np.unique(self.present.astype(str), return_counts=True)
         order = np.argsort(-counts, kind="stable")
         return {str(names[k]): int(counts[k]) for k in order}
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
-        """Numbers ``[N]``, NaN if missing or if a number means missing."""
+        """Numbers ``[N]``, with NaN for missing cells and for numbers that mean missing."""
         missing = {"", *self.extremes}
         numbers = {c: np.nan if c in missing or (v := number_of(c)) is None else v for c in {*self.cells.tolist()}}
         return np.array([numbers[c] for c in self.cells.tolist()])
 
     @cached_property
     def numbers(self) -> NDArray[np.float64]:
-        """The values of a numeric column that are not missing."""
+        """Values of a numeric column that are not missing."""
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
     def _count_cells(self, codes: Collection[float]) -> dict[str, int]:
-        """Return numbers in the form of their cells, and their counts."""
+        """Return numbers as their cells write them, and their counts."""
         return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 
     def _counts(self) -> Counts:
@@ -204,7 +207,7 @@ class ColumnProfile:
 
     @property
     def doubts(self) -> list[str]:
-        """The odd cells that are not a common word for missing: they may be numbers, limits, or levels."""
+        """Non-numeric cells that are not a common word for missing: they may be numbers, limits, or levels."""
         return [level for level in self.odd if level.strip().lower() not in MISSING_TOKENS]
 
     @cached_property
@@ -227,18 +230,24 @@ class ColumnProfile:
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """``[N]`` group of every row: its level, or one of `SCORE_BINS` of equal size. Missing cells form a group."""
+        """Group of each row ``[N]``: its level, or one of `SCORE_BINS` groups of equal size.
+
+        Missing cells form a group.
+        """
         if self.kind == "number" and len(self.levels) > SCORE_BINS:
             return binned(self.values)
         return np.unique(self.cells.astype(str), return_inverse=True)[1].astype(np.int64)
 
 
 Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
-"""Different numbers in increasing order, and the count of each number."""
+"""Different numbers in increasing order, and the count of each."""
 
 
 def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the group ``[N]`` of every number, one of `SCORE_BINS` of equal size. Missing values form a group."""
+    """Return the group ``[N]`` of each number, one of `SCORE_BINS` groups of equal size.
+
+    Missing values form a group.
+    """
     here = int((~np.isnan(values)).sum())
     bins = min(SCORE_BINS, max(here // PER_LEVEL, 1))
     cuts = np.nanquantile(values, np.linspace(0, 1, bins + 1)[1:-1]) if here else np.empty(0)
@@ -246,15 +255,15 @@ def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def is_no_measurement(code: float) -> bool:
-    """Return True if a far number is probably not a count or a time, unlike 8 siblings or the hour -1."""
+    """Return True if a distant number is probably not a count or a time, unlike 8 siblings or the hour -1."""
     return code <= -7 or code >= 77
 
 
 def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
     """Return the recurrent numbers at one end of a column that may represent unknown values, and their counts.
 
-    The distance of such a number from the other numbers is more than twice their interquartile range, and it is the
-    only such number on its side.
+    Such a number is farther from the other numbers than twice their interquartile range, and is the only such number on
+    its side.
     """
     total, marks = int(counts.sum()), dict[float, int]()
     often = np.nonzero(counts >= max(3, MIN_SENTINEL_SHARE * total))[0]
@@ -275,7 +284,7 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
 
 
 def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
-    """Return the numbers that may mean missing although they are not far from the others, and their counts.
+    """Return the numbers that may mean missing although they are not far from the other numbers, and their counts.
 
     A zero is reported if the other measurements are never close to zero. A 9, 99 or -1 is reported if the other values
     are a few consecutive codes.
@@ -307,19 +316,19 @@ def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[floa
 
 
 def is_permutation(values: NDArray[np.float64]) -> bool:
-    """Return True if numbers ``[N]`` are consecutive integers, each once, in any order."""
+    """Return True if numbers ``[N]`` are consecutive integers, each occurring once, in any order."""
     ordered = np.sort(values)  # NaN last
     return len(ordered) > 1 and bool((np.diff(ordered) == 1).all()) and bool(ordered[0] == np.floor(ordered[0]))
 
 
 def row_number(name: str, values: NDArray[np.float64]) -> bool:
-    """Return True if a column numbers the rows, so that a model learns only the order of rows from it.
+    """Return True if a column numbers the rows, so that a model could learn only the order of rows from it.
 
-    Both the name and the numbers must indicate it: a year that increases by one is not a row number.
+    Both the name and the numbers must indicate this: a year that increases by one is not a row number.
 
     Args:
         name: name in the header.
-        values: ``[N]``, NaN for missing cells.
+        values: values ``[N]``, with NaN for missing cells.
     """
     n, unnamed = len(values), NAMELESS_PATTERN.fullmatch(name) is not None
     if n < 3 or not (unnamed or ID_NAME_PATTERN.search(name)) or not (values == np.floor(values)).all():
@@ -350,7 +359,7 @@ def repeats(name: str, levels: Collection[object], rows: int) -> bool:
 
 
 def time_unit(name: str, levels: NDArray[np.float64]) -> str:
-    """Return the unit and origin of whole numbers that may be points in time, or "" if they are of another kind."""
+    """Return the unit and origin of integers that may be points in time, or "" if they are not."""
     for factor, unit in ((1, "seconds since 1970"), (1000, "milliseconds since 1970")):
         if SECONDS_RANGE[0] * factor <= levels[0] and levels[-1] <= SECONDS_RANGE[1] * factor:
             return unit

@@ -30,28 +30,28 @@ from fedloom.seeds import numpy_generator
 MAX_SAMPLED_CELLS = 2_000_000
 """Approximate largest number of cells of a table that are searched for leaks, in randomly drawn rows."""
 MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
-"""Largest and smallest number of sampled rows. The largest suffices for figures with three digits, and the smallest for
-a perfect figure."""
+"""Largest and smallest number of sampled rows. The largest number is enough for values with three digits, and the
+smallest for a perfect value."""
 CHANCE_MULTIPLE = 10
-"""Smallest multiple of the number of equal rows expected by chance that is noted.
+"""Smallest ratio of the number of equal rows to the number expected by chance that is noted.
 
 Columns that depend on each other cause more equal rows.
 """
 MIN_COPIES = 3
 """Smallest number of equal rows that is noted."""
 MIN_DISTINCT_SHARE = 0.2
-"""Smallest number of different values per row of a column that distinguishes rows."""
+"""Smallest number of different values per row for a column to tell rows apart."""
 NEAR_COPIES_NOTE = (
     "{} of {} have a neighbor that is far closer than all others, like copies with noise. If both "
     "come from one sample, it is in training and test alike. Leave such rows out, or name the column "
     "of the patient or person of a row in subject"
 )
-"""Note on near copies."""
+"""Note on near-duplicates."""
 MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
 """Largest number up to which integers are exact in double precision."""
 NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
-"""Names, in lower case, of the class of rows without an outcome."""
+"""Names, in lower case, for the class of rows without an outcome."""
 
 Floats = NDArray[np.float64]
 
@@ -73,7 +73,7 @@ def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
 
 
 def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
-    """Return the reason for a text column with these numbers of rows of every cell."""
+    """Return the reason for a text column, given the number of rows for each cell."""
     present = sum(counts.values())
     if not present:
         return ""
@@ -92,15 +92,15 @@ def findings(
         features: features by name.
         outcome: the label and its event by name, each with "classification" or "regression".
         users: client of each row. None: no column contains the client.
-        ranged: columns whose numbers are compared with an agreed range, which also finds markers.
-        units: subject ``[N]`` of each row. Rows of a subject may be similar. None: no column contains the subject.
+        ranged: columns whose numbers are compared with an agreed range, which also reveals markers.
+        units: subject of each row ``[N]``. Rows of a subject may be similar. None: no column contains the subject.
     """
     count = len(next(iter(features.values())).values)
     if count < MAX_FEW_LEVELS:
         return
     every = {**features, **{name: column for name, (column, _) in outcome.items()}}
     yield from _copies(every if units is None else {**every, "": ReadColumn(units.astype(np.float64))})
-    yield from _near_copies([c.values for c in features.values() if not c.names], units)
+    yield from note_near_copies([c.values for c in features.values() if not c.names], units)
     rows = _sample(count, len(features))
     for name, column in features.items():
         yield from _numbered(name, column, count)
@@ -113,7 +113,7 @@ def findings(
 
 
 def _sample(count: int, columns: int) -> NDArray[np.int64]:
-    """Return randomly drawn rows for a detailed check, in their order."""
+    """Return randomly drawn rows for a detailed check, in their original order."""
     size = min(count, MOST_SAMPLED, max(LEAST_SAMPLED, MAX_SAMPLED_CELLS // max(columns, 1)))
     drawn = numpy_generator(0, purpose="survey").permutation(count)[:size] if size < count else np.arange(count)
     return np.sort(drawn)
@@ -154,7 +154,7 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
 
 
 def _are_days(levels: Floats) -> bool:
-    """Return True if all numbers are days in eight digits: year, month and day."""
+    """Return True if all numbers are dates written with eight digits: year, month and day."""
     if not ((levels == np.floor(levels)) & (levels >= 19000101) & (levels <= 21001231)).all():
         return False
     month, day = levels // 100 % 100, levels % 100
@@ -162,7 +162,7 @@ def _are_days(levels: Floats) -> bool:
 
 
 def _markers(name: str, column: ReadColumn) -> Iterator[str]:
-    """Yield the note on cells that may mean missing."""
+    """Yield a note on cells that may mean missing."""
     if column.names:
         counts = column.counts()
         marks = {repr(k): n for k, n in counts.items() if k.lower() in MISSING_TOKENS - LEVELS_TOO}
@@ -204,7 +204,7 @@ def _classes(name: str, column: ReadColumn) -> Iterator[str]:
 
 
 def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
-    """Yield the note on rows that are equal in every column more often than expected by chance."""
+    """Yield a note on rows that are equal in every column more often than expected by chance."""
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)
     for column in columns.values():
@@ -227,8 +227,8 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
         )
 
 
-def _near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
-    """Yield the note on rows that are much closer to one another than other rows, such as augmented copies."""
+def note_near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
+    """Yield a note on rows that are much closer to one another than to other rows, such as augmented copies."""
     fine = [v for v in numbers if not np.isnan(v).any() and len(np.unique(v)) >= 0.5 * len(v) and v.std() > 0][:8]
     if len(fine) > 1 and (close := near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):
         yield NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(fine[0]):,} rows")

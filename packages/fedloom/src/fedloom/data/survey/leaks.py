@@ -1,4 +1,4 @@
-"""Ways in which columns leak an outcome: alone, in order, by one class, at one client, or by missing cells."""
+"""Ways in which columns leak an outcome: alone, by their order, for one class, at one client, or by missing cells."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from numpy.typing import NDArray
 from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, SCORE_BINS, binned
 
 LEAK_SHARE = 0.995
-"""Smallest AUROC or R2 at which a single column leaks the target, as facts recorded afterwards do."""
+"""Smallest AUROC or R2 from which on a single column counts as leaking the target, as facts recorded afterwards do."""
 LEAST_CLIENT_ROWS = 20
-"""Smallest number of rows of a client for a comparison of missing cells with classes."""
+"""Smallest number of rows at a client for comparing missing cells with classes."""
 MAX_CHECKED_CLIENTS = 50
 LEAST_ORDERED_ROWS = 100
-"""Smallest number of rows at which groups of a target without an overlap are not explained by a design, such as steps
-of a load in a test of few parts."""
+"""Smallest number of rows for which non-overlapping groups of a target are not explained by a design, such as steps of
+a load in a test of few parts."""
 LEAST_CLIENTS = 4
-"""Smallest number of clients at which equal means are not due to chance."""
+"""Smallest number of clients for which equal means are not due to chance."""
 EQUAL_SHARE = 1 - 1e-9
-"""Squared correlation above which two numbers by client are equal except for a unit: means of float64 numbers differ by
-about 1e-15 in relative terms, and columns that are only alike differ by far more than 1e-9."""
+"""Squared correlation above which two numbers by client are equal up to a unit: means of float64 numbers have relative
+differences of about 1e-15, and columns that are merely similar differ by much more than 1e-9."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 class ReadColumn(NamedTuple):
-    """Column in the form of the reader.
+    """Column as the reader provides it.
 
     Attributes:
-        values: ``[N]`` numbers, or codes of levels. NaN where missing.
+        values: numbers ``[N]``, or codes of levels. NaN where missing.
         names: names of the levels. None for numbers.
     """
 
@@ -41,7 +41,7 @@ class ReadColumn(NamedTuple):
     names: tuple[str, ...] = ()
 
     def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
-        """Return the groups and the numbers of some rows, in the form for `fedloom.data.by_site.score`."""
+        """Return the groups and the numbers of some rows, in the form that `fedloom.data.by_site.score` needs."""
         part = self.values[rows]
         if self.names:
             return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
@@ -50,7 +50,7 @@ class ReadColumn(NamedTuple):
         return np.unique(part, return_inverse=True)[1].astype(np.int64), part
 
     def counts(self) -> dict[str, int]:
-        """Return the number of rows of every level that occurs."""
+        """Return the number of rows for each level that occurs."""
         rows = np.bincount(self.values[~np.isnan(self.values)].astype(int), minlength=len(self.names))
         return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
 
@@ -58,7 +58,7 @@ class ReadColumn(NamedTuple):
 def leaks(
     features: Mapping[str, ReadColumn], of: str, target: ReadColumn, task: str, users: ReadColumn | None, rows: Ints
 ) -> Iterator[str]:
-    """Yield the notes on columns that leak an outcome.
+    """Yield notes on columns that leak an outcome.
 
     Args:
         features: features by name.
@@ -66,7 +66,7 @@ def leaks(
         target: column of the outcome.
         task: "classification" or "regression".
         users: client of each row. None: no column contains the client.
-        rows: rows that are checked.
+        rows: rows to check.
     """
     from fedloom.data.by_site import score  # which imports scipy.stats, slowly
 
@@ -95,7 +95,7 @@ def leaks(
 
 
 def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
-    """Return how a column orders the target as a step function, such as groups of it, or "" if it does not."""
+    """Return how a column determines the target as a step function, such as groups of it, or "" if it does not."""
     x = column.values[rows]
     here = ~np.isnan(x) & ~np.isnan(y)
     x, y = x[here], y[here]
@@ -113,7 +113,7 @@ def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
 
 
 def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
-    """Return the class that exactly matches the rows of one of two levels, or "" if no class matches."""
+    """Return the class that exactly matches the rows with one of two levels, or "" if no class matches."""
     here = ~np.isnan(x) & ~np.isnan(y)
     levels = np.unique(x[here])
     if len(levels) != 2:
@@ -129,7 +129,7 @@ def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
 def _find_client_leaks(
     name: str, column: ReadColumn, of: str, target: ReadColumn, task: str, users: ReadColumn, rows: Ints
 ) -> Iterator[str]:
-    """Yield notes on leaks of an outcome at one client, and on its mean by client as a feature."""
+    """Yield notes on leaks of an outcome at a single client, and on features that equal its mean by client."""
     x, y, owner = column.values[rows], target.values[rows], users.values[rows]
     clients = np.unique(owner[~np.isnan(owner)])
     if not 2 <= len(clients) <= MAX_CHECKED_CLIENTS:

@@ -1,4 +1,4 @@
-"""Columns with names of people, contact details, or text about people, found by name and by cells."""
+"""Columns with names of people, contact details, or text about people, detected by column name and by cells."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fedloom.data.tables import is_number
 
 MIN_PATTERN_CELLS = 10
-"""Smallest number of cells whose pattern is checked. With fewer cells, most of them differ by chance."""
+"""Smallest number of cells for which the pattern is checked. With fewer cells, most of them may differ by chance."""
 MIN_PATTERN_SHARE = 0.8
 """Smallest share of a column's cells that must match a pattern. Real columns also contain remarks and typing errors."""
 MIN_DISTINCT_SHARE = 0.5
@@ -21,7 +21,8 @@ MIN_GIVEN_NAME_SHARE = 0.3
 """Smallest share of different cells with a given name. Chosen: a column of names reaches it although rare names are not
 listed, and columns of places and products contain few given names."""
 MAX_PATTERN_CELLS = 2000
-"""Largest number of different cells whose pattern is checked. A share of 2,000 cells is known to 2.2 points (95 %)."""
+"""Largest number of different cells whose pattern is checked. With 2,000 cells, a share is known to within 2.2 points
+(95 %)."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -36,9 +37,9 @@ NAME_COLUMNS = words(
     "apellidos cognome sobrenome apelido voornaam achternaam imie nazwisko fornamn efternamn fornavn etternavn "
     "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름 الاسم שם"
 )
-"""Names of columns with names of people, in lower case, without spaces and accents."""
+"""Column names for names of people, in lower case, without spaces and accents."""
 POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
-"""Names of columns that may contain names of people, depending on their cells."""
+"""Column names that may stand for names of people, depending on the cells."""
 CONTACT_WORDS = {
     "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
     "mobilenumber cellphone handy handynummer fax whatsapp puhelin телефон 电话 電話",
@@ -114,14 +115,14 @@ MIN_PHONE_DIGITS = 7
 DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
-"""Pattern of the name of a person: at least two words of letters only, the first with a capital."""
+"""Pattern of a person's name: at least two words that consist of letters only, the first capitalized."""
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """Pattern of a street with a number, in either order."""
 MIN_WORD_SHARE = 0.2
-"""Smallest number of different texts without digits, per text, at which numbers with words may be addresses instead of
-sizes or labels."""
+"""Smallest number of different texts without digits, per text, from which on numbers with words may be addresses
+instead of sizes or labels."""
 MIN_SENTENCE_WORDS = 4
-"""Smallest number of words at which a cell is a sentence instead of the name of a level."""
+"""Smallest number of words for a cell to count as a sentence instead of the name of a level."""
 
 
 def plain_name(name: str) -> str:
@@ -135,11 +136,11 @@ def plain_name(name: str) -> str:
 
 
 def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
-    """Return the type of personal information in a column, for a sentence, or "" without such information.
+    """Return the type of personal information in a column, as part of a sentence, or "" if there is none.
 
     Args:
         name: name of the column.
-        cells: number of rows of every different cell that is not missing.
+        cells: number of rows for each different cell that is not missing.
         rows: number of rows whose cell is not missing.
     """
     texts = [cell.strip() for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
@@ -225,7 +226,10 @@ def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
 
 
 def _vary(texts: list[str]) -> bool:
-    """Return True if texts differ without their digits, like streets. ``12 months`` and ``Sample 12`` do not differ."""
+    """Return True if texts still differ without their digits, as street addresses do.
+
+    ``12 months`` and ``Sample 12`` do not differ.
+    """
     words = {"".join(c for c in t if not c.isdigit()) for t in texts}
     return len(words) >= MIN_WORD_SHARE * len(texts)
 

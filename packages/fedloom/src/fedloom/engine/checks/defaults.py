@@ -12,12 +12,12 @@ V = TypeVar("V", bound=Value)
 
 
 def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """Return the setting with defaults that n clients allow, and a note on each changed default.
+    """Return the setting with defaults that work for n clients, and a note on each changed default.
 
-    Options that the user gave do not change. The checks reject them if they are impossible.
+    Options that the user has set are not changed. If they are impossible, the checks reject them.
 
     Args:
-        setting: the run, with presets resolved.
+        setting: setting of the run, with presets resolved.
         n: number of clients in the federation.
     """
     sampler, schedule = setting.sampler.adapted(n), setting.schedule.adapted(n)
@@ -39,7 +39,7 @@ def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
 
 
 def _notes(table: str, old: Value | None, new: Value | None, among: str) -> list[str]:
-    """Return a sentence on every changed field of a part."""
+    """Return one sentence per changed field of a part."""
     if old is None or new is None:
         return []
     weak = ", so the rule withstands no attacker"

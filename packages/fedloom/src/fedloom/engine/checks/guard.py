@@ -1,4 +1,4 @@
-"""Protect a run from code that only observes it: callbacks, listeners and trackers."""
+"""Protects a run from code that only observes it: callbacks, listeners and trackers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GUARD_LOG = logging.getLogger("fedloom")
 class Guard:
     """Calls functions whose failure does not end the run. The first failure of each function is logged as a warning.
 
-    `RunStopped` ends the run, and so does an error that is not an `Exception`, such as KeyboardInterrupt.
+    `RunStopped` ends the run. An error that is not an `Exception`, such as KeyboardInterrupt, ends it too.
 
     Attributes:
         warnings: the sentences.
@@ -28,12 +28,12 @@ class Guard:
         """Return the result of a function, or None if it fails.
 
         Args:
-            what: its role, e.g. ``"callback"``.
+            what: role of the function, e.g. ``"callback"``.
             function: function to call.
             arguments: its arguments.
 
         Raises:
-            RunStopped: the function requests the end of the run.
+            RunStopped: the function requests that the run end.
         """
         try:
             return function(*arguments)
@@ -47,6 +47,6 @@ class Guard:
             return None
 
     def warn(self, sentence: str) -> None:
-        """Log a sentence, and store it."""
+        """Log a sentence and store it."""
         self.warnings.append(sentence)
         GUARD_LOG.warning("%s", sentence)

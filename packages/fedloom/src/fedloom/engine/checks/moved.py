@@ -1,4 +1,4 @@
-"""Keys that have become analyses: the error for a new file with such a key, and recorded documents in the new form."""
+"""Keys that have become analyses: the error for a new file with such a key, and the new form of recorded documents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MOVED_KEYS = {
     "importance": "importance", "references": "references", "cox": "cox",
 }  # fmt: skip
 MOVED_KEYS = {("partition", "leave"): "left-out", **{("evaluate", key): kind for key, kind in _MOVED_KEYS.items()}}
-"""Kinds of analyses by the table and the key that selected them before."""
+"""Kinds of analyses by the table and key that selected them before."""
 _MOVED_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "min_rows"}
-"""Option of the analysis that contains the value of a key."""
+"""Option of the analysis that now contains the value of a key."""
 
 
 def find_moved_key(table: str, key: str, value: object) -> str:
-    """Return the end of a sentence about a key that has become an analysis. Empty for all other keys."""
+    """Return the end of a sentence about a key that has become an analysis. The text is empty for all other keys."""
     kind = MOVED_KEYS.get((table, key))
     if kind is None:
         return ""
@@ -33,7 +33,7 @@ def check_moved(table: str, options: object) -> None:
     """Raise if a table contains a key that has become an analysis.
 
     Raises:
-        ConfigError: it contains one. The message shows the new form.
+        ConfigError: the table contains such a key. The message shows the new form.
     """
     for key, value in options.items() if isinstance(options, Mapping) else ():
         if cure := find_moved_key(table, str(key), value):
@@ -41,9 +41,9 @@ def check_moved(table: str, options: object) -> None:
 
 
 def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded document of an experiment with its analyses in their present form.
+    """Return a recorded document of an experiment with its analyses in their current form.
 
-    Documents of runs, records and studies are read in this way. A new file with an old key is rejected.
+    Documents of runs, records and studies are read this way. A new file with an old key is rejected.
     """
     tables = {name: document.get(name) for name in ("evaluate", "partition")}
     old = {(name, key): value for name, table in tables.items() if isinstance(table, Mapping)
@@ -76,9 +76,9 @@ def _literal(value: object) -> str:
 
 
 def update_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded document of an experiment with the present names of its keys, values and analyses.
+    """Return a recorded document of an experiment with the current names of its keys, values and analyses.
 
-    Documents of run directories, records and held-out federations are read in this way. A new file with an old name is
+    Documents of run directories, records and held-out federations are read this way. A new file with an old name is
     rejected.
     """
     return _translate(move_analyses(document), "", back=False)
@@ -87,23 +87,23 @@ def update_document(document: Mapping[str, Any]) -> dict[str, Any]:
 def restore_document(document: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     """Return a document, or its table at ``place``, with the original names of its keys and values.
 
-    Digests of records and fingerprints of checkpoints use this form, so they remain valid after a renaming.
+    Digests of records and fingerprints of checkpoints use this form, so they stay valid after a renaming.
     """
     return _translate(document, place, back=True)
 
 
 def restore_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys with the original names of keys and values, see `restore_document`."""
+    """Return dotted keys with the original names of keys and values (see `restore_document`)."""
     return _translate_dotted(numbers, back=True)
 
 
 def update_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded dotted keys with the present names of keys and values."""
+    """Return recorded dotted keys with the current names of keys and values."""
     return _translate_dotted(numbers, back=False)
 
 
 def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str, Any]:
-    """Translate a table and its subtables to the present names, or back to the original names."""
+    """Translate a table and its subtables to the current names, or back to the original names."""
     kind = table.get("kind", table.get("source"))
     kinds = RENAMED_VALUES.get((place, "kind"), {})
     names = {**RENAMED_KEYS.get(place, {}), **RENAMED_KEYS.get(f"{place} {kinds.get(str(kind), kind)}", {})}
@@ -158,7 +158,10 @@ def _translate_dotted(keys: Mapping[str, Any], *, back: bool) -> dict[str, Any]:
 
 
 def _place_of(place: str, name: str) -> str | None:
-    """Return the place of the tables that a key contains. None if the names of its keys never changed."""
+    """Return the location of the tables that a key contains.
+
+    None if the names of keys in these tables never changed.
+    """
     if place in ("", "method", "grid") and name in _TABLES:
         return name
     if (place, name) == ("analysis", "rules"):

@@ -1,4 +1,4 @@
-"""Notes on settings without an effect, and on known weaknesses of a run."""
+"""Notes on settings without effect, and on known weaknesses of a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def notes_of(
     """Collect the notes on a run before its first round.
 
     Args:
-        setting: the run, with presets resolved.
+        setting: setting of the run, with presets resolved.
         oracle: the local problems.
         server: the server's state before the first round.
         ctx: context of all clients, before the first round.
-        fewest: smallest number of clients in a round. None if it depends on the draws.
-        attackers: ``[b]`` ids of the attackers.
+        fewest: smallest number of clients in a round. None if this number depends on the draws.
+        attackers: ids of the attackers ``[b]``.
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
@@ -46,7 +46,7 @@ def notes_of(
 
 
 def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """Note an attack without attackers or without effect, and an attack that leaves no client to evaluate."""
+    """Note an attack that has no attackers or no effect, and an attack that leaves no client to evaluate."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
         return notes
@@ -73,7 +73,7 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
 
 
 def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """Note a rule on the sums of all clients, if the server uses more of their change than the cohort's part."""
+    """Note a rule on the sums of all clients, if the server uses a larger part of their change than the cohort's."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -87,7 +87,7 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
 
 
 def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
-    """Note shares or a weigher that a mean does not use."""
+    """Note shares or a weigher that the mean does not use."""
     method, weigher, aggregator, weights = (
         setting.method,
         setting.aggregation_weights,
@@ -193,7 +193,7 @@ def _shorten_names(names: Sequence[str]) -> str:
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """Note that a client drawn twice counts once in stored and accumulating fields, if there are any."""
+    """Note that a client drawn twice counts only once in stored and accumulating fields, if there are such fields."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
@@ -204,7 +204,7 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _idle(setting: Setting) -> list[str]:
-    """Note options that have no effect because of another choice."""
+    """Note options that have no effect because of another option."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
@@ -232,7 +232,7 @@ def _idle(setting: Setting) -> list[str]:
 
 
 def changes_nothing(keys: list[str]) -> str:
-    """Return a sentence on keys without effect."""
+    """Return a sentence about keys without effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 

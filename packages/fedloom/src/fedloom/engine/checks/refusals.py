@@ -1,4 +1,4 @@
-"""Refusals: combinations that do not work together."""
+"""Rejections: combinations of parts that do not work together."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fedloom.rows.channels import Channel
 from fedloom.values import kind_of
 
 _WITH_FIX = re.compile(r"(?P<why>.*)(?:; |\. (?=[A-Z]))(?P<fix>.*)", re.DOTALL)
-"""A message whose last sentence says what to do."""
+"""Message whose last sentence says what to do."""
 _DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
 
 
 @contextmanager
 def ruled(rule: str) -> Iterator[None]:
-    """Add a rule to the errors of a part's own check, with the end of their message as the fix.
+    """Add a rule to the errors of a part's own check, and use the end of their message as the fix.
 
     Raises:
-        ConfigError: an error of the part, with the rule.
+        ConfigError: error of the part, with the rule.
     """
     try:
         yield
@@ -45,11 +45,11 @@ def ruled(rule: str) -> Iterator[None]:
 
 
 NOT_EVALUATED = "trained, but not evaluated because there is no test row"
-"""End of a run without a test part."""
+"""End of a message for a run without a test part."""
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
-    """Raise if a plug-in reads models and the method uploads something else.
+    """Raise if a plug-in reads models but the method uploads something else.
 
     Raises:
         ConfigError: the combination is impossible. The message states the reason.
@@ -74,7 +74,7 @@ def check_together(
     aggregator: Aggregator | None = None,
     channel: Channel | None = None,
 ) -> None:
-    """Raise if the parts of a run cannot be combined. The kinds of the upload's fields decide this.
+    """Raise if the parts of a run cannot be combined. The kinds of the upload's fields determine what can be combined.
 
     Raises:
         ConfigError: the combination is impossible. The message states the reason.
@@ -165,7 +165,7 @@ def check_together(
 
 
 def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | None) -> None:
-    """Raise if a mixer is used and clients cannot use their own models instead of the server's.
+    """Raise if a mixer is used and clients cannot use their own models in place of the server's model.
 
     Raises:
         ConfigError: the combination is impossible. The message states the reason.
@@ -261,7 +261,7 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
 
 
 def check_attack(setting: Setting) -> None:
-    """Raise if an attack forges activations and nothing describes clients by them.
+    """Raise if an attack forges activations although nothing uses activations to describe clients.
 
     Raises:
         ConfigError: the combination is impossible. The message states the reason.
@@ -316,9 +316,9 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
 
 
 def check_tested(setting: Setting, fed: Federation) -> list[str]:
-    """Raise if a run would evaluate nothing without being asked to. Return the note for a run that was asked to.
+    """Raise if a run would evaluate nothing although nobody asked for that. Return a note if the user asked for it.
 
-    A test part is empty on purpose if the partition has ``test = 0``, or if the clients came without test rows.
+    A test part is empty on purpose if the partition has ``test = 0``, or if the clients were passed without test rows.
 
     Raises:
         ConfigError: no client has a test row.
@@ -336,7 +336,7 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
 
 
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
-    """Check the states that `Algorithm.init` returns. User code may return something else."""
+    """Check the states that `Algorithm.init` returns. User code may return a different type."""
     name = type(method).__name__
     states: Any = method.init(x0, ctx)
     if type(states) is not tuple or len(states) != 3:

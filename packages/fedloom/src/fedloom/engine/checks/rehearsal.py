@@ -21,25 +21,26 @@ from fedloom.models.parts import penultimate
 from fedloom.schedule import FORWARD_COST, Deadline, OverSelection, Stream, Synchronous
 
 MAX_DRAWS = 20_000_000
-"""Clients times rounds that are drawn to check the cohorts. A longer run checks its first rounds."""
+"""Largest number of clients times rounds that are drawn to check the cohorts. For a longer run, only the first rounds
+are checked."""
 
 Start = tuple[Fields, Fields, Fields | None]
-"""States of the server, of a client, and of the server's stored rows of the client, before round 1."""
+"""States, before round 1, of the server, of a client, and of the rows that the server stores for a client."""
 
 
 def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
-    """Draw the cohort of every round, and raise if a cohort is too small for the rule or schedule.
+    """Draw the cohort of every round, and raise if a cohort is too small for the rule or the schedule.
 
-    The draws are the run's own: they follow from its seed. A sampler that learns from uploads draws as if it had
-    learned nothing. The cohorts of a sampler that queries clients have one size.
+    The draws are those of the run itself, because they depend only on its seed. A sampler that learns from uploads
+    draws as if it had learned nothing. If a sampler queries clients, all its cohorts have the same size.
 
     Args:
-        setting: the run, with presets resolved.
+        setting: setting of the run, with presets resolved.
         ctx: context of all clients, before round 1.
-        silent: bool ``[n]`` clients whose devices never answer. None without devices.
+        silent: mask of clients whose devices never answer ``[n]``, bool. None without devices.
 
     Raises:
-        ConfigError: a cohort is too small; the message names the rule, the round and the number of clients.
+        ConfigError: a cohort is too small. The message states the rule, the round and the number of clients.
     """
     rule, schedule, sampler = setting.aggregator, setting.schedule, setting.sampler
     watches = rule is not None and not (rule.linear or isinstance(schedule, Stream)) and _may_fail(setting, ctx.n)
@@ -72,7 +73,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
 
 
 def _may_fail(setting: Setting, n: int) -> bool:
-    """Return whether the rule may reject a cohort of this sampler."""
+    """Return True if the rule may reject a cohort of this sampler."""
     rule, fewest = setting.aggregator, setting.sampler.smallest(n)
     assert rule is not None
     return fewest is None or (fewest < n and rule.needs_client)
@@ -97,17 +98,18 @@ def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> 
 
 
 def check_times(problem: JobFacts, start: Start) -> None:
-    """Raise if no client meets a deadline or timeout: the fastest client trains its first round to measure this.
+    """Raise if no client meets a deadline or timeout: to measure this, the fastest client trains its first round.
 
-    A client takes at least the seconds for its work on its device, its upload, and the latency of two messages. Times
-    of absence only add to them. The work of clients with fewer samples is assumed to be proportionally shorter.
+    A client takes at least the time for its work on its device, for its upload, and for the latency of two messages.
+    Times of absence only add to this time. The work of clients with fewer samples is assumed to be proportionally
+    shorter.
 
     Args:
         problem: the run.
         start: states before round 1.
 
     Raises:
-        ConfigError: no client meets the limit; the message gives the seconds of the fastest client.
+        ConfigError: no client meets the limit. The message states the time in seconds that the fastest client takes.
     """
     schedule, fleet = problem.setting.schedule, problem.fleet
     deadline = schedule if isinstance(schedule, Deadline) else None
@@ -140,10 +142,10 @@ def check_times(problem: JobFacts, start: Start) -> None:
 
 
 def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Raise if a run needs a head, layers below it, or classes, and they do not exist: one client takes a step.
+    """Raise if a run needs a head, layers below it, or classes that do not exist: one client takes a step to check.
 
     Args:
-        setting: the run, with presets resolved.
+        setting: setting of the run, with presets resolved.
         oracle: the local problems.
         ctx: context of all clients, before round 1.
         start: states before round 1.
@@ -194,7 +196,7 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
 
 
 def rehearse(problem: JobFacts, start: Start) -> None:
-    """Find errors that a round of this run will meet, before round 1.
+    """Find errors that a round of this run would meet, before round 1.
 
     Args:
         problem: the run.

@@ -1,4 +1,4 @@
-"""One chunk of a cohort: download, local training, upload, and storing the accepted rows."""
+"""One chunk of a cohort: download, local training, upload, and storage of the accepted rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ClientState(NamedTuple):
     """State that the clients of a chunk keep if their uploads are accepted.
 
     Attributes:
-        rows: the method's rows ``[m, .]``.
-        residue: differences that the channel has not sent. None without a channel.
-        optimizer: states of the optimizers. None if they are not stored.
+        rows: rows of the method ``[m, .]``.
+        residue: parts of differences that the channel has not sent. None without a channel.
+        optimizer: optimizer states. None if they are not stored.
     """
 
     rows: Fields
@@ -40,17 +40,18 @@ class ClientState(NamedTuple):
 
 
 class ClientOutput(NamedTuple):
-    """Messages of a chunk's clients, and the state that they keep if the messages are accepted.
+    """Messages of a chunk's clients, and the state that these clients keep if the messages are accepted.
 
     Attributes:
-        upload: upload after the channel.
-        state: the clients' new state. It contains only the state stored on this side.
-        work: ``[m, 3]`` backward samples, forward samples and steps.
-        weigher_answer: answers ``[m, k]`` to the weigher's query, if it has one.
-        sampler_report: the clients' reports ``[m, k]`` to the sampler, if they report.
-        model: sent primary field, absolute ``[m, d]``, if the server's side reads it.
-        trained: local models ``[m, .]`` of the upload, if attackers read them.
-        sent: upload as it is encoded, if that contains the change of the received model instead of an absolute model.
+        upload: upload after the channel has transformed it.
+        state: the clients' new state. It contains only the state that is stored on this side.
+        work: numbers of backward samples, forward samples and steps ``[m, 3]``.
+        weigher_answer: answers ``[m, k]`` to the weigher's query, if the weigher has a query.
+        sampler_report: clients' reports ``[m, k]`` to the sampler, if they report.
+        model: primary field that was sent, as absolute models ``[m, d]``, if the server's side reads it.
+        trained: local models ``[m, .]`` contained in the upload, if attackers read them.
+        sent: upload as it is encoded, if the encoded upload contains the change from the received model instead of an
+            absolute model.
     """
 
     upload: Fields
@@ -64,7 +65,7 @@ class ClientOutput(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The download of a chunk's clients, their rows, and their work."""
+    """Download of a chunk's clients, their rows, and their work."""
 
     down: Fields
     rows: Fields
@@ -72,7 +73,7 @@ class Inputs(NamedTuple):
 
 
 def train_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> ChunkResult:
-    """Train a chunk of honest clients, and store the state of clients whose upload is accepted.
+    """Train a chunk of honest clients, and store the state of clients whose uploads are accepted.
 
     Raises:
         ClientError: the method's code failed.
@@ -87,7 +88,7 @@ class Computed(NamedTuple):
     Attributes:
         down: the clients' download.
         output: the clients' messages and new state.
-        counts: ``[m, 7]`` work and traffic, see `COUNTS`.
+        counts: work and traffic ``[m, 7]`` (see `COUNTS`).
     """
 
     down: Fields
@@ -156,7 +157,7 @@ def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
 
 
 def _fault(job: Job, inputs: Inputs, returned: object) -> str:
-    """Return a sentence on how a client step's result differs from the declaration, or ""."""
+    """Return a sentence on how the result of a client step differs from its declaration, or "" if it does not."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
         return f"it must return (upload, rows), got {type(returned).__name__}"
     up, new = returned
@@ -207,7 +208,7 @@ def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientO
 
 
 def decoded(job: Job, inputs: Inputs, upload: Fields) -> Tensor:
-    """Decode the local models ``[m, .]`` of uploads, as attackers see them."""
+    """Decode the local models ``[m, .]`` in uploads, as attackers see them."""
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):
         return job.algorithm.decode(down, rows, upload, work.uncounted())
@@ -217,7 +218,7 @@ def _optimizer_states(job: Job, work: Work) -> Fields | None:
     """Return the clients' optimizer states after training, or None if they are not stored.
 
     Raises:
-        ConfigError: the method calls `descend` in a way that its first round did not.
+        ConfigError: the method calls `descend` in a way in which it did not in its first round.
     """
     if work.memory is None or job.memory is None:
         return None
@@ -248,8 +249,8 @@ def accept(
         task: the clients.
         down: the clients' download.
         output: the clients' messages.
-        counts: ``[m, 7]`` their work and traffic. They may be unknown.
-        applied: uploads adapted to the present server. None: as sent.
+        counts: work and traffic of the clients ``[m, 7]``. They may be unknown.
+        applied: uploads adapted to the current server state. None: as sent.
     """
     upload = output.upload
     counts = computed(job, server, task.ids, down, output).counts if counts is None else counts
@@ -309,12 +310,12 @@ def question_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
 
 
 def work_counts(work: Work) -> Tensor:
-    """Return backward samples, forward samples and steps of every client ``[m, 3]``."""
+    """Return the numbers of backward samples, forward samples and steps of each client ``[m, 3]``."""
     return torch.stack([work.counts.backward, work.counts.forward, work.counts.steps], 1)
 
 
 def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Sequence[Tensor] = ()) -> Tensor:
-    """Return a mask ``[m]`` of rows that are finite, with norms at most ``bound`` and nonnegative weights."""
+    """Return a mask ``[m]`` of the rows that are finite, with norms of at most ``bound`` and nonnegative weights."""
     norms = [torch.linalg.vector_norm(f, dim=1) for f in fields]
     if not norms:
         return torch.ones(m, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Attackers: uploads forged after the honest clients of a cohort have trained."""
+"""Attackers: uploads that are forged after the honest clients of a cohort have trained."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fedloom.rows.attacks import Forgery
 
 
 def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
-    """Return a cohort's uploads with the forged uploads of its attackers, see `forged`."""
+    """Return a cohort's uploads, including the forged uploads of its attackers (see `forged`)."""
     received, output = forged(job, down, task, honest, m)
     return accept(job, server, task, received, output)
 
 
 def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
-    """Return the forged uploads of a cohort's attackers, made from their downloads.
+    """Return the forged uploads of a cohort's attackers, computed from their downloads.
 
-    The attack makes models, and the method encodes them (`Algorithm.encode`), so that a model has the same effect on
-    the server in every form in which a method sends it.
+    The attack produces models, and the method encodes them (`Algorithm.encode`), so that a model has the same effect on
+    the server in whatever form a method sends it.
 
     Args:
         job: run of the server.
         down: download of the cohort.
-        task: task of the attackers.
-        honest: ``[h, d]`` models of the honest clients, for attackers that see them. None when h is 0.
+        task: what the attackers do in this round.
+        honest: models ``[h, d]`` of the honest clients, for attackers that see them. None if h is 0.
         m: number of clients in the cohort.
     """
     assert isinstance(job.setting.attack, Forgery)
@@ -52,9 +52,9 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
 
 
 def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields]) -> tuple[Fields, Fields]:
-    """Return upload and rows of clients whose training ended at ``models [m, .]``.
+    """Return the upload and the rows of clients whose training ended at ``models [m, .]``.
 
-    ``idle`` is the clients' idle upload.
+    ``idle`` is the upload of these clients if they take no step.
     """
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):

@@ -1,4 +1,4 @@
-"""Messages: how the downloads and uploads of a method are written, in a simulation's counts and at real sites alike."""
+"""Messages: how a method's downloads and uploads are written, both for a simulation's counts and at real sites."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
 
 UPDATE_FIELD = "update"
-"""Name of all that passes the channel, which is written as one field."""
+"""Name of everything that passes through the channel, which is written as a single field."""
 
 
 class Letter(NamedTuple):
-    """A message and how it is written.
+    """A message, and how it is written.
 
     Attributes:
-        codec: writes it.
-        values: the fields, ``[m, .]``, or ``[.]`` where all clients get the same.
-        ranks: of matrices. Where they are known.
+        codec: codec that writes the message.
+        values: fields ``[m, .]``, or ``[.]`` if all clients receive the same values.
+        ranks: ranks of the matrices. None if they are unknown.
     """
 
     codec: Codec
@@ -37,7 +37,10 @@ class Letter(NamedTuple):
     ranks: Mapping[str, Any] = {}
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Its bytes per client, ``[m]`` or ``[1]``, and as the papers count. Nothing to send is no message."""
+        """Return the number of bytes per client, ``[m]`` or ``[1]``, and the number as papers count it.
+
+        If there is nothing to send, there is no message.
+        """
         if not self.values:
             return torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         return self.codec.length(self.values, self.ranks), self.codec.paper_bytes(self.values, self.ranks)
@@ -50,21 +53,21 @@ class Letter(NamedTuple):
         """Decode one client's message into tensors of these shapes.
 
         Raises:
-            WireError: the bytes are not such a message.
+            WireError: the bytes are not a message of this kind.
         """
         fields = self.codec.decode(message)
         return {name: fields[name].view(like.shape) for name, like in self.values.items()}
 
 
 class Messages:
-    """The messages of a method.
+    """Messages of a method.
 
     Args:
         algorithm: the method.
-        layout: of its models.
-        device: where uploads are made.
-        channel: what uploads pass through, if anything.
-        mixed: a mixer sends every client a model of its own, of which no form is known.
+        layout: layout of the method's models.
+        device: device on which uploads are computed.
+        channel: channel through which uploads pass, or None.
+        mixed: True if a mixer sends every client a different model, whose form is unknown.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Messages:
 
     @cached_property
     def masks(self) -> Mapping[str, Tensor]:
-        """Coordinates that travel, of the upload fields that send only a part."""
+        """Coordinates that are sent, for the upload fields that send only a part."""
         return self._masks({name: kind.part for name, kind in self._kinds.items()})
 
     @cached_property
@@ -99,7 +102,7 @@ class Messages:
     def down(self, message: Fields, server: Fields | None) -> Letter:
         """Return the encoding of a download.
 
-        ``server`` contains the ranks of its matrices. Without it they are measured.
+        ``server`` contains the ranks of the download's matrices. Without it, the ranks are measured.
         """
         ranks = {
             name: dict(zip(self._layout.matrix_shapes, getattr(server, sent.ranks).tolist(), strict=True))
@@ -109,26 +112,26 @@ class Messages:
         return self._letter("down", message._asdict(), ranks)
 
     def up(self, message: Fields, answers: Mapping[str, Tensor] | None = None) -> Letter:
-        """Return the encoding of an upload: the channel's output as one field, and answers ``[m, k]``."""
+        """Return the encoding of an upload: the channel's output as a single field, and answers ``[m, k]``."""
         values = message._asdict()
         if self._channel is not None and message:
             values = {n: v for n, v in values.items() if n not in self._through} | {UPDATE_FIELD: self.update(message)}
         return self._letter("up", values | dict(answers or {}), {})
 
     def vector(self, name: str, value: Tensor) -> Letter:
-        """Return the encoding of anything else."""
+        """Return the encoding of any other field."""
         return Letter(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
 
     def is_exact(self, field: str) -> bool:
-        """Return whether a download's field arrives completely and bit for bit."""
+        """Return True if a download's field arrives completely and bit for bit."""
         sent = self._sent["down"].get(field, Sent())
         return sent.part is None and sent.encoding == "dense"
 
     @cached_property
     def changed(self) -> str:
-        """Return the absolute upload field that the channel receives as a change of the received model, or "".
+        """Return the absolute upload field that the channel receives as a change from the received model, or "".
 
-        A change is clipped, receives noise scaled to its norm, or is compressed, whatever the method uploads.
+        Whatever the method uploads, the channel clips a change, adds noise scaled to its norm, or compresses it.
         """
         absolute = (name for name, kind in self._kinds.items() if kind.primary and kind.base == "zero")
         return "" if self._channel is None else next(absolute, "")
@@ -142,13 +145,13 @@ class Messages:
     def tracks(self) -> bool:
         """True if compression applies to the change since the client's last upload, which both server and client store.
 
-        Parts that were omitted before are then part of the next change (EF21: Richtarik, Sokolov and Fatkhullin,
+        Parts that were omitted before are then contained in the next change (EF21: Richtarik, Sokolov and Fatkhullin,
         NeurIPS 2021, arXiv:2106.05203, Algorithm 1), and nothing is omitted once uploads converge.
         """
         return self.sends_change and self._kinds[self.changed].keeps
 
     def change(self, up: Fields, base: Tensor) -> Fields:
-        """Replace the absolute model of an upload by its change from the base ``[d]`` or ``[m, d]``."""
+        """Replace the absolute model in an upload by its change from the base ``[d]`` or ``[m, d]``."""
         return up._replace(**{self.changed: getattr(up, self.changed) - base}) if self.changed else up
 
     def absolute(self, up: Fields, base: Tensor) -> Fields:
@@ -156,7 +159,7 @@ class Messages:
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Fields) -> Tensor:
-        """Return the input of the channel ``[m, D]``: the sent coordinates of all fields side by side."""
+        """Return the input of the channel ``[m, D]``: the coordinates of all fields that are sent, side by side."""
         pieces = {name: getattr(up, name) for name in self._through}
         return torch.cat([p[:, self.masks[n]] if n in self.masks else p for n, p in pieces.items()], 1)
 
@@ -187,9 +190,9 @@ class Messages:
 
 
 def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:
-    """Return the upload fields that pass a channel: all but exact ones.
+    """Return the upload fields that pass through a channel: all fields except exact fields.
 
-    A compressor only receives the model and the differences.
+    A compressor receives only the model and the differences.
     """
     if channel is None:
         return []
@@ -198,7 +201,7 @@ def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[
 
 
 def idle_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx) -> Fields:
-    """Return the upload of a client that takes no step. It has the widths of all fields."""
+    """Return the upload of a client that takes no step. All fields have their full widths."""
     weight = ctx.weight[:1].to(oracle.device)
     return first_upload(method, start, ctx, Work(oracle, ctx.ids[:1], weight, ctx.local).idle())
 

@@ -1,4 +1,4 @@
-"""Attacks on samples: poisoned labels of the attackers, and backdoors with samples that measure their success."""
+"""Attacks on samples: label poisoning by attackers, and backdoors with test samples that measure their success."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedloom.rows.attacks import Backdoor, Poison
 from fedloom.seeds import generator
 
 TRIGGERED_PARTS = {"validation": "triggered validation", "test": "triggered test"}
-"""Parts of a federation that contain copies of another part's samples with a backdoor's trigger."""
+"""Parts of a federation that contain copies of another part's samples with the trigger of a backdoor."""
 
 
 def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed: int) -> Federation:
-    """Replace the training labels of the attackers, or samples and labels. Evaluation data do not change."""
+    """Replace the attackers' training labels, or their samples and labels. Evaluation data stay unchanged."""
     if isinstance(attack, Backdoor):
         x, y, label = fed.data.x.clone(), fed.data.y.clone(), attack.label(fed.data.classes)
         for i in attackers.tolist():
@@ -36,7 +36,7 @@ def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed
 
 
 def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
-    """Add the parts of `TRIGGERED_PARTS`. They contain no samples of the target class.
+    """Add the parts in `TRIGGERED_PARTS`. These parts contain no samples of the target class.
 
     Raises:
         ConfigError: the task has no classes, or the data lack the class or columns.
@@ -62,7 +62,7 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
 
 
 def _stamped(fed: Federation, attack: Backdoor, index: Tensor, owner: Tensor) -> Tensor:
-    """Return the samples at `index` ``[k]`` of clients `owner` ``[k]`` with the trigger, in stored form."""
+    """Return the samples at `index` ``[k]`` of clients `owner` ``[k]``, with the trigger added, in stored form."""
     data, fitted = fed.data, fed.data.fitted
     with attribute_error("attack", attack, "stamp"):
         if fitted is not None:

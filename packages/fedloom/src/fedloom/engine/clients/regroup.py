@@ -23,17 +23,17 @@ from fedloom.values import kind_of
 
 
 def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
-    """Find the clusters again if the round starts with it.
+    """Find the clusters again if the round starts with this step.
 
-    All clients train the global model for a round and send their activations, as before round 1. This may change the
-    clients' shares. The server's sums by shares are then computed again with the new shares: sums of stored rows, and
-    of accumulated uploads. The new shares affect the server's model from its next step on.
+    All clients train the global model for one round and send their activations, as before round 1. The new clusters may
+    change the clients' shares. Sums by shares at the server are then recomputed with the new shares: sums of stored
+    rows, and sums of accumulated uploads. The new shares affect the server's model from its next step on.
 
     Returns:
-        The run with its present shares, and the state from which the round continues.
+        The run with its current shares, and the state from which the round continues.
 
     Raises:
-        RunStopped: activations are not finite.
+        RunStopped: the activations are not finite.
     """
     period, t = period_of(job.setting.client_weights), state.round + 1
     job = job.replace_shares(state.shares)
@@ -61,10 +61,10 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
 
 
 def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
-    """Raise if the method, the schedule or accounted noise does not support shares by clusters.
+    """Raise if the method, the schedule or the accounting of noise does not support shares by clusters.
 
     Args:
-        setting: the run, with presets resolved.
+        setting: setting of the run, with presets resolved.
         server: the server's state before the first round.
         ctx: all clients.
 

@@ -32,17 +32,17 @@ T = TypeVar("T")
 
 
 class RemoteClients(ABC):
-    """Clients that receive messages, see `fedloom.processes.clients.Clients`. Each client is a chunk.
+    """Clients that receive messages (see `fedloom.processes.clients.Clients`). Each client is a chunk.
 
-    A subclass sends the requests: `train_each`, `ask_each` and `score_each`. Their results leave out a client without a
+    A subclass sends the requests: `train_each`, `ask_each` and `score_each`. Their results omit clients without a
     usable reply.
 
     Args:
-        job: the run, as the server knows it.
-        sizes: ``[n, 3]`` training, validation and test samples of every client.
+        job: the run as the server knows it.
+        sizes: numbers of training, validation and test samples of each client ``[n, 3]``.
 
     Attributes:
-        accepted: ``[n]`` round in which a client's upload was last accepted, or 0.
+        accepted: last round in which a client's upload was accepted, or 0, ``[n]``.
     """
 
     def __init__(self, job: Job, sizes: Tensor) -> None:
@@ -51,7 +51,7 @@ class RemoteClients(ABC):
 
     @abstractmethod
     def train_each(self, request: TrainRequest, downloads: Mapping[int, Fields]) -> dict[int, ClientOutput]:
-        """Train clients on their downloads, fields ``[1, .]`` or ``[.]``. The outputs contain no model.
+        """Train clients on their downloads, fields ``[1, .]`` or ``[.]``. The outputs do not contain a model.
 
         Raises:
             RunStopped: too few clients answered.
@@ -59,21 +59,21 @@ class RemoteClients(ABC):
 
     @abstractmethod
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Ask candidates. Return answers ``[1, k]`` and work ``[1, 3]`` of each client."""
+        """Ask candidates. Return the answers ``[1, k]`` and work ``[1, 3]`` of each client."""
 
     @abstractmethod
     def score_each(self, request: ScoreRequest) -> Mapping[int, Mapping[str, float]]:
-        """Let clients evaluate models. Return the metrics of each by "model/part/metric"."""
+        """Let clients evaluate models. Return the metrics of each model, keyed by "model/part/metric"."""
 
     def can_train(self, client: int) -> bool:
-        """Return whether a client can be queried: it has training samples."""
+        """Return True if a client can be queried, which means that it has training samples."""
         return bool(self._sizes[client, 0])
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train the clients. The round leaves out a client without samples or a usable reply.
+        """Train the clients. The round omits a client without samples or without a usable reply.
 
         Raises:
-            RunStopped: too few clients answered, for the network's rule or the aggregator.
+            RunStopped: too few clients answered for the network's rule or the aggregator.
         """
         places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
         received = {c: rows_of(request.down, slice(place, place + 1)) for c, place in places}
@@ -89,7 +89,7 @@ class RemoteClients(ABC):
                 yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Ask candidates. A client without an answer has the lowest value."""
+        """Ask candidates. A client without an answer is treated as having the lowest value."""
         clients = request.ids.tolist()
         answers = self.ask_each(request, [c for c in clients if self.can_train(c)])
         width = next((values.shape[1] for values, _ in answers.values()), 1)
@@ -98,7 +98,10 @@ class RemoteClients(ABC):
         yield Answers(values, question_counts(self._job, values, work))
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Return every client's metrics of the models on its own samples. NaN if it did not answer."""
+        """Return each client's metrics of the models on its own samples.
+
+        The metrics are NaN for a client that did not answer.
+        """
         figures = self.score_each(request)
         scores: Scores = {}
         for key in sorted({key for named in figures.values() for key in named if key.count("/") == 2}):
@@ -112,7 +115,7 @@ class RemoteClients(ABC):
         return call()
 
     def global_sizes(self, request: ScoreRequest) -> Scores:
-        """Return sizes of the global model of a composite method, which the server computes itself."""
+        """Return sizes of a composite method's global model, which the server computes itself."""
         if request.model is None:
             return {}
         return {("global", ""): sizes_of(self._job.algorithm, self._job.oracle.layout, request.model[None])}
@@ -127,7 +130,7 @@ class RemoteClients(ABC):
                 raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
 
     def with_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
-        """Add the client's model to the output, if the server's side reads it."""
+        """Add the client's model to the output if the server's side reads it."""
         name = self._job.model_field
         if not name or self._job.fields[name].base.startswith("rows."):
             return output
@@ -135,11 +138,11 @@ class RemoteClients(ABC):
 
 
 class StreamedClients(RemoteClients):
-    """Clients that are queried one by one and answer at any time, see `fedloom.engine.virtual.real`.
+    """Clients that are queried one by one and may answer at any time (see `fedloom.engine.virtual.real`).
 
     Attributes:
-        patience: seconds without an available client after which a run ends.
-        longest: seconds after which the server stops waiting for a client.
+        patience: number of seconds without an available client after which a run ends.
+        longest: number of seconds after which the server stops waiting for a client.
     """
 
     patience: float
@@ -147,11 +150,11 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def begin_at(self, seconds: float) -> None:
-        """Start the run's clock at this many seconds, unless it is running."""
+        """Start the run's clock at this many seconds, unless it is already running."""
 
     @abstractmethod
     def seconds(self) -> float:
-        """Seconds of the run, without times in which no server was running."""
+        """Seconds of the run, not counting times in which no server was running."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -163,7 +166,7 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def is_asked(self, client: int) -> bool:
-        """Return whether a client that this process has queried has not answered."""
+        """Return True if this process has queried a client that has not answered yet."""
 
     @abstractmethod
     def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:

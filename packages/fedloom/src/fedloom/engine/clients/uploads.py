@@ -1,7 +1,7 @@
 """Uploads: combine the fields of a cohort's uploads into the server's input.
 
-Every kind of field defines the contribution of a chunk of clients (``partial``), the combination of chunks in their
-order (``merge``), and the server's input (``finish``).
+Each kind of field defines what a chunk of clients contributes (``partial``), how chunks are combined in their order
+(``merge``), and the server's input (``finish``).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fedloom.local.rows import Fields, remade
 from fedloom.processes.clients import CLIENT_COUNTS, SumResult, TrainResult
 
 SUM_PREFIX, LAST_VALUE_PREFIX = "summed.", "at."
-"""Names in the state of an aggregator: its sums of changes, and its last aggregates of them."""
+"""Names in the state of an aggregator: its sums of changes, and the last aggregates of these sums."""
 CONVERTED_ELEMENTS = 1 << 16
-"""Number of elements that are converted together: they stay in the cache until they are added."""
+"""Number of elements that are converted together, so that they stay in the cache until they are added."""
 
 
 class RowsField:
-    """A `fedloom.algorithms.Rows` field: the accepted rows ``[m, .]``.
+    """Field of kind `fedloom.algorithms.Rows`: the accepted rows ``[m, .]``.
 
     Args:
         name: name of the field.
         kind: kind of the field.
-        before: sum over all clients of the server's stored rows, for a stored field.
+        before: sum of the server's stored rows over all clients, for a stored field.
     """
 
     def __init__(self, name: str, kind: Kind, before: Tensor | None = None) -> None:
@@ -40,19 +40,19 @@ class RowsField:
         self.parts = [] if before is None else [before.clone()]
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
-        """Return the contribution of a chunk.
+        """Return what a chunk contributes.
 
         Args:
             up: its uploads.
-            kept: the server's stored rows of its clients.
-            share: ``[m, 1]`` weights in the mean of the cohort.
-            mass: ``[m, 1]`` weights in stored or accumulated sums (`Job.masses`).
+            kept: rows that the server has stored for the chunk's clients.
+            share: weights ``[m, 1]`` in the mean of the cohort.
+            mass: weights ``[m, 1]`` in stored or accumulated sums (`Job.masses`).
         """
         value: Tensor = getattr(up, self.name)
         return value
 
     def merge(self, part: Tensor) -> None:
-        """Add the next chunk's contribution."""
+        """Add the contribution of the next chunk."""
         self.parts.append(part)
 
     def finish(self, cohort: Uploads) -> Tensor:
@@ -61,7 +61,7 @@ class RowsField:
 
 
 class GatheredMean(RowsField):
-    """A `fedloom.algorithms.Mean` field with gathered rows: their weights, or a robust rule, need all of them."""
+    """Field of kind `fedloom.algorithms.Mean` with gathered rows, which the weights or a robust rule need."""
 
     def finish(self, cohort: Uploads) -> Tensor:
         rows = torch.cat(self.parts)
@@ -70,7 +70,7 @@ class GatheredMean(RowsField):
 
 
 class MeanField(RowsField):
-    """A `fedloom.algorithms.Mean` field: partial sums ``[d]``, in double precision throughout."""
+    """Field of kind `fedloom.algorithms.Mean`: partial sums ``[d]``, in double precision throughout."""
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
@@ -95,7 +95,7 @@ class MeanField(RowsField):
 
 
 class KeptField(RowsField):
-    """A `fedloom.algorithms.Kept` field: changes ``[d]`` of the float64 sum over all clients."""
+    """Field of kind `fedloom.algorithms.Kept`: changes ``[d]`` of the float64 sum over all clients."""
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         assert kept is not None
@@ -111,7 +111,7 @@ class KeptField(RowsField):
         return _divided(self.parts[0], divisor, cohort.job)
 
     def weighted(self, rows: Fields) -> Tensor:
-        """Multiply the field by its weight, if it has one."""
+        """Multiply the field by its weight, if it has a weight."""
         value: Tensor = getattr(rows, self.name)
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
 
@@ -126,7 +126,10 @@ def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
 
 
 def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a vector. On a CPU NumPy allocates it: a large one then uses pages of 2 MB, which are fast to touch."""
+    """Allocate a vector.
+
+    On a CPU, NumPy allocates the result, because large arrays then use pages of 2 MB, which are fast to touch.
+    """
     dtype = dtype or like.dtype
     if like.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
         return torch.empty_like(like, dtype=dtype)
@@ -141,20 +144,20 @@ def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, R
 
 
 def partials(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
-    """Return the contribution of a chunk's accepted uploads, by field."""
+    """Return what a chunk's accepted uploads contribute, by field."""
     kept, mass = job.kept.read(ids), job.masses[ids]
     return {name: field.partial(up, kept, share, mass) for name, field in fields_of(job).items()}
 
 
 def first_sums(job: Job) -> dict[str, Tensor]:
-    """Sum the server's stored rows before the first round over all clients."""
+    """Sum the rows that the server stores before the first round, over all clients."""
     kept = (field for field in fields_of(job).values() if isinstance(field, KeptField))
     count = float(job.masses.sum())
     return {field.name: count * field.weighted(job.kept.template).double() for field in kept}
 
 
 def server_sums(job: Job) -> dict[str, Tensor]:
-    """Sum the server's present stored rows over all clients, by the job's shares."""
+    """Sum the rows that the server currently stores, over all clients, weighted by the job's shares."""
     fields = [field for field in fields_of(job).values() if isinstance(field, KeptField)]
     sums = {field.name: torch.zeros_like(first) for field, first in zip(fields, first_sums(job).values(), strict=True)}
     for ids in job.everyone.split(job.chunk) if fields else ():
@@ -165,7 +168,7 @@ def server_sums(job: Job) -> dict[str, Tensor]:
 
 
 def share_change_sums(job: Job, before: Job) -> Fields:
-    """Return the shift ``[d]`` of every field's sum by shares when the shares change."""
+    """Return the shift ``[d]`` of each field's sum by shares when the shares change."""
     sums: list[Tensor] = [torch.zeros_like(row, dtype=torch.float64) for row in job.summed.template]
     step = job.masses / job.masses.sum() - before.masses / before.masses.sum()
     for ids in job.everyone.split(job.chunk) if sums else ():
@@ -175,19 +178,19 @@ def share_change_sums(job: Job, before: Job) -> Fields:
 
 
 class Uploads:
-    """The uploads of a round, collected from its results.
+    """Uploads of a round, collected from its results.
 
     Args:
         job: the run.
-        sums: sums over all clients of the stored fields. Not modified.
+        sums: sums of the stored fields over all clients. Not modified.
 
     Attributes:
         job: the run.
-        ids: accepted clients, result by result.
-        shares: ``[m, 1]`` float64 shares of the accepted clients in the mean. None for a client that is part of a sum.
-        share: sum of the shares, added result by result.
-        dropped: clients whose upload is unusable.
-        counts: ``[7]`` total work and traffic (`CLIENT_COUNTS`).
+        ids: accepted clients, in the order of their results.
+        shares: shares of the accepted clients in the mean, float64 ``[m, 1]``. None for a client that is part of a sum.
+        share: sum of the shares, added in the order of the results.
+        dropped: clients whose uploads are unusable.
+        counts: total work and traffic ``[7]`` (`CLIENT_COUNTS`).
     """
 
     def __init__(self, job: Job, sums: Mapping[str, Tensor]) -> None:
@@ -217,22 +220,22 @@ class Uploads:
 
     @property
     def masses(self) -> Tensor:
-        """Weights ``[m, 1]`` float64 of the accepted clients in accumulated fields."""
+        """Weights of the accepted clients in accumulated fields, float64 ``[m, 1]``."""
         return self.job.masses[torch.cat(self.ids)]
 
     def answers(self, name: str) -> Tensor | None:
-        """Return the answers of every accepted client by kind, see `fedloom.processes.clients.ChunkResult`."""
+        """Return the answers of the accepted clients by kind (see `fedloom.processes.clients.ChunkResult`)."""
         return torch.cat(self._answers[name]) if name in self._answers else None
 
     def events(self, round: int) -> tuple[str, ...]:
-        """Return the sentence on dropped uploads, if there are any."""
+        """Return a sentence about dropped uploads, if there are any."""
         dropped = self.dropped
         uploads = "unusable upload, of client" if len(dropped) == 1 else "unusable uploads, of clients"
         return (f"round {round}: dropped {len(dropped)} {uploads} {dropped[:8]}",) if dropped else ()
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Sums over all clients of the stored fields."""
+        """Sums of the stored fields over all clients."""
         return {name: self._fields[name].parts[0] for name in self.job.kept_fields}
 
     def aggregate(
@@ -258,9 +261,9 @@ class Uploads:
     def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Apply a robust rule to the cohort's rows, or to all rows that the server has seen. Also return its new state.
 
-        If the server accumulates changes of clients' rows, the rule decides on the sums of all clients that took part.
-        The server receives the change of the rule's value divided by `Ctx.part`, by which it multiplies: its sum then
-        equals that value.
+        If the server accumulates changes of clients' rows, the rule is applied to the sums of all clients that have
+        participated. The server receives the change of the rule's value divided by `Ctx.part`, by which it multiplies
+        again, so its sum equals the rule's value.
         """
         job, primary = self.job, self.job.primary
         if job.kept_fields:
@@ -293,9 +296,9 @@ class Uploads:
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Combine the rows of some clients by their primary field, or else by the first field.
+        """Combine the rows of some clients, using their primary field, or else their first field.
 
-        Return the aggregator's state too.
+        Also return the aggregator's state.
         """
         job = self.job
         assert job.setting.aggregator is not None
@@ -313,7 +316,7 @@ class Uploads:
 
 
 def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
-    """Return weights ``[m, 1]`` of a cohort, and the weigher's new state."""
+    """Return the weights ``[m, 1]`` of a cohort, and the weigher's new state."""
     with attribute_error("weigher", job.setting.aggregation_weights, f"round {ctx.round}"):
         weights, weigher = job.setting.aggregation_weights.apply(weigher, info, ctx)
         if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.aggregation_weights.signed):
@@ -331,7 +334,7 @@ def _check_combined(combined: dict[str, Tensor], rows: Mapping[str, Tensor]) -> 
 
 
 def _sum(rows: Tensor, mass: Tensor) -> Tensor:
-    """Return the sum ``[d]`` of rows ``[m, d]`` times masses ``[m, 1]``, in double precision without a copy."""
+    """Return the sum ``[d]`` of rows ``[m, d]`` times masses ``[m, 1]``, in double precision and without a copy."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     for row, factor in zip(rows, mass[:, 0].tolist(), strict=True):
         total.add_(row, alpha=factor)

@@ -1,4 +1,4 @@
-"""Build a job: check a setting against its data, create the problem, and allocate state."""
+"""Job creation: check a setting against its data, create the problem, and allocate state."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from fedloom.storage.store import Store
 
 @undisturbed()
 def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
-    """Check a run against its federation: build the model, but no state of clients.
+    """Check a run against its federation: this builds the model, but no client state.
 
     Returns:
         Return the notes of the run before its first round.
 
     Raises:
-        ConfigError: values cannot work, or do not work together.
+        ConfigError: values are impossible, or do not work together.
     """
     return make_problem(setting, fed, finds=False)[0].notes
 
@@ -54,13 +54,13 @@ def make_job(
 
     Args:
         setting: the run.
-        fed: the clients and their data.
-        folder: the folder of the clients' state. None keeps it in memory.
-        ranks: processes, which all make this call.
+        fed: clients and their data.
+        folder: folder for the clients' state. None keeps the state in memory.
+        ranks: processes, each of which makes this call.
         replay: values that replace the run's own draws.
 
     Raises:
-        ConfigError: values cannot work, or do not work together.
+        ConfigError: values are impossible, or do not work together.
     """
     problem, start = make_problem(setting, fed, replay)
     engine, samples = problem.setting.engine, int(problem.train_sizes.sum())
@@ -78,11 +78,11 @@ def make_job(
 
 
 class InitialState(NamedTuple):
-    """The states before the first round.
+    """States before the first round.
 
     Attributes:
         server: the server's state.
-        templates: rows of a client, without the client dimension, by the store of `Job` for them.
+        templates: rows of a client, without the client dimension, keyed by the `Job` store that holds them.
     """
 
     server: Fields
@@ -99,16 +99,17 @@ def make_problem(
 ) -> tuple[JobFacts, InitialState]:
     """Create the computation of a run, without storage for any client's state.
 
-    Three stages give three results: the clients that take part, their local problems, and the method's states.
+    Three stages give three results: the clients that participate, their local problems, and the method's states.
 
     Args:
         setting: the run.
-        fed: the clients and their data.
+        fed: clients and their data.
         replay: values that replace the run's own draws.
-        finds: True finds clusters for shares by clusters, which trains all clients once. Otherwise shares are uniform.
+        finds: True to find the clusters on which shares are based, which trains all clients once. Otherwise, shares are
+            uniform.
 
     Raises:
-        ConfigError: values cannot work, or do not work together.
+        ConfigError: values are impossible, or do not work together.
     """
     participants = choose_participants(setting, fed)
     problems = build_problems(participants, replay, finds=finds)

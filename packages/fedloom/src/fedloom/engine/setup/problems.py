@@ -1,4 +1,4 @@
-"""The second stage of a job: the model, the clients' local problems and their shares of the objective."""
+"""Second stage of a job: the model, the clients' local problems and their shares in the objective."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class LocalProblems(NamedTuple):
     """The clients' local problems before round 1.
 
     Attributes:
-        oracle: computes losses and gradients.
+        oracle: function that computes losses and gradients.
         ctx: context of all clients, with their shares.
-        x0: ``[d]`` the initial model.
-        spent: ``[7]`` work and traffic for finding the shares (`COUNTS`). None if there was none.
+        x0: initial model ``[d]``.
+        spent: work and traffic for finding the shares ``[7]`` (`COUNTS`). None if finding them cost nothing.
     """
 
     oracle: Network
@@ -40,10 +40,11 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
     Args:
         participants: the run and its clients.
         replay: values that replace the run's own draws.
-        finds: True finds clusters for shares by clusters, which trains all clients once. Otherwise shares are uniform.
+        finds: True to find the clusters on which shares are based, which trains all clients once. Otherwise, shares are
+            uniform.
 
     Raises:
-        ConfigError: the model or the shares do not fit the data.
+        ConfigError: the model or the shares are incompatible with the data.
     """
     setting, fed = participants.setting, participants.fed
     oracle = _oracle(setting, fed)
@@ -66,10 +67,10 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
 
 
 def _oracle(setting: Setting, fed: Federation) -> Network:
-    """Build the local problems of a model on a federation.
+    """Build the local problems for a model on a federation.
 
     Raises:
-        ConfigError: the model, the task or the oracle does not fit the data.
+        ConfigError: the model, the task or the oracle is incompatible with the data.
     """
     engine, augment, task = setting.engine, setting.augment, task_of(fed.data, setting.task)
     task_keys = [key for key, value in setting.task if value is not None]

@@ -1,4 +1,4 @@
-"""The third stage of a job: the method with its derived options, and the states before round 1."""
+"""Third stage of a job: the method with its derived options, and the states before round 1."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class StartedMethod(NamedTuple):
     """A method before round 1.
 
     Attributes:
-        setting: the run, with the method's derived options.
-        states: states of the server, of a client, and of the server's stored rows of it.
-        memory: form of stored optimizer states. None: optimizers start without a state in every round.
-        residue: template of the channel's state of a client.
+        setting: setting of the run, with the method's derived options.
+        states: states of the server, of a client, and of the rows that the server stores for a client.
+        memory: form in which optimizer states are stored. None: optimizers start every round without a state.
+        residue: template of the state that the channel has for a client.
         notes: sentences known before round 1.
     """
 
@@ -48,10 +48,10 @@ class StartedMethod(NamedTuple):
 
 
 def start_method(participants: Participants, problems: LocalProblems, replay: Replay) -> StartedMethod:
-    """Derive the method's options, and check the run with the method's states.
+    """Derive the method's options, and check the run together with the method's states.
 
     Raises:
-        ConfigError: values cannot work, or do not work together.
+        ConfigError: values are impossible, or do not work together.
     """
     setting, (oracle, ctx, x0, _), n = participants.setting, problems, participants.fed.n
     method, sampler = setting.method, setting.sampler
@@ -84,10 +84,10 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
 
 
 def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> Fields:
-    """Check the parts that read uploads. Return the template of the channel's state of a client.
+    """Check the parts that read uploads. Return the template of the state that the channel has for a client.
 
     Raises:
-        ConfigError: a weigher or a sampler reads models that are not sent.
+        ConfigError: a weigher or a sampler reads models, but no models are sent.
     """
     method, channel = setting.method, setting.upload_transform
     if channel is None and not (setting.aggregation_weights.probes or setting.sampler.learns):
@@ -100,12 +100,12 @@ def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> 
 
 
 def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dict[str, Fields]:
-    """Return the rows of a client, without the client dimension, by the store of `Job` for them.
+    """Return a client's rows, without the client dimension, keyed by the `Job` store that holds them.
 
     Args:
         problem: the run.
-        started: the method before round 1.
-        x0: ``[d]`` the initial model.
+        started: method before round 1.
+        x0: initial model ``[d]``.
     """
     _, client, kept = started.states
     mixes_models = problem.setting.personalized_aggregation is not None and not problem.fields[problem.primary].keeps
@@ -120,9 +120,9 @@ def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dic
 
 
 def _summed(problem: JobFacts, client: Fields) -> Fields:
-    """Return the client rows to which a robust rule adds the fields of `JobFacts.summed_fields`.
+    """Return the client rows to which a robust rule adds the fields in `JobFacts.summed_fields`.
 
-    Changes are added to the row of the client's template that they change, and other fields to zero.
+    Changes are added to the row in the client's template that they change, and other fields are added to zero.
     """
     names = problem.summed_fields
     sources = [problem.fields[name].base.partition(".") for name in names]
@@ -141,19 +141,19 @@ class LastModel(NamedTuple):
 
 
 class Residue(NamedTuple):
-    """Unsent part of the channel's updates, or the server's copy of the client's last upload: ``[m, D]``."""
+    """Part of the channel's updates that was not sent, or the server's copy of the client's last upload, ``[m, D]``."""
 
     e: Tensor
 
 
 class Moments(NamedTuple):
-    """States of a client's optimizers ``[m, S W]``, see `fedloom.local.optimizer.OptimizerStates`."""
+    """States of a client's optimizers ``[m, S W]`` (see `fedloom.local.optimizer.OptimizerStates`)."""
 
     s: Tensor
 
 
 def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> OptimizerStates | None:
-    """Return the form of stored optimizer states, found by a client's step without effect, or None.
+    """Return the form in which optimizer states are stored, found with a trial step of a client, or None.
 
     Raises:
         ConfigError: the optimizer does not work with this model, or the method does not train with it.
@@ -176,7 +176,7 @@ def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> Optim
 
 
 def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype) -> Fields:
-    """Return the template of the channel's state for such an upload."""
+    """Return the template of the channel's state for an upload of this form."""
     if messages.tracks:
         return Residue(getattr(kept, messages.changed))
     state = channel.init(messages.update(upload).shape[1], dtype)

@@ -1,10 +1,9 @@
 """Advance a run to the server's next step in time, under the run's schedule.
 
-Nothing sleeps in virtual time. A client computes from the state at its dispatch, together with the clients that are
-dispatched at the same version, and the clock holds its upload until the time at which the upload arrives. The state
-does not change between two steps of the server, so the clients that will be dispatched at a version can be computed
-before their turn. Real sites take real time: a stream is the same there, but its uploads arrive when the sites send
-them.
+Nothing waits in virtual time. A client computes from the state at its dispatch, together with all clients that are
+dispatched at the same version, and the clock holds its upload until the time at which it arrives. The state does not
+change between two server steps, so the clients that will be dispatched at a version can be computed in advance. At real
+sites, time is real: a stream works in the same way, but its uploads arrive when the sites send them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def advance(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str,
     """Return the state after the next step of the server, with the time of the step.
 
     Returns:
-        The state after the step, with the time at which the step was taken. Sentences on events of the step follow.
+        The state after the step, with the time at which the step was taken. Sentences about events in the step follow.
 
     Raises:
         RunStopped: too few uploads are usable or can arrive, or the server's state is not finite.

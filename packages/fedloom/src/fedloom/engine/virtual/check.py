@@ -11,11 +11,11 @@ from fedloom.values import kind_of
 
 
 def check_schedule(setting: Setting, n: int) -> None:
-    """Raise if a schedule is impossible, or does not fit the method or another part of the run.
+    """Raise if a schedule is impossible, or is incompatible with the method or another part of the run.
 
     Raises:
-        ConfigError: the run's parts do not fit together, or the schedule asks for more clients than the run contains.
-            The message states the reason.
+        ConfigError: the run's parts are incompatible, or the schedule needs more clients than the run contains. The
+            message states the reason.
     """
     schedule, method = setting.schedule, setting.method
     if isinstance(schedule, Synchronous):
@@ -49,15 +49,15 @@ def check_schedule(setting: Setting, n: int) -> None:
 
 
 def check_stream(setting: Setting, n: int | None) -> None:
-    """Raise if a run does not fit a buffered or asynchronous schedule, in virtual time and at real sites.
+    """Raise if a run is incompatible with a buffered or asynchronous schedule, in virtual time and at real sites.
 
     Args:
         setting: settings of the run, with presets resolved.
         n: number of clients. None if they are not known yet.
 
     Raises:
-        ConfigError: the run's parts do not fit together, or the schedule asks for more clients than the run contains.
-            The message states the reason.
+        ConfigError: the run's parts are incompatible, or the schedule needs more clients than the run contains. The
+            message states the reason.
     """
     schedule, method, sampler = setting.schedule, setting.method, setting.sampler
     if not isinstance(schedule, Stream):

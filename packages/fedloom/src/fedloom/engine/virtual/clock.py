@@ -27,37 +27,37 @@ class Fate(IntEnum):
     """Outcome of a client's work."""
 
     USED = 0
-    """The upload is part of a step."""
+    """The upload was used in a step."""
     UNUSABLE = 1
     """The upload was not finite or out of bounds."""
     LATE = 2
     """The round ended before the client answered."""
     LOST = 3
-    """The work was given up after the time-out."""
+    """The work was given up after the timeout."""
     QUERIED = 4
-    """The client answered a question of the sampler."""
+    """The client answered a question that the sampler asked."""
 
 
 LOG_COLUMNS = ("client", "version", "round", "start", "end", "busy", "fate")
-"""Columns of the log: the client, the server's steps at its dispatch, the step that took its upload or in which it was
-given up, the seconds of its dispatch and of its end, its busy seconds, and its `Fate`."""
+"""Columns of the log: the client, the number of server steps at its dispatch, the step that used its upload or in which
+it was given up, the times in seconds of its dispatch and its end, its busy time in seconds, and its `Fate`."""
 CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
 """Event at which a client answers or is given up: its time, the number of the dispatch, the client, its flight and its
-place in the flight, the time of the dispatch, the busy seconds, and True if the client is given up. Events are sorted
-by the first two."""
+position in the flight, the time of the dispatch, the busy time in seconds, and True if the client is given up. Events
+are sorted by the first two."""
 
 
 class Flight(NamedTuple):
-    """Joint results of clients whose uploads are under way.
+    """Flight: joint results of clients whose uploads are under way.
 
     Attributes:
-        version: number of steps that the server had taken at the dispatch.
-        ids: ``[m]`` the clients.
-        times: ``[m]`` number of draws of each client.
-        places: ``[k]`` ascending places of the clients that have not returned yet. The tensors contain the rows of
-            these clients only.
+        version: number of steps that the server had taken at the time of the dispatch.
+        ids: clients ``[m]``.
+        times: number of draws of each client ``[m]``.
+        places: ascending positions of the clients that have not returned yet ``[k]``. The tensors contain only the rows
+            of these clients.
         fields: tensors by name: uploads, new rows, answers ``[k, .]``, counts ``[k, 7]``, and received downloads.
     """
 
@@ -69,15 +69,15 @@ class Flight(NamedTuple):
 
     @classmethod
     def create(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
-        """Return the flight of a chunk with all its clients under way."""
+        """Return the flight of a chunk, with all its clients still under way."""
         return cls(version, ids.numpy(), times.numpy(), np.arange(len(ids)), fields)
 
     def rows(self, places: Ids) -> Ids:
-        """Return the rows of the tensors that belong to clients at these places."""
+        """Return the rows of the tensors that belong to the clients at these positions."""
         return np.searchsorted(self.places, places)
 
     def without(self, places: Ids) -> Flight:
-        """Return the flight without returned clients."""
+        """Return the flight without the clients that have returned."""
         stays = np.ones(len(self.places), dtype=bool)
         stays[self.rows(places)] = False
         left, index = self.places[stays], torch.from_numpy(stays.nonzero()[0])
@@ -89,7 +89,7 @@ class Flight(NamedTuple):
 
 
 def flatten_results(computed: Computed) -> dict[str, Tensor]:
-    """Return the results of a chunk's clients by name: the fields of a flight."""
+    """Return the results for a chunk of clients, keyed by the names of the fields of a `Flight`."""
     output = computed.output
     groups = {"upload": output.upload, "received": computed.down, **output.state._asdict()}
     answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
@@ -98,11 +98,11 @@ def flatten_results(computed: Computed) -> dict[str, Tensor]:
 
 
 Piece = tuple[Flight, Ids]
-"""Flight, and the places of its clients whose uploads arrive."""
+"""Flight, and the positions of its clients whose uploads arrive."""
 
 
 def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
-    """Return the joint results of the clients of several pieces. A single piece is returned unchanged."""
+    """Return the joint results of the clients in several pieces. A single piece is returned unchanged."""
     columns = [_rows_of(flight, places, spread=len(pieces) > 1) for flight, places in pieces]
     device, fields = job.oracle.device, dict[str, Tensor]()
     for name in columns[0]:
@@ -125,7 +125,10 @@ def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
 
 
 def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
-    """Return the fields of a flight's clients. With ``spread``, a shared download gets a row per client."""
+    """Return the fields for some clients of a flight.
+
+    With ``spread``, a shared download is repeated as one row per client.
+    """
     if len(places) == len(flight.places):
         index: slice | Tensor = slice(None)
     else:
@@ -140,16 +143,16 @@ def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Clock:
-    """Virtual time of a run between two steps of the server. Its collections are never changed in place.
+    """Virtual time of a run between two steps of the server. Its collections are never modified in place.
 
     Attributes:
         now: seconds since the start of the run.
         queue: sorted events of the clients that are under way.
-        flights: computed results of these clients, by number of the flight.
-        back: places of the clients of each flight that have returned while the flight still holds their rows.
+        flights: computed results of these clients, by flight number.
+        back: positions of the clients in each flight that have returned while the flight still stores their rows.
         serial: number of the next dispatch.
-        log: ``[u, 7]`` pieces of the log (`LOG_COLUMNS`), each at least twice as long as the next piece.
-        pool: clients that were drawn and wait for a place, with their numbers of draws, from ``pool_start`` on.
+        log: pieces of the log ``[u, 7]`` (`LOG_COLUMNS`), each at least twice as long as the next piece.
+        pool: clients that were drawn and wait for a free slot, with their numbers of draws, from ``pool_start`` on.
         pool_start: number of clients that have left the pool.
         away_sets: at most one set of the queue's clients, for the following step.
     """
@@ -165,7 +168,7 @@ class Clock:
     away_sets: list[set[int]] = field(default_factory=list, compare=False)
 
     def away(self) -> set[int]:
-        """Return the clients of the queue as a set that the caller may change."""
+        """Return the clients in the queue as a set that the caller may modify."""
         return self.away_sets.pop() if self.away_sets else {event[2] for event in self.queue}
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
@@ -181,13 +184,16 @@ class Clock:
         return np.concatenate([np.zeros((0, len(LOG_COLUMNS))), *self.log])
 
     def used_in(self, round: int) -> Rows:
-        """Return the log rows ``[k, 7]`` whose uploads are part of the newest step."""
+        """Return the log rows ``[k, 7]`` whose uploads were used in the newest step."""
         newest: Rows = self.log[-1]
         chosen: Rows = newest[(newest[:, ROUND_COLUMN] == round) & (newest[:, FATE_COLUMN] == Fate.USED)]
         return chosen
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all fields by name, for a checkpoint. A field that several flights received alike is stored once."""
+        """Return all fields by name, for a checkpoint.
+
+        A field that several flights received in identical form is stored once.
+        """
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
             "queue": torch.tensor(list(self.queue), dtype=torch.float64).reshape(-1, 8),
@@ -211,7 +217,7 @@ class Clock:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the clock restored from `tensors`."""
+        """Return the clock, restored from the result of `tensors`."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             fields = group_of(tensors, f"{number}.fields")
@@ -235,7 +241,7 @@ class Clock:
     def landed(
         self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, tuple[int, ...]]
     ) -> None:
-        """Record in ``flights`` and ``back`` that clients of a flight need no room any longer."""
+        """Record in ``flights`` and ``back`` that clients of a flight no longer need storage."""
         landed_places, held = (*back.pop(number, ()), *places), len(flights[number].places)
         if len(landed_places) == held:
             del flights[number]
@@ -246,12 +252,12 @@ class Clock:
 
 
 class UploadCounts(NamedTuple):
-    """Numbers of uploads of every client, used in a step and not used.
+    """Numbers of uploads of each client that were used in a step and that were not used.
 
     Attributes:
-        used: ``[n]`` number of uploads that are part of a step.
-        staleness: ``[n]`` mean staleness of the used uploads. NaN for a client without a used upload.
-        unheard: ``[n]`` number of uploads that are part of no step.
+        used: number of uploads that were used in a step ``[n]``.
+        staleness: mean staleness of the used uploads ``[n]``. NaN for a client without a used upload.
+        unheard: number of uploads that were not used in any step ``[n]``.
     """
 
     used: Tensor
@@ -260,7 +266,7 @@ class UploadCounts(NamedTuple):
 
 
 def upload_counts(clock: Clock, n: int) -> UploadCounts:
-    """Return the numbers of uploads of every client in the log."""
+    """Return the number of uploads of each client in the log."""
     log = clock.history()
     merged, lost = (
         log[log[:, FATE_COLUMN] == Fate.USED],
@@ -276,12 +282,12 @@ def upload_counts(clock: Clock, n: int) -> UploadCounts:
 
 
 class Use(NamedTuple):
-    """Use of the clients' time so far.
+    """How the clients have used their time so far.
 
     Attributes:
-        busy: ``[n]`` seconds of work and messages.
-        absent: ``[n]`` seconds during which a client was absent.
-        idle: ``[n]`` remaining seconds.
+        busy: time in seconds for work and messages ``[n]``.
+        absent: time in seconds during which a client was absent ``[n]``.
+        idle: remaining time in seconds ``[n]``.
     """
 
     busy: Tensor
@@ -290,7 +296,7 @@ class Use(NamedTuple):
 
 
 def use_of(clock: Clock, fleet: Fleet) -> Use:
-    """Return the use of every client's time, from the log and the clients under way."""
+    """Return how each client has used its time, from the log and the clients under way."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
     for end, _, client, _, _, start, whole, _ in clock.queue:

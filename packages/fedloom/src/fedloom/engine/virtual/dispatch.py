@@ -40,15 +40,15 @@ def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, s
 def compute(
     job: Job, clients: LocalClients, state: State, ids: Tensor, times: Tensor, steps: Tensor | None = None
 ) -> list[Flight]:
-    """Return the computed results of clients from a state, in the order in which a round would take the clients.
+    """Return the results of clients computed from a state, in the order in which a round would process the clients.
 
     Args:
         job: the run.
         clients: clients of the run, which compute.
-        state: the state at the dispatch.
-        ids: ``[m]`` clients, ascending.
-        times: ``[m]`` number of draws of each client.
-        steps: ``[m]`` local steps of each client. None: the number in the run's settings.
+        state: state at the time of the dispatch.
+        ids: clients ``[m]``, ascending.
+        times: number of draws of each client ``[m]``.
+        steps: number of local steps of each client ``[m]``. None: the number that the run's settings specify.
     """
     t = state.round + 1
     order = longest_first(job, ids)
@@ -79,9 +79,9 @@ def compute(
 def step_on(
     job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Fields, query_counts: Tensor
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
-    """Return the state after a step of the server on uploads that have arrived.
+    """Return the state after a server step on uploads that have arrived.
 
-    The clients whose uploads were used are returned with the state.
+    The clients whose uploads were used are returned together with the state.
     """
     cohort = torch.from_numpy(np.concatenate([flight.ids[places] for flight, places in pieces]))
     times = np.concatenate([flight.times[places] for flight, places in pieces])
@@ -111,10 +111,10 @@ def step_on(
 
 
 def _group_pieces(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
-    """Return pieces that are taken together, of at most a chunk's clients.
+    """Return pieces that are processed together, each with at most as many clients as a chunk.
 
-    Whole chunks of the present version are taken one by one, exactly as in a round, so results are equal to the bit.
-    Pieces of a method that needs a single download to know its client's start are taken one by one too.
+    Whole chunks of the current version are processed one by one, exactly as in a round, so results are equal bit for
+    bit. If a method needs a single download to know where a client started, pieces are processed one by one too.
     """
     whole = all(flight.version == t - 1 and len(places) == len(flight.ids) for flight, places in pieces)
     if whole or type(job.algorithm).received is not Algorithm.received:

@@ -1,4 +1,4 @@
-"""Rounds in virtual time: a round ends with the last answer, at a deadline, or when enough clients have answered."""
+"""Rounds in virtual time: a round ends with the last answer, at a deadline, or once enough clients have answered."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
 
 
 def _places(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
-    """Return the places of clients in an ascending cohort."""
+    """Return the positions of clients in an ascending cohort."""
     return torch.searchsorted(cohort, torch.from_numpy(clients.astype(np.int64)))
 
 
 def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
-    """Return the local steps ``[m]`` that clients have time for, besides a model down and a model up."""
+    """Return the local steps ``[m]`` for which clients have time, in addition to a model down and a model up."""
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64
@@ -157,7 +157,7 @@ class Observed:
             self.trained.append(result)
 
     def answered(self, job: Job, state: State) -> tuple[float, list[Rows]]:
-        """Return the time at which all candidates have answered, and their rows of the log."""
+        """Return the time at which all candidates have answered, and their rows for the log."""
         assert state.clock is not None
         assert job.fleet is not None
         now, log = state.clock.now, list[Rows]()

@@ -1,9 +1,9 @@
-"""Staleness: the application of an upload from an older model to the present model.
+"""Staleness: how an upload that was computed from an older model is applied to the current model.
 
-A change of the received model is multiplied by the factor of its staleness and added to the present model. An absolute
-model is converted to such a change first. Sums over rounds and the rows that the server keeps of every client are
-applied whole, because the server's sums must remain the sums of the clients' states. Figures such as losses and counts
-are applied whole too.
+A change from the received model is multiplied by the factor for its staleness and added to the current model. An
+absolute model is first converted to such a change. Sums over rounds and the rows that the server stores for each client
+are applied unscaled, because the server's sums must remain equal to the sums of the clients' states. Values such as
+losses and counts are applied unscaled too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom.schedule import Stream
 
 
 def discountable(algorithm: type[Algorithm]) -> dict[str, Kind]:
-    """Return the upload fields that are changes of the received model, or are converted to changes."""
+    """Return the upload fields that are changes from the received model, or are converted to changes."""
     kinds = upload_fields(algorithm).items()
     return {n: k for n, k in kinds if not (k.keeps or k.accumulates or k.label) and (k.primary or _is_change(k))}
 
@@ -31,18 +31,18 @@ def _is_change(kind: Kind) -> bool:
 def applied_now(
     job: Job, server: Fields, t: int, ids: Tensor, upload: Fields, received: Fields, staleness: Tensor
 ) -> Fields:
-    """Return an upload converted for the present server.
+    """Return an upload converted for the server's current state.
 
     The upload is unchanged if it is not stale and no model is mixed in.
 
     Args:
         job: run whose schedule is a `Stream`.
-        server: state of the server.
+        server: current state of the server.
         t: number of the round.
-        ids: ``[m]`` the clients.
+        ids: clients ``[m]``.
         upload: upload as the clients sent it.
-        received: download that the clients started from.
-        staleness: ``[m]`` number of steps that the server has taken since the dispatch.
+        received: download from which the clients started.
+        staleness: number of steps that the server has taken since the dispatch ``[m]``.
     """
     schedule, fields = job.setting.schedule, discountable(type(job.algorithm))
     assert isinstance(schedule, Stream)

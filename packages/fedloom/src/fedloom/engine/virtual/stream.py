@@ -1,4 +1,4 @@
-"""Streams: clients train all the time, and the server steps on the first uploads that arrive."""
+"""Streams: clients train all the time, and the server steps on the uploads that arrive first."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from fedloom.schedule import Stream
 from fedloom.seeds import derive, generator
 
 MAX_VERSION_DRAWS = 16
-"""Number of draws of the sampler at one version, after which a place stays free until the next event."""
+"""Number of the sampler's draws at one version after which a slot stays free until the next event."""
 
 MAX_IDLE_ATTEMPTS = 1000
-"""Largest number of times in a row that all places are free and no drawn client is present, or that a client is given
-up, before a run ends. The number of clients is added to the limit of the latter."""
+"""Largest number of times in a row that all slots are free and no drawn client is present, or that a client is given
+up, before a run ends. The number of clients is added to the second limit."""
 
 
 LOST_FATE, USED_FATE, UNUSABLE_FATE = (float(fate) for fate in (Fate.LOST, Fate.USED, Fate.UNUSABLE))
 
 NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
-"""Cost of asking candidates if none are asked."""
+"""Cost of querying candidates if no candidates are queried."""
 
 
 class Version(ABC):
-    """Time from one step of the server to the next, in which its state is one version.
+    """Version: the time from one server step to the next, during which the server's state does not change.
 
     A subclass defines the time: which clients are present (`_is_there`), how a client's work is prepared and begins
     (`_compute`, `_dispatch`), and how the run waits until an upload arrives (`_wait`).
@@ -44,8 +44,8 @@ class Version(ABC):
     Args:
         job: the run.
         clients: clients of the run, which compute.
-        state: the state after the last step.
-        schedule: numbers of clients that train at a time, and of uploads that make a step.
+        state: state after the last step.
+        schedule: schedule with the number of clients that train at a time and the number of uploads per step.
     """
 
     def __init__(self, job: Job, clients: Clients, state: State, schedule: Stream) -> None:
@@ -66,7 +66,7 @@ class Version(ABC):
         self._silent = 0
 
     def run(self) -> tuple[State, tuple[str, ...]]:
-        """Dispatch and wait until enough uploads have arrived. Return the state after the step of the server."""
+        """Dispatch clients and wait until enough uploads have arrived. Return the state after the server's step."""
         free = self._most - len(self._away)
         self._fill(free, free + self._size - 1)
         while len(self._waiting) < self._size:
@@ -113,9 +113,9 @@ class Version(ABC):
         """
 
     def _fill(self, free: int, ahead: int) -> None:
-        """Dispatch as many clients now as there are free places.
+        """Dispatch as many clients now as there are free slots.
 
-        Compute the clients that may follow at this version with them.
+        Together with them, compute the clients that may follow at this version.
         """
         if free <= 0:
             return
@@ -139,7 +139,7 @@ class Version(ABC):
     def _choose(self, count: int) -> list[tuple[int, int]]:
         """Return the next free and present clients from the pool, with their numbers of draws.
 
-        Clients that are under way leave the pool. Absent clients keep their places in the pool.
+        Clients that are under way leave the pool. Absent clients keep their position in the pool.
         """
         chosen, absent, away = list[tuple[int, int]](), list[tuple[int, int]](), self._away
         while len(chosen) < count:
@@ -159,7 +159,7 @@ class Version(ABC):
     def _draw(self, excluded: set[int]) -> None:
         """Draw another cohort.
 
-        The clients of the draw wait in the pool, in an order drawn for it, unless they are ``excluded``.
+        The clients of the draw wait in the pool, in an order drawn for this purpose, unless they are ``excluded``.
         """
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
@@ -175,7 +175,7 @@ class Version(ABC):
 
     @abstractmethod
     def _compute(self, ids: Tensor, times: Tensor) -> None:
-        """Prepare clients ``ids [m]``, ascending and drawn ``times [m]``, for dispatch at this version."""
+        """Prepare clients ``ids [m]``, in ascending order and drawn ``times [m]``, for dispatch at this version."""
 
     def _serial_of_flight(self) -> int:
         return next(reversed(self._flights), -1) + 1
@@ -185,7 +185,7 @@ class Version(ABC):
         """Send a client off now."""
 
     def _finish(self) -> tuple[State, tuple[str, ...]]:
-        """Return the state after a step of the server on the uploads that wait."""
+        """Return the state after a server step on the waiting uploads."""
         job, state, t = self._job, self._state, self._state.round + 1
         places: dict[int, list[int]] = {}
         for event in self._waiting:
@@ -220,7 +220,7 @@ class Version(ABC):
 
 
 class VirtualVersion(Version):
-    """Version in virtual time, in which the devices determine the time that a client takes, see `Version`."""
+    """Version in virtual time, in which the devices determine how long a client takes (see `Version`)."""
 
     _clients: LocalClients
 

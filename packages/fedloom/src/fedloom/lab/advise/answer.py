@@ -182,11 +182,22 @@ class Advice(NamedTuple):
     def _more(self) -> str:
         if self.more is None:
             return (
-                f"the gain is too small, or differs too much among the clients, for {MOST_SEEDS} seeds (more "
-                "validation samples would help, or a margin, if a small difference does not matter)"
+                f"the gain is too small, or differs too much among the clients, for {MOST_SEEDS} seeds{self._bound}. "
+                "More validation samples would help"
             )
         budget = significant(self.needed or 0, 4)
-        return f"about {significant(self.more, 2)} more gradients would decide (a budget of {budget} runs)"
+        return f"about {significant(self.more, 2)} more gradients would decide (a budget of {budget} runs){self._bound}"
+
+    @property
+    def _bound(self) -> str:
+        """Margin, rounded up, with which the answer would be that training alone is enough."""
+        gain = self.gains.get(ALONE_METHOD)
+        largest = math.nan if gain is None else gain.mean + gain.half_width()
+        if not (math.isfinite(largest) and largest > 0):
+            return ""
+        step = 10.0 ** (math.floor(math.log10(largest)) - 1)
+        margin = significant(step * (math.floor(largest / step) + 1), 2)
+        return f". The gain over {ALONE_METHOD} is less than {margin}: if that does not matter, set margin = {margin}"
 
     def _gain(self, label: str) -> str:
         gap = self.gains[label]
@@ -253,14 +264,14 @@ def form_advice(
         raise RunStopped(Stop.FAILED, f"no method has a result: {first.reason}")
     shared = [label for label in outcome.racing if label != ALONE_METHOD]
     method = shared[0] if shared else AVERAGE_METHOD  # which has trained to the end in any case
-    verdict, seeds = _decide(outcome, method, margin, sign)
-    needed = None if seeds is None else budget_of(len({*outcome.racing, ALONE_METHOD, AVERAGE_METHOD}), seeds)
-    more = None if needed is None else round(needed * work) - outcome.spent
     gains = {
         label: difference_of(outcome.results, method, label, ESTIMATING_PART, sign)
         for label in (ALONE_METHOD, AVERAGE_METHOD)
         if label != method
     }
+    verdict, seeds = decide(outcome, gains[ALONE_METHOD], margin)
+    needed = None if seeds is None else budget_of(len({*outcome.racing, ALONE_METHOD, AVERAGE_METHOD}), seeds)
+    more = None if needed is None else round(needed * work) - outcome.spent
     of_method = [result for (label, _), result in outcome.results.items() if label == method]
     cost: dict[str, float | None] = {
         "rounds": of_method[0].round,
@@ -289,18 +300,26 @@ def write_answer(out: Path, advice: Advice, experiment: str) -> None:
     write_atomic(out / CLIENTS_FILE, csv_of(["client", "choice", "predicted_gain", "kept_gain", "half"], rows).encode())
 
 
-def _decide(outcome: RaceOutcome, method: str, margin: float | None, sign: float) -> tuple[Verdict, int | None]:
-    """Return the verdict, and the number of seeds that would decide an open race, or None if no number is known."""
+def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | None) -> tuple[Verdict, int | None]:
+    """Return the verdict, and the number of seeds that would decide an open race, or None if no number is known.
+
+    Args:
+        outcome: outcome of the race.
+        gain: the best federated method minus local training, on data that the race did not use.
+        margin: largest gain that does not matter. None: 0.
+    """
     if ALONE_METHOD not in outcome.racing:
         return Verdict.TOGETHER, None
-    gap = difference_of(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
     if outcome.racing == (ALONE_METHOD,):
         return Verdict.ALONE, None
-    if gap is None:
+    if gain is None:
         return Verdict.UNDECIDED, None
-    if margin is not None and gap.mean + gap.half_width(2 * outcome.level) < margin:
+    half = gain.half_width()
+    if gain.mean - half > 0:
+        return Verdict.TOGETHER, None
+    if gain.mean + half < (margin or 0.0):
         return Verdict.ALONE, None
-    return Verdict.UNDECIDED, gap.seeds_needed(outcome.level, MOST_SEEDS)
+    return Verdict.UNDECIDED, gain.seeds_needed(INTERVAL_LEVEL / 2, MOST_SEEDS)
 
 
 def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:

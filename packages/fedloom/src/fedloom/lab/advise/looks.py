@@ -26,8 +26,11 @@ from numpy.typing import NDArray
 
 RACE_ERROR_LEVEL = 0.05
 """Largest probability that the best method leaves a race."""
-INTERVAL_LEVEL = 0.05
-"""One minus the coverage of a printed interval."""
+INTERVAL_LEVEL = 0.03
+"""One minus the coverage of a printed interval, which may decide that a method is better than local training.
+
+In simulated races of six equal methods, local training left or the interval lay above 0 in at most 5 % of the races.
+With 0.05 it was up to 7 %, because the leading method is also the luckiest one."""
 
 Values = NDArray[np.float64]
 

@@ -49,7 +49,7 @@ SetThresholdOption = Annotated[
     float | None,
     typer.Option(
         "--set-threshold",
-        help="threshold from the conformal analysis. Also writes the set of classes of every row (default: no sets)",
+        help="threshold from the conformal analysis. Also writes sets of classes, or intervals (default: neither)",
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of another kind")]

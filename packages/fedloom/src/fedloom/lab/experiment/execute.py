@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -199,16 +201,16 @@ class Plan:
             return self._run_all(listeners)
         with lock(self.out):
             self._directory.prepare(self.federations)
-            ended: set[tuple[str, int]] = set()
+            ended, read = set[tuple[str, int]](), dict[tuple[str, int], Outcome]()
             interrupted, failures = False, dict[tuple[str, int], str]()
             share = Share(1, 1) if executor is not None else self.share
             if executor is not None:
                 interrupted, failures = self._run_elsewhere(executor)
             elif share.runs > 1:
-                interrupted = self._run_side_by_side(share, listeners, ended)
+                interrupted = self._run_side_by_side(share, listeners, ended, read)
             workers = None if share.runs == 1 else 1
             outcomes = self._run_all(
-                listeners, workers=workers, interrupted=interrupted, ended=ended, failures=failures
+                listeners, workers=workers, interrupted=interrupted, ended=ended, failures=failures, read=read
             )
             self._write(outcomes)
             self._run_further(outcomes)
@@ -307,16 +309,20 @@ class Plan:
         interrupted: bool = False,
         ended: Collection[tuple[str, int]] = (),
         failures: Mapping[tuple[str, int], str | None] = NO_CHOICES,
+        read: Mapping[tuple[str, int], Outcome] = NO_CHOICES,
     ) -> list[Outcome]:
         """Run everything that is missing and return the outcome of every run.
 
-        Listeners have already received the events of the runs that ``ended``.
+        Listeners have already received the events of the runs that ``ended``. Outcomes that have been ``read`` stay.
 
         Runs in ``failures`` have failed in another process and are not tried again.
         """
         outcomes = []
         with interruptible() as stop_requested:
             for method, seed in self.runs:
+                if (method.label, seed) in read:
+                    outcomes.append(read[method.label, seed])
+                    continue
                 hear = () if (method.label, seed) in ended else listeners
                 if (failure := failures.get((method.label, seed))) is not None:
                     outcomes.append(Outcome(method.label, method.algorithm, seed, None, failure))
@@ -366,29 +372,49 @@ class Plan:
         emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome
 
-    def _run_side_by_side(self, share: Share, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:
+    def _run_side_by_side(
+        self,
+        share: Share,
+        listeners: tuple[Listener, ...],
+        ended: set[tuple[str, int]],
+        read: dict[tuple[str, int], Outcome],
+    ) -> bool:
         """Compute the runs in forked processes and return True if the user stopped them.
 
-        Their checkpoints contain the results.
+        The processes write checkpoints and models. This process reads the outcome of every complete run meanwhile.
         """
-        line = EventQueue()
+        line, seconds = EventQueue(), dict[str, float]()
+        seeds = self.experiment.head.seeds
+        first_seeds_first = sorted(range(len(self.runs)), key=lambda k: seeds.index(self.runs[k][1]))
 
-        def handle(_shared: None, k: int) -> None:
-            self._run_one(*self.runs[k], (line.send,), share.workers)
+        def handle(_shared: None, k: int) -> tuple[bool, float]:
+            start = time.perf_counter()
+            outcome = self._run_one(*self.runs[k], (line.send,), share.workers)
+            self._write_models(self.runs[k], outcome)
+            return outcome.complete, time.perf_counter() - start
+
+        def cost(k: int) -> float:  # the first run of a method measures the others
+            return seconds.get(self.runs[k][0].label, math.inf)
 
         with (
             WorkerPool([handle], share.runs, nested=share.workers > 1) as pool,
             interruptible() as interrupted,
             line.listening(*listeners, partial(_note_end, ended)),
         ):
-            for _ in pool.map(handle, None, range(len(self.runs)), interrupted):
-                pass
+            for k, (complete, spent) in pool.map_unordered(handle, None, first_seeds_first, interrupted, cost):
+                method, seed = self.runs[first_seeds_first[k]]
+                seconds[method.label] = spent
+                if complete:
+                    read[method.label, seed] = self._run_one(method, seed, (), 1, advance=False)
             return interrupted()
 
+    def _write_models(self, run: tuple[Method, int], outcome: Outcome) -> None:
+        if outcome.complete and outcome.result is not None:
+            _save_models(outcome.result, self._directory.folder(MODELS_FOLDER, *run))
+
     def _write(self, outcomes: list[Outcome]) -> None:
-        for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
-            if outcome.complete and outcome.result is not None:
-                _save_models(outcome.result, self._directory.folder(MODELS_FOLDER, method, seed))
+        for run, outcome in zip(self.runs, outcomes, strict=False):
+            self._write_models(run, outcome)
         write_tables(self.out, outcomes)
         federation = self.federations[self.experiment.head.seeds[0]]
         more = write_analyses(self.out, self.experiment.analyses, outcomes, federation)

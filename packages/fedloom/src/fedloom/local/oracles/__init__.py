@@ -1,4 +1,4 @@
-"""The oracles, and the rule that chooses one."""
+"""The oracles, and the rule that chooses between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ORACLES: dict[str, type[Network]] = {"compiled": Fused, "vmap": Stacked, "loop": Looped}
 
 CPU_BYTES = 4 << 20
-"""Number of parameters per chunk that stay in a core's cache: about five clients of a 200,000-parameter network."""
+"""Number of parameters per chunk that fit in a core's cache: about five clients of a 200,000-parameter network."""
 
 GPU_BYTES = 1 << 30
 """Number of parameters per chunk on an accelerator."""
@@ -41,17 +41,17 @@ def make_oracle(
     augment: Augment | None = None,
     precision: Precision = "full",
 ) -> Network:
-    """Create the oracle of a model on a federation.
+    """Create the oracle for a model on a federation.
 
-    ``auto`` follows a fixed rule: linear layers with pointwise activations use `Fused`, on a CPU also as bodies of a
-    larger network (`fedloom.models.parts.Bodied`). A model with batch statistics, with buffers or attributes that
-    training changes, with its own randomness, or that vmap rejects, uses `Looped`. Any other model uses `Looped` on a
-    CPU and `Stacked` on an accelerator.
+    ``auto`` follows a fixed rule: models of linear layers with pointwise activations use `Fused`. On a CPU, such layers
+    may also be bodies of a larger network (`fedloom.models.parts.Bodied`). A model with batch statistics, with buffers
+    or attributes that training changes, with its own randomness, or that vmap rejects, uses `Looped`. Any other model
+    uses `Looped` on a CPU and `Stacked` on an accelerator.
 
     Raises:
         ConfigError: unknown name.
-        ConfigError: samples to augment are not images, or the chosen oracle cannot compute the model, or not in this
-            precision.
+        ConfigError: samples to augment are not images, or the chosen oracle cannot compute the model, or cannot compute
+            it in this precision.
     """
     if augment is not None and len(fed.data.shape) != 3:
         raise Refused(
@@ -103,12 +103,12 @@ def _needs_loop(module: nn.Module, fed: Federation) -> bool:
 
 
 def loop_reason(module: nn.Module, fed: Federation) -> str:
-    """Return why `auto` computes a model client by client on an accelerator, if only vmap prevents another choice."""
+    """Return why `auto` computes a model client by client on an accelerator, if vmap is the only obstacle."""
     return "" if fed.device.type == "cpu" or _needs_loop(module, fed) else fails_stacked(module, fed)
 
 
 def chunk_limit(oracle: Oracle) -> int:
-    """c(model, device): the largest number of clients per chunk."""
+    """c(model, device): largest number of clients per chunk."""
     if oracle.name == "loop":
         return 1
     budget = CPU_BYTES if oracle.device.type == "cpu" else GPU_BYTES
@@ -116,10 +116,10 @@ def chunk_limit(oracle: Oracle) -> int:
 
 
 def chunk_count(m: int, limit: int) -> int:
-    """Return the number of chunks of a cohort of ``m``: the smallest multiple of 4 with m/K <= ``limit``.
+    """Return the number K of chunks for a cohort of ``m`` clients: the smallest multiple of 4 with m/K <= ``limit``.
 
-    For m < 16 it is the smallest number that fits, and 1 if four times the cohort would fit, because the cost of a step
-    then does not depend on the number of clients.
+    For m < 16, it is the smallest number that is sufficient, or 1 if four times the cohort would fit, because the cost
+    of a step then does not depend on the number of clients.
 
     >>> chunk_count(100, 10), chunk_count(100, 200), chunk_count(10, 200), chunk_count(100, 400)
     (12, 4, 1, 1)

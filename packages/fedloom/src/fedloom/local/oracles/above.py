@@ -1,4 +1,4 @@
-"""The part of a network above the bodies that `Fused` computes, by autograd and for all clients at once."""
+"""The part of a network above the bodies that `Fused` computes, which autograd computes for all clients at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Above:
-    """The part of a network that takes the outputs of its bodies.
+    """Part of a network that receives the outputs of its bodies.
 
     Args:
         module: the network.
@@ -60,16 +60,16 @@ class Above:
         terms: Sequence[Bound],
         anchors: Sequence[Sequence[Tensor]],
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return the gradients of ``ends`` and of the parameters that have a gradient, ``[m, ...]``.
+        """Return the gradients of ``ends`` and of all parameters that have a gradient, ``[m, ...]``.
 
         Args:
             w: ``[m, d]``.
             ends: outputs of the bodies ``[m, b, .]``.
             data: the samples.
-            total: ``[m, 1]`` divisor of the sum of terms.
+            total: divisor of the sum of terms ``[m, 1]``.
             functions: functions of the terms.
             terms: per-client data of each term.
-            anchors: features of each term and anchor.
+            anchors: features for each term and anchor.
         """
         rows = self._layout.tree(w)
         parameters = {name: rows[name].detach().requires_grad_() for name in self.parameters}
@@ -98,7 +98,7 @@ class Above:
         return gradients, deltas
 
     def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute outputs ``[b, c]`` of one client, and the representation ``[b, k]`` if it is above the bodies."""
+        """Compute the outputs ``[b, c]`` of one client, and the representation ``[b, k]`` if it is above the bodies."""
         with self._holder.holding([*parameters.values()]), caught(self._layer if self.represents else None) as features:
             outputs = self._module.above(*ends)
         return outputs, features[-1].flatten(1) if self.represents else outputs

@@ -1,4 +1,4 @@
-"""Memory that the C library reuses: fresh pages from the system take longer than the computations on them."""
+"""Memory that the C library reuses, because getting fresh pages from the system takes longer than the computation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Names of `mallopt` (glibc)."""
 
 MAX_BLOCK_BYTES = 32 << 20
-"""Bytes of the largest block that is reused, glibc's maximum."""
+"""Size in bytes of the largest block that is reused, which is glibc's maximum."""
 
 MAX_RETAINED_BYTES = 256 << 20
-"""Largest number of bytes that are kept: the temporary rows of several fields of a chunk."""
+"""Largest number of bytes that are kept: enough for the temporary rows of several fields of a chunk."""
 
 
 @cache

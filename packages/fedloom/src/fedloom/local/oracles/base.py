@@ -15,20 +15,20 @@ from fedloom.local.terms import Bound, TermFunction
 from fedloom.rows.layout import Layout
 
 Reduce = Callable[[Tensor], Tensor]
-"""A function of the outputs ``[b, a]`` of single samples."""
+"""Function of the outputs ``[b, a]`` of single samples."""
 
 Minimise = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """(w, ids, mu, steady, mask) -> argmin f_i(w) + mu/2 ||w||^2 + <steady, w> over the coordinates in mask.
 
-Mu is ``[m, 1]``, or ``[m, d]`` for a strength per coordinate.
+mu is ``[m, 1]``, or ``[m, d]`` for a strength per coordinate.
 """
 
 
 Steps = tuple[float | Tensor, float, Tensor | None, Tensor | None, tuple[float | Tensor, float] | None]
 """(beta, alpha, steady, scale, None): ``w <- beta w + alpha scale grad + steady``.
 
-With (pulled, rate) in place of None, ``v <- beta v + alpha scale grad + steady + pulled w``, ``w <- w - rate v``, from
-v = 0.
+With (pulled, rate) in place of None: ``v <- beta v + alpha scale grad + steady + pulled w``, ``w <- w - rate v``,
+starting at v = 0.
 """
 
 Descend = Callable[[Tensor, BatchPlan, Tensor, Steps], None]
@@ -43,7 +43,7 @@ class Features(NamedTuple):
 
 
 class Oracle(ABC):
-    """The local problems of all clients. An oracle modifies none of its arguments except ``out``."""
+    """Local problems of all clients. An oracle does not modify its arguments, except ``out``."""
 
     name: ClassVar[str]
     layout: Layout
@@ -59,9 +59,11 @@ class Oracle(ABC):
 
     @property
     def reached(self) -> Tensor | None:
-        """Mask ``[d]`` of the parameters that affect the loss of some sample: 1 if they do, 0 if not. None if all do.
+        """Mask ``[d]`` of the parameters that affect the loss of some sample: 1 if they do, 0 if not.
 
-        Optimizers of torch do not change a parameter without a gradient, with or without weight decay.
+        None if all parameters affect the loss.
+
+        PyTorch optimizers do not change a parameter that has no gradient, with or without weight decay.
         """
         return None
 
@@ -72,7 +74,7 @@ class Oracle(ABC):
 
     @abstractmethod
     def sizes(self, ids: Tensor) -> Tensor:
-        """Return the numbers of training samples ``[m]`` of the clients ``ids``."""
+        """Return the number of training samples ``[m]`` of each of the clients ``ids``."""
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
         """Return the data by which the oracle finds the samples at ``position [..., m, b]`` of clients ``ids [m]``."""
@@ -90,15 +92,16 @@ class Oracle(ABC):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """Set ``out <- beta out + alpha grad + steady``, for the mean loss of ``batch`` and terms at ``w``.
+        """Set ``out <- beta out + alpha grad + steady``, for the mean loss of ``batch`` and the terms at ``w``.
 
         Args:
-            out: ``[m, d]``, written in place. Without terms it may be ``w`` itself (a step of SGD in one pass).
+            out: rows ``[m, d]``, which are written in place. Without terms, ``out`` may be ``w`` itself (which gives an
+                SGD step in one pass).
             w: ``[m, d]``.
             batch: one batch per row.
-            beta: a number, or ``[m, 1]``. 0 ignores the old values of ``out``.
+            beta: number, or ``[m, 1]``. If it is 0, the old values of ``out`` are ignored.
             alpha: factor of the gradient.
-            steady: ``[m, d]``, or None for zero.
+            steady: vector ``[m, d]``, or None for zero.
             functions: functions of the terms on the representation.
             terms: per-client data of each term.
 
@@ -108,7 +111,7 @@ class Oracle(ABC):
 
     @abstractmethod
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of the sample losses of ``batch`` at ``w`` divided by ``batch.total``, ``[m, 1]``.
+        """Return the sum of the sample losses of ``batch`` at ``w``, divided by ``batch.total``, ``[m, 1]``.
 
         No dropout.
         """
@@ -120,32 +123,31 @@ class Oracle(ABC):
         """Return the mean ``[m, a]`` of ``reduce`` over the outputs of ``layer``, for ``batch`` or all samples."""
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the share of the client's training samples that are predicted correctly, ``[m, 1]``.
+        """Return the share of a client's training samples that are predicted correctly, ``[m, 1]``.
 
         Raises:
-            ConfigError: the task has no correct predictions.
+            ConfigError: predictions cannot be correct or incorrect in this task.
         """
         raise Refused(
             "accuracy needs classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use the loss, or take another method",
+            fix="use the loss, or choose another method",
         )
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
         """Count each client's training samples in two groups ``[m, 8]`` (`Work.group_counts`).
 
         Raises:
-            ConfigError: the task is not binary,
-                or the groups do not exist.
+            ConfigError: the task is not binary, or the groups do not exist.
         """
         raise Refused(
             "rates of groups need a task with two classes",
             rule="method-needs-classes",
-            fix="use the accuracy or the loss",
+            fix="use the accuracy or the loss instead",
         )
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Return the numbers of training samples ``[m, c]`` of the clients by class, in the oracle's dtype.
+        """Return each client's number of training samples by class ``[m, c]``, in the oracle's dtype.
 
         Raises:
             ConfigError: the task has no classes.
@@ -153,7 +155,7 @@ class Oracle(ABC):
         raise Refused(
             "class counts need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use a method without them",
+            fix="use a method that needs no class counts",
         )
 
     def add_terms_(
@@ -165,15 +167,18 @@ class Oracle(ABC):
         terms: Sequence[Bound],
         alpha: float = 1.0,
     ) -> None:
-        """Compute ``out <- out + alpha gradient`` of terms on the representation (`fedloom.local.terms`).
+        """Compute ``out <- out + alpha gradient`` for terms on the representation (`fedloom.local.terms`).
 
         Raises:
             ConfigError: there is no representation, or the loss is not a mean over samples.
         """
-        raise Refused(f"oracle {self.name!r} has no representation for a term. Use a method without terms")
+        raise Refused(
+            f"gradient engine {self.name!r} has no representation to which a term could apply. Use a "
+            "method without terms"
+        )
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the mean representation ``[m, c, k]`` of every class in the training parts, 0 for a missing class.
+        """Return the mean representation ``[m, c, k]`` of each class in the training parts, 0 for a missing class.
 
         Raises:
             ConfigError: the task has no classes.
@@ -181,11 +186,11 @@ class Oracle(ABC):
         raise Refused(
             "means by class need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use a method without them",
+            fix="use a method that needs no class counts",
         )
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Return representations and labels of every client's training part, in its order.
+        """Return the representations and labels of each client's training part, in the order of the part.
 
         Raises:
             ConfigError: the task has no classes.
@@ -193,5 +198,5 @@ class Oracle(ABC):
         raise Refused(
             "features by class need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use a method without them",
+            fix="use a method that needs no class counts",
         )

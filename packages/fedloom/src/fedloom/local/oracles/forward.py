@@ -1,4 +1,4 @@
-"""Forward passes of one sample that measure a network: its activations, and the fastest memory format."""
+"""Forward passes of one sample that measure a network: its activations, and its fastest memory format."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from fedloom.models.dropout import Dropout
 from fedloom.seeds import forked
 
 FORWARD_SAMPLES = 4096
-"""Largest number of samples evaluated together."""
+"""Largest number of samples that are evaluated together."""
 
 CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
-"""Bytes of the widest activation of a piece. With `FORWARD_SAMPLES` samples a CNN takes two to three times as long."""
+"""Size in bytes of the widest activation of a piece. With `FORWARD_SAMPLES` samples, a CNN takes two to three times as
+long."""
 
 USUAL_BATCH = 20
-"""Number of samples of a step for which pooled elements are compared with weights of convolutions."""
+"""Number of samples of a step for which pooled elements are compared with the weights of convolutions."""
 
 
 @contextmanager
 def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[Tensor]]:
-    """Record the outputs of ``layer``, or with ``entering`` its inputs, for each call.
+    """Record the outputs of ``layer`` for each call, or its inputs if ``entering`` is set.
 
-    An empty list without a layer.
+    Without a layer, the list is empty.
     """
     values: list[Tensor] = []
     if layer is None:
@@ -47,24 +48,24 @@ def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[
 
 
 def set_training(module: nn.Module, training: bool) -> None:
-    """Set the mode of a network whose layers all have the same mode. The walk through the layers takes time."""
+    """Set the mode of a network whose layers all have the same mode. Visiting all layers takes time."""
     if module.training is not training:
         module.train(training)
 
 
 class Spot(NamedTuple):
-    """Position of a network's representation: the output of a submodule, or with ``entering`` its input."""
+    """Position of a network's representation: the output of a submodule, or its input if ``entering`` is set."""
 
     name: str
     entering: bool = False
 
 
 def representing(module: nn.Module, sample: Tensor) -> Spot:
-    """Find the representation of a network, the input of its head.
+    """Find the representation of a network, which is the input of its head.
 
-    It is the output of `penultimate`, unless a function such as ``F.relu`` comes between that layer and the head: then
-    the two tensors have different memory when a ``sample [1, ...]`` passes. If the network names a layer, this layer is
-    used without a check.
+    It is the output of `penultimate`, unless a function such as ``F.relu`` comes between this layer and the head: in
+    this case, the two tensors occupy different memory when a ``sample [1, ...]`` passes through. If the network names a
+    layer, this layer is used without a check.
 
     Raises:
         ConfigError: the head is the first layer.
@@ -89,9 +90,9 @@ def representing(module: nn.Module, sample: Tensor) -> Spot:
 
 
 def _is_same(output: object, taken: Tensor) -> bool:
-    """Return whether the head's input is the layer's output, possibly in another shape.
+    """Return True if the head's input is the layer's output, possibly in a different shape.
 
-    Equal values alone can be by chance.
+    Equal values alone could be a coincidence.
     """
     if not isinstance(output, Tensor) or output.untyped_storage().data_ptr() != taken.untyped_storage().data_ptr():
         return False
@@ -104,7 +105,7 @@ def repeat_single(x: Tensor) -> Tensor:
 
 
 def evaluated_together(module: nn.Module, sample: Tensor) -> int:
-    """Return the number of samples evaluated together, from the widest activation of one ``sample [1, ...]``."""
+    """Return the number of samples evaluated together, given the widest activation of one ``sample [1, ...]``."""
     widths = [sample.numel()]
     hooks = [
         m.register_forward_hook(lambda _m, _x, out: widths.append(out.numel()) if isinstance(out, Tensor) else None)
@@ -120,7 +121,7 @@ def evaluated_together(module: nn.Module, sample: Tensor) -> int:
 
 
 def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: Tensor) -> dict[str, torch.Size]:
-    """Return the input shapes of every dropout layer for one ``sample [1, ...]``, by name."""
+    """Return the input shapes of each dropout layer for one ``sample [1, ...]``, by layer name."""
     shapes: dict[str, torch.Size] = {}
     hooks = [
         m.register_forward_pre_hook(lambda _m, args, name=name: shapes.__setitem__(name, args[0].shape[1:]))
@@ -135,10 +136,10 @@ def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: T
 
 
 def memory_format(module: nn.Module, sample: Tensor) -> torch.memory_format:
-    """Return channels last on a CPU if pooling gains more by it than the weights of convolutions lose.
+    """Return channels last on a CPU if pooling gains more from it than the weights of convolutions lose.
 
-    Pooling is then several times as fast. Weights and their gradients have the other order in a row, and are copied in
-    every step.
+    Pooling is then several times as fast. Weights and their gradients are stored in the other order in a row, and are
+    copied in every step.
     """
     weights = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Conv2d))
     if not weights or sample.dim() != 4 or sample.device.type != "cpu":

@@ -1,6 +1,6 @@
 """Fused: linear layers and pointwise activations of all clients at once, without storing a gradient.
 
-The backward product of a layer is added directly to ``out`` (the parameters themselves in a step of SGD).
+The backward product of a layer is added directly to ``out`` (in an SGD step, to the parameters themselves).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ACTIVATION_DERIVATIVES: dict[type[nn.Module], Backward] = {
 
 
 def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """Return the (name, layer) steps of a network that Fused can compute, or None if it has any other layer."""
+    """Return the (name, layer) steps of a network that Fused can compute, or None if it contains any other layer."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return None
     chain = [(name, layer) for name, layer in module._modules.items() if type(layer) is not nn.Identity]
@@ -73,14 +73,14 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
 
 
 class Chain(NamedTuple):
-    """The (name, layer) steps of a network, and the index of its first linear layer."""
+    """Steps (name, layer) of a network, and the index of its first linear layer."""
 
     steps: list[tuple[str, nn.Module]]
     first: int
 
 
 def chains_of(module: nn.Module) -> list[Chain] | None:
-    """Return the chain of a network, or the chains of its bodies, or None if a chain has any other layer."""
+    """Return the chain of a network, or the chains of its bodies, or None if a chain contains any other layer."""
     bodies, chains = {"": module}, list[Chain]()
     if isinstance(module, Bodied):
         if type(module).forward is not Bodied.forward or any(map(hooked, module.modules())):
@@ -100,9 +100,9 @@ def chains_of(module: nn.Module) -> list[Chain] | None:
 
 
 class Fused(TermNetwork):
-    """Gradient steps of stacked networks of linear layers by batched products, see `Network` for the arguments.
+    """Gradient steps of stacked networks of linear layers, by batched products (see `Network` for the arguments).
 
-    Autograd computes the part above the bodies of a network (`fedloom.models.parts.Bodied`).
+    Autograd computes the part of a network above its bodies (`fedloom.models.parts.Bodied`).
 
     Raises:
         ConfigError: the network contains anything other than linear layers and pointwise activations.
@@ -123,6 +123,8 @@ class Fused(TermNetwork):
         for _, layer in steps:
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):
                 layer.inplace = False
+        if not isinstance(self.module, Bodied):  # such layers neither draw by themselves nor write parameters
+            self.hides_randomness, self.overwritten = False, ()
         self.linear = {name: Linear.create(self.layout, name) for name, layer in steps if isinstance(layer, nn.Linear)}
         below = {f"{name}.{part}" for name in self.linear for part in ("weight", "bias")}
         self.above = Above(self.module, self.layout, task, below) if isinstance(self.module, Bodied) else None
@@ -180,7 +182,7 @@ class Fused(TermNetwork):
     def _backward(
         self, chain: Chain, products: Products, masks: dict[str, Tensor], values: list[Tensor], delta: Tensor
     ) -> None:
-        """Add the gradients of a chain's layers. ``delta [m, b, k]`` is the gradient of its outputs."""
+        """Add the gradients of a chain's layers. ``delta [m, b, k]`` is the gradient of the chain's outputs."""
         for k in range(len(chain.steps) - 1, chain.first - 1, -1):
             name, layer = chain.steps[k]
             if name in self.linear:
@@ -198,11 +200,11 @@ class Fused(TermNetwork):
         return self._descend if self._fits(w, random=True) else None
 
     def _fits(self, rows: Tensor, random: bool) -> bool:
-        """Return whether a loop through the whole network can compute gradients of rows ``[m, d]``.
+        """Return True if a loop through the whole network can compute gradients of rows ``[m, d]``.
 
         Args:
             rows: rows to change.
-            random: True if samples get random changes first.
+            random: True if samples are first changed at random.
         """
         if not self._simple or not Compiled.fits(rows):
             return False
@@ -224,7 +226,7 @@ class Fused(TermNetwork):
 
     @cached_property
     def _layers(self) -> list[list[int]]:
-        """The linear layers in the form of `fedloom.kernels.descend`."""
+        """Linear layers in the form that `fedloom.kernels.descend` needs."""
         layers: list[list[int]] = []
         for name, layer in self.chains[0].steps:
             if name in self.linear:
@@ -245,7 +247,7 @@ class Fused(TermNetwork):
 
     @torch.no_grad()
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-        """Compute outputs in compiled loops on a CPU, one call for many models, see `Network.outputs_of`."""
+        """Compute outputs in compiled loops on a CPU, with one call for many models (see `Network.outputs_of`)."""
         if self.above is not None or not Compiled.fits(rows):
             return super().outputs_of(rows, index, sizes)
         ends, blocks, start = [0, *sizes.cumsum(0).tolist()], [], 0
@@ -260,7 +262,7 @@ class Fused(TermNetwork):
         return torch.cat(blocks) if blocks else rows.new_empty(0, self.task.outputs)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Compute the loss in compiled loops on a CPU, as `outputs_of`, see `Network.batch_loss`."""
+        """Compute the loss in compiled loops on a CPU, like `outputs_of` (see `Network.batch_loss`)."""
         w = w.contiguous()
         if self.above is not None or self.labels_each is not None or not Compiled.fits(w):
             return super().batch_loss(w, batch)
@@ -284,7 +286,7 @@ class Fused(TermNetwork):
         return x
 
     def _forward(self, chain: Chain, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
-        """Compute the input of every step of a chain, and the output of the last step, each ``[m, b, .]``."""
+        """Compute the input of each step of a chain, and the output of the last step, each ``[m, b, .]``."""
         values = [x.flatten(2)]
         for name, layer in chain.steps:
             h = values[-1]

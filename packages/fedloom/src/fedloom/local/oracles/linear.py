@@ -1,9 +1,9 @@
-"""Large linear layers of a network that trains client by client: compiled products, without storing a gradient.
+"""Large linear layers of a network that trains client by client: compiled products that do not store a gradient.
 
-They use float32 even if a step uses bfloat16: most of their time is reading the weights, and a copy in bfloat16 takes
-longer than it saves.
+They use float32 even if a step uses bfloat16: reading the weights takes most of the time, and making a copy in bfloat16
+takes longer than it saves.
 
-The backward pass leaves the factors of the weight gradients. Their product is added to the row after the pass, when
+The backward pass stores the factors of the weight gradients. Their product is added to the row after the pass, when
 nothing needs the weights any more.
 """
 
@@ -19,14 +19,14 @@ from fedloom.local.oracles.products import Compiled, Linear
 from fedloom.rows.layout import Layout
 
 LARGE_LAYER_WEIGHTS = 1 << 15
-"""Number of weights of a layer from which its products take longer than the calls around them."""
+"""Number of weights in a layer from which on its products take longer than the surrounding calls."""
 
 MAX_LOOP_INPUTS = 256
 """Number of inputs of a step up to which these loops are faster than every library's products."""
 
 
 class Pass:
-    """A forward and backward pass of one client, from the view of its linear layers."""
+    """A forward and backward pass of one client, as its linear layers see it."""
 
     used = False
 
@@ -41,14 +41,14 @@ class Pass:
         self._deferred.clear()
 
     def end(self) -> None:
-        """Add the products that the layers left."""
+        """Add the products whose factors the layers have stored."""
         while self._deferred:
             layer, delta, x = self._deferred.pop()
             self._products.add_gradient_(layer, delta[None], x[None])  # type: ignore[union-attr]
         self._products = None
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether this pass computes a layer's products for ``x [..., i]``."""
+        """Return True if this pass computes a layer's products for ``x [..., i]``."""
         return self._products is not None and torch.is_grad_enabled() and x.numel() <= MAX_LOOP_INPUTS * x.shape[-1]
 
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Pass:
         return self._products.forward(layer, x[None])[0]  # type: ignore[union-attr]
 
     def backward(self, layer: Linear, delta: Tensor, x: Tensor, below: bool) -> Tensor | None:
-        """Compute the inputs' gradient ``[b, i]`` if requested. `end` adds the parameters' gradient."""
+        """Compute the inputs' gradient ``[b, i]`` if requested. The parameters' gradient is added by `end`."""
         self._deferred.append((layer, delta, x))
         return self._products.backward(layer, delta[None])[0] if below else None  # type: ignore[union-attr]
 
@@ -64,7 +64,7 @@ class Pass:
 def prepare(module: nn.Module, layout: Layout) -> Pass:
     """Assign the large linear layers of ``module`` to a pass.
 
-    Return None if a module contains code other than fedloom's or PyTorch's.
+    If a module contains code other than fedloom's or PyTorch's, return None.
 
     Such code may compute its own gradients within a forward or backward pass.
     """

@@ -1,4 +1,4 @@
-"""Looped: one client at a time, with the module itself. For convolutions on a CPU, and for debugging."""
+"""Looped: one client at a time, with the module itself. It is meant for convolutions on a CPU, and for debugging."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Looped(TermNetwork):
-    """Gradients client by client, see `Network` for the arguments.
+    """Gradients client by client (see `Network` for the arguments).
 
-    Batch normalization uses the statistics of the batch. Other buffers and attributes that training changes have their
-    initial values at the start of every step, so clients do not affect each other. A module that draws from the global
-    generator uses a forked generator, seeded by (seed, round, client, stream, step).
+    Batch normalization uses the statistics of the batch. Other buffers and attributes that training changes are reset
+    to their initial values before every step, so clients do not affect each other. A module that draws from the global
+    generator uses a forked generator instead, seeded by (seed, round, client, stream, step).
     """
 
     name: ClassVar[str] = "loop"
@@ -67,7 +67,7 @@ class Looped(TermNetwork):
     ) -> None:
         """Run a forward and backward pass for every client in turn.
 
-        Terms are included if both have the same precision and no `Pass` computes a gradient.
+        Terms are included if both use the same precision and no `Pass` computes a gradient.
         """
         if terms and (self.lowers(batch) or self.linear.used):
             self.addgrad_(out, w, batch, beta, alpha, steady)
@@ -128,7 +128,7 @@ class Looped(TermNetwork):
 
     @cached_property
     def _layer(self) -> nn.Module:
-        """Layer of the representation, see `spot`."""
+        """Layer of the representation (see `spot`)."""
         return self.module.get_submodule(self.spot.name)
 
     def _features_of(self, row: Tensor, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Looped(TermNetwork):
         return features[-1].flatten(1)
 
     def _lower_parameters(self, views: list[Tensor]) -> list[Tensor]:
-        """Parameters of products in bfloat16, converted once instead of once per direction."""
+        """Parameters of bfloat16 products, converted once instead of once per direction."""
         return [view.to(torch.bfloat16) if narrow else view for view, narrow in zip(views, self.narrow, strict=True)]
 
     def _forward(self, x: Tensor, batch: Batch, i: int) -> Tensor:

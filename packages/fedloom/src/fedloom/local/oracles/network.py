@@ -1,4 +1,4 @@
-"""Base class of the oracles of neural networks: samples, dropout masks, evaluation, activations."""
+"""Base class of the oracles for neural networks: samples, dropout masks, evaluation, activations."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 class Network(Oracle):
     """Local problems of a network on a federation's training parts. Subclasses compute the gradient.
 
-    With ``low``, gradients of steps are computed in bfloat16, see `fedloom.local.oracles.precision`.
+    With ``low``, gradients of steps are computed in bfloat16 (see `fedloom.local.oracles.precision`).
 
     Args:
         module: the network. Copied, never modified.
         task: the loss.
-        fed: the data. The oracle has its dtype and device.
-        augment: random changes of the samples of a step's gradient. Other computations do not use them.
+        fed: the data. The oracle takes its dtype and device from this argument.
+        augment: random changes of the samples, for the gradient of a step. No other computation uses them.
 
     Raises:
         LayoutError: no parameter of the network is trainable.
@@ -102,7 +102,7 @@ class Network(Oracle):
         return Samples(self.fed, batch, self.dtype, weights, each, changed=changed, augment=self.augment)
 
     def lowers(self, batch: Batch) -> bool:
-        """Return whether a batch's gradient uses bfloat16."""
+        """Return True if a batch's gradient uses bfloat16."""
         return self.low and batch.draw.stream != PASS_STREAM
 
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
@@ -114,7 +114,7 @@ class Network(Oracle):
         return self._train_sizes[ids]
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
-        """Return indices in the data set ``[..., m, b]``. Padding repeats a sample of the client."""
+        """Return indices in the data set ``[..., m, b]``. Padding repeats one of the client's samples."""
         index, offsets = self.fed.parts["train"]
         start: Tensor = offsets[ids.to(index.device)][:, None]
         return index[start + position.to(index.device).clamp(min=0)]
@@ -139,7 +139,7 @@ class Network(Oracle):
         """Return the mean ``[m, a]`` of reduced outputs of ``layer`` over ``batch``, or each client's training part.
 
         Raises:
-            ConfigError: the model has no such layer.
+            ConfigError: the model does not contain this layer.
         """
         means: list[Tensor] = []
         for k, (row, i) in enumerate(zip(w, ids.tolist(), strict=True)):
@@ -156,7 +156,7 @@ class Network(Oracle):
         Sequences with a label per position give one output per labeled position.
 
         Raises:
-            ConfigError: the model has no such layer.
+            ConfigError: the model does not contain this layer.
         """
         spot, modules = self.spot if layer == "penultimate" else Spot(layer), self._modules
         if spot.name != "logits" and spot.name not in modules:
@@ -192,17 +192,16 @@ class Network(Oracle):
         return torch.stack([(guess == y)[y >= 0].to(self.dtype).mean() for guess, y in pairs])[:, None]
 
     def _predicted(self, row: Tensor, client: Tensor) -> tuple[Tensor, Tensor]:
-        """Return predicted classes and targets of a client's training samples."""
+        """Return the predicted classes and the targets of a client's training samples."""
         self.set_statistics(row, client[None])
         index = self.fed.indices("train", int(client))
         return torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
-        """Count each client's training samples in two groups, ``[m, 8]``, see `Work.group_counts`.
+        """Count each client's training samples in two groups, ``[m, 8]`` (see `Work.group_counts`).
 
         Raises:
-            ConfigError: the task is not binary,
-                or the groups do not exist.
+            ConfigError: the task is not binary, or the groups do not exist.
         """
         if self.fed.data.task != "binary":
             return super().group_counts(w, ids, group)
@@ -216,7 +215,7 @@ class Network(Oracle):
         return torch.stack(counts).to(self.dtype)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Return the clients' numbers of training samples by class, ``[m, c]``.
+        """Return each client's number of training samples by class, ``[m, c]``.
 
         Raises:
             ConfigError: the task has no classes.
@@ -249,18 +248,18 @@ class Network(Oracle):
             return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
 
     def _drawing(self) -> AbstractContextManager[object]:
-        """Seed the random draws of the module in evaluation, if it draws."""
+        """Seed the random draws of the module in evaluation, if it draws random numbers."""
         return as_global(generator(0, purpose="evaluation"), self.device) if self.draws_evaluated else nullcontext()
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
-        """Yield outputs of the model ``row [d]`` on the samples ``index``, in pieces."""
+        """Yield outputs of the model ``row [d]`` for the samples ``index``, in pieces."""
         for piece in index.split(self._together):
             yield self.run(row, self.fed.fetch(piece))
 
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
         """Compute outputs ``[N, k]`` of the models ``rows [m, d]``, each on its ``sizes [m]`` samples of ``index [N]``.
 
-        A model's outputs do not depend on the other models.
+        The outputs of a model do not depend on the other models.
         """
         pieces = index.split(sizes.tolist())
         blocks = [
@@ -276,8 +275,8 @@ class Network(Oracle):
     def set_statistics(self, row: Tensor, ids: Tensor) -> None:
         """Compute normalization statistics of the model ``row`` from the training parts of ``ids``, weighted by size.
 
-        A model without batch statistics does not change. The statistics stay in the oracle's own copy until they are
-        set again.
+        A model without batch statistics stays unchanged. The statistics are stored in the oracle's own copy of the
+        model until they are set again.
         """
         if not self.normalisers or self._has_statistics_of(row, ids):
             return
@@ -300,7 +299,7 @@ class Network(Oracle):
         self._statistics_of = row.clone(), ids.clone()
 
     def _has_statistics_of(self, row: Tensor, ids: Tensor) -> bool:
-        """Return whether the statistics are already these: pieces of one client share them."""
+        """Return True if these statistics are already set, because pieces of one client share them."""
         latest = self._statistics_of
         return latest is not None and torch.equal(latest[0], row) and torch.equal(latest[1].cpu(), ids.cpu())
 
@@ -311,12 +310,12 @@ class Network(Oracle):
 
     @cached_property
     def reached(self) -> Tensor | None:
-        """Parameters that affect the loss, as bool ``[d]``. None if all of them do."""
+        """Parameters that affect the loss, as bool ``[d]``. None if all parameters affect the loss."""
         return reached_mask(self._module, self.fed, self.layout)
 
     @cached_property
     def reached_with_terms(self) -> Tensor | None:
-        """The same for a method with terms on the representation."""
+        """Parameters that affect the loss, for a method with terms on the representation."""
         return None if self.reached is None else reached_mask(self._module, self.fed, self.layout, self.spot)
 
     @cached_property
@@ -331,7 +330,7 @@ class Network(Oracle):
 
     @cached_property
     def overwritten(self) -> Sequence[str]:
-        """Names of parameters that a forward pass writes."""
+        """Names of parameters that a forward pass overwrites."""
         return written_parameters(self._module, self.fed)
 
     def views(self, row: Tensor) -> list[Tensor]:
@@ -343,12 +342,12 @@ class Network(Oracle):
         return self.views(row.clone() if self.overwritten else row)
 
     def _hold(self, views: list[Tensor]) -> None:
-        """Let the module use these parameters."""
+        """Make the module use these parameters."""
         for p, value in zip(self.parameters, views, strict=True):
             p.data = value
 
     def arranged(self, x: Tensor) -> Tensor:
-        """Convert samples ``[b, *shape]`` to the module's fastest memory format. The values do not change."""
+        """Convert samples ``[b, *shape]`` to the module's fastest memory format. The values stay the same."""
         return x if self.memory_format is torch.contiguous_format else x.clone(memory_format=self.memory_format)
 
     def _sample(self) -> Tensor:
@@ -360,7 +359,7 @@ class Network(Oracle):
         return self.dropouts[name].draw((count, *self._features[name]), g).to(self.device)
 
     def _masks(self, batch: Batch, counts: list[int]) -> dict[str, Tensor]:
-        """Return all masks ``{name: [m, b, *features]}``, 0 for missing samples of a short batch."""
+        """Return all masks ``{name: [m, b, *features]}``, with 0 for missing samples of a short batch."""
         masks: dict[str, Tensor] = {}
         for name, shape in self._features.items():
             lead = batch.position.shape
@@ -371,9 +370,9 @@ class Network(Oracle):
 
 
 def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
-    """Compute ``target <- beta target`` with one ``beta``, or one per client.
+    """Compute ``target <- beta target`` with a single ``beta``, or with one per client.
 
-    0 discards old values, even if they are not finite.
+    A factor of 0 discards old values, even if they are not finite.
     """
     if isinstance(beta, Tensor):
         return target.mul_(beta.view(-1, *[1] * (target.dim() - 1)))

@@ -1,6 +1,6 @@
 """A rectifier and the 2x2 max pooling after it, computed together on a CPU: max(0, .) and max(.) commute.
 
-The values do not change. The rectifier then acts on a quarter of the elements, and the backward pass needs one byte per
+The values stay the same. The rectifier then acts on a quarter of the elements, and the backward pass needs one byte per
 output instead of both layers' activations.
 """
 
@@ -33,7 +33,7 @@ def _joinable(rectifier: nn.Module | None, pool: nn.Module | None) -> bool:
 
 
 class _Waived(nn.ReLU):
-    """Rectifies only if a hook observes it. The pooling layer after it always rectifies."""
+    """Rectifies only if a hook observes it. The pooling layer that follows always rectifies."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if hooked(self) else x
@@ -51,7 +51,7 @@ class _Pool(nn.MaxPool2d):
 
 
 class _Together(torch.autograd.Function):
-    """``[b, c, h, w] -> [b, c, h // 2, w // 2]``, both with the channels last in memory."""
+    """``[b, c, h, w] -> [b, c, h // 2, w // 2]``, both stored with the channels last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class _Together(torch.autograd.Function):
 
 
 def _array(x: Tensor) -> Any:
-    """Pass bfloat16 to the compiled loops as its bits."""
+    """Pass bfloat16 values to the compiled loops as their bits."""
     return x.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 
@@ -95,6 +95,6 @@ class Pooled(TorchDispatchMode):
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Return whether a hook observes the layer's inputs or outputs."""
+    """Return True if a hook observes the layer's inputs or outputs."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(layer, name) for name in hooks)
+    return "forward" in vars(layer) or any(getattr(layer, name) for name in hooks)

@@ -23,13 +23,13 @@ from fedloom.errors import Refused
 T = TypeVar("T")
 Precision = Literal["full", "tf32", "bf16"]
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
-"""Names in `torch.cpu.get_capabilities` of bfloat16 instructions, on x86 and ARM."""
+"""Names of bfloat16 instructions in `torch.cpu.get_capabilities`, on x86 and ARM."""
 LOWERED_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose weights and biases `lowered` converts to bfloat16."""
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether the device has bfloat16 instructions."""
+    """Return True if the device has bfloat16 instructions."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     capabilities = torch.cpu.get_capabilities()
@@ -37,7 +37,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
-    """Raise if bfloat16 is not available, or gains nothing.
+    """Raise if bfloat16 is not available, or would gain nothing.
 
     Raises:
         ConfigError: bfloat16 cannot be used. The message states the reason.
@@ -45,7 +45,7 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
     choice = "engine.precision = 'bf16'"
     if dtype is not torch.float32:
         raise Refused(
-            f"{choice} keeps rows in float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}",
+            f"{choice} keeps client rows in float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}",
             rule="precision-of-float64",
             fix="set {engine.dtype = 'float32'}",
         )
@@ -86,9 +86,9 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 @contextmanager
 def undisturbed(threads: int = 1) -> Iterator[None]:
-    """Let PyTorch use this many threads, create tensors on the CPU and compute gradients, whatever its caller set.
+    """Make PyTorch use this many threads, create tensors on the CPU and compute gradients, whatever its caller set.
 
-    A caller's autocast or reduced precision has no effect either.
+    A caller's autocast or reduced precision settings have no effect either.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -103,10 +103,10 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
 
 @contextmanager
 def _unrounded() -> Iterator[None]:
-    """Disable the CPU's rounding of inputs to float32 products and convolutions within the block.
+    """Within the block, prevent the CPU from rounding the inputs of float32 products and convolutions.
 
-    PyTorch has had one switch per library since 2.9. It raises when its older switch is read, if a caller set the newer
-    ones differently.
+    Since version 2.9, PyTorch has one switch per library. Reading PyTorch's older switch raises if a caller has set the
+    newer switches differently.
     """
     older = _readable(torch.get_float32_matmul_precision)
     is_rounded = older not in (None, "highest")
@@ -146,8 +146,8 @@ def _readable(switch: Callable[[], T]) -> T | None:
 def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
     """Set a GPU's precision, and make its results repeatable bit by bit, within the block.
 
-    By default PyTorch rounds the inputs of float32 convolutions to TF32, and chooses the fastest algorithms, some of
-    which sum in a random order. It warns if an operation of a user's model has no repeatable algorithm.
+    By default, PyTorch rounds the inputs of float32 convolutions to TF32, and chooses the fastest algorithms, some of
+    which sum in random order. PyTorch warns if an operation of a user's model has no repeatable algorithm.
     """
     if device.type != "cuda":
         yield
@@ -176,7 +176,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
 
 @cache
 def wake(device: torch.device) -> None:
-    """Compute a first gradient on a GPU, because PyTorch warns only at the first one."""
+    """Compute a first gradient on a GPU, because PyTorch warns only on the first one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x = torch.ones(2, 2, device=device, requires_grad=True)
@@ -186,7 +186,7 @@ def wake(device: torch.device) -> None:
 def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
     """Products and convolutions in bfloat16.
 
-    Operations that need more precision, such as normalization statistics, stay float32.
+    Operations that need more precision, such as normalization statistics, stay in float32.
     """
     return torch.autocast(device.type, torch.bfloat16) if on else nullcontext()
 

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
 PROBE_SAMPLES = 32
-"""Number of samples, from all clients, on which a custom loss, custom metrics and unused parameters are tested
-first."""
+"""Number of samples, from all clients, on which a custom loss, custom metrics and unused parameters are first
+tested."""
 
 RANDOM_PASSES = 8
-"""Number of passes of a network that draws random numbers: a layer dropped with probability 1/2 is missed with
+"""Number of passes for a network that draws random numbers: a layer dropped with probability 1/2 is missed with
 probability 1/256."""
 
 
 def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
-    """Return whether the module draws from a global generator of torch, NumPy or Python.
+    """Return True if the module draws from a global generator of torch, NumPy or Python.
 
-    A copy runs on one sample to find this out.
+    To determine this, a copy runs on one sample.
 
     Args:
         module: the network.
@@ -44,7 +44,7 @@ def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> 
 
 
 def hides_randomness(module: nn.Module, fed: Federation) -> bool:
-    """Return whether two passes over one sample differ although the global generators start equal.
+    """Return True if two passes over one sample differ although the global generators start in the same state.
 
     Such a module draws from its own generator, or reads a clock or a device.
     """
@@ -56,7 +56,7 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
 
 
 def fails_stacked(module: nn.Module, fed: Federation) -> str:
-    """Return vmap's error message for the module. Empty if vmap accepts it.
+    """Return vmap's error message for the module. The text is empty if vmap accepts the module.
 
     A copy computes a step of two models on one sample each, and then plain outputs.
     """
@@ -79,7 +79,8 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
 def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
     """Return the names of buffers, except batch statistics, and of attributes that training changes.
 
-    Attributes are those of `fedloom.models.imported.VALUES`. A copy runs on one sample to find them.
+    Only attributes of the types in `fedloom.models.imported.VALUES` are considered. A copy runs on one sample to find
+    them.
     """
     probe = _probe(module, fed)
     values = Values(probe)
@@ -89,16 +90,20 @@ def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
 
 
 def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
-    """Return the names of parameters that a forward pass writes, as `torch.nn.Embedding` with ``max_norm`` does.
+    """Return the names of parameters that a forward pass overwrites, as `torch.nn.Embedding` with ``max_norm`` does.
 
-    A copy runs on one sample: a tensor written in place has a new version, even if its values are equal.
+    A copy runs on one sample: a tensor that was written in place has a new version, even if its values are equal.
     """
     probe = _probe(module, fed)
     marks = {name: (Mark.of(p), p.detach().clone()) for name, p in trainable(probe).items()}
     with forked(fed.device):
         _tried(probe, fed)
     now = trainable(probe)
-    return [n for n, (mark, value) in marks.items() if not mark.is_same(now[n]) or not torch.equal(now[n], value)]
+    return [
+        name
+        for name, (mark, value) in marks.items()
+        if not mark.is_same(now[name]) or not torch.equal(now[name].nan_to_num(), value.nan_to_num())
+    ]
 
 
 def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None = None) -> list[str]:
@@ -109,7 +114,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
     Args:
         module: the network.
         fed: the data.
-        spot: position of the representation, if the loss has terms on it.
+        spot: position of the representation, if the loss contains terms on it.
     """
     probe = _probe(module, fed)
     parameters = trainable(probe)
@@ -130,7 +135,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
 
 
 def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot | None = None) -> Tensor | None:
-    """Return ``[d]`` with 0 for `unreached_parameters` and 1 for others, or None if there are none."""
+    """Return ``[d]`` with 0 for `unreached_parameters` and 1 for all others, or None if there are none."""
     unused = unreached_parameters(module, fed, spot)
     shapes = zip(layout.names, layout.shapes, strict=True)
     mask = {n: torch.full(shape, float(n not in unused), dtype=fed.dtype, device=fed.device) for n, shape in shapes}
@@ -138,7 +143,7 @@ def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot 
 
 
 def _probe(module: nn.Module, fed: Federation) -> nn.Module:
-    """Copy the module in training mode."""
+    """Copy the module and set the copy to training mode."""
     return copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype).train()
 
 
@@ -149,7 +154,7 @@ def _tried(probe: nn.Module, fed: Federation) -> Tensor:
 
 
 def spread_samples(fed: Federation) -> Tensor:
-    """Return positions of `PROBE_SAMPLES` training samples, from all clients."""
+    """Return the positions of `PROBE_SAMPLES` training samples, from all clients."""
     index = fed.parts["train"].index
     return index[torch.linspace(0, len(index) - 1, PROBE_SAMPLES, device=index.device).long()]
 

@@ -17,7 +17,7 @@ from fedloom.rows.layout import Layout
 
 
 class Linear(NamedTuple):
-    """A layer: names of its weight and bias (None: no bias), their first columns (-1: no bias), and its widths."""
+    """Layer: names of its weight and bias (None: no bias), their first columns (-1: no bias), and its widths."""
 
     weight: str
     bias: str | None
@@ -28,7 +28,7 @@ class Linear(NamedTuple):
 
     @classmethod
     def create(cls, layout: Layout, name: str) -> Linear:
-        """Return the layer of that name."""
+        """Return the layer with this name."""
         weight, bias = f"{name}.weight", f"{name}.bias"
         at = dict(zip(layout.names, layout.offsets, strict=True))
         outputs, inputs = layout.shapes[layout.names.index(weight)]
@@ -36,10 +36,10 @@ class Linear(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Samples in a data set: stored ``[N, i]``, their normalization ``[i]``, and their classes ``[N]``.
+    """Samples of a data set: stored values ``[N, i]``, their normalization ``[i]``, and their classes ``[N]``.
 
-    It also contains the indices of the samples of a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights by
-    client ``[m, C]``, or ``[m, 0]``.
+    The tuple also contains the indices of the samples of a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights
+    by client ``[m, C]``, or ``[m, 0]``.
     """
 
     data: Tensor
@@ -51,15 +51,16 @@ class Stored(NamedTuple):
 
 
 class Products(ABC):
-    """The products of one pass through a network.
+    """Products of one pass through a network.
 
     Args:
         layout: shapes of the model.
-        out: ``[m, d]``, changed by `add_gradient_`. May be ``w``.
-        w: ``[m, d]`` parameters.
-        beta: factor of ``out``, a number or ``[m, 1]``. 0 discards old values, even if they are not finite.
+        out: rows ``[m, d]``, which `add_gradient_` changes. May be ``w``.
+        w: parameters ``[m, d]``.
+        beta: factor of ``out``, a number or ``[m, 1]``. If it is 0, old values are discarded, even if they are not
+            finite.
         alpha: factor of the gradient.
-        steady: ``[m, d]`` to add, or None.
+        steady: vector ``[m, d]`` to add, or None.
     """
 
     @abstractmethod
@@ -73,7 +74,7 @@ class Products(ABC):
 
     @abstractmethod
     def backward(self, layer: Linear, delta: Tensor) -> Tensor:
-        """Compute the inputs' gradient ``[m, b, i]``. ``delta [m, b, o]`` is the outputs' gradient."""
+        """Compute the inputs' gradient ``[m, b, i]``. ``delta [m, b, o]`` is the gradient of the outputs."""
 
     @abstractmethod
     def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
@@ -81,7 +82,7 @@ class Products(ABC):
 
 
 class Batched(Products):
-    """Products as batched matrix products. The weights' product works in place."""
+    """Products computed as batched matrix products. The product for the weights works in place."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -112,7 +113,7 @@ class Batched(Products):
 
 
 class Compiled(Products):
-    """Products by loops compiled for the CPU."""
+    """Products computed by loops compiled for the CPU."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -129,7 +130,7 @@ class Compiled(Products):
 
     @staticmethod
     def fits(out: Tensor) -> bool:
-        """Return whether compiled loops can change these rows."""
+        """Return True if compiled loops can change these rows."""
         return out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64) and out.is_contiguous()
 
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
@@ -163,7 +164,10 @@ class Compiled(Products):
         scale: Tensor | None,
         momentum: tuple[float | Tensor, float] | None,
     ) -> None:
-        """Take all ``steps [m]`` of every client, with ``count [k, m, 1]`` samples each. `fedloom.kernels.descend`."""
+        """Take all ``steps [m]`` of every client, with ``count [k, m, 1]`` samples in each step.
+
+        `fedloom.kernels.descend`.
+        """
         pulled, rate = momentum or (0.0, 0.0)
         d = self._w.shape[1]
         rooms = (samples.classes.new_empty(size).numpy() for size in (d, d if momentum else 0))
@@ -181,8 +185,8 @@ class Compiled(Products):
         Args:
             layers: see `fedloom.kernels.descend`.
             samples: samples of the batch.
-            count: ``[m, 1]`` number of samples of each client.
-            total: ``[m, 1]`` divisor of the sum of sample losses.
+            count: number of samples of each client ``[m, 1]``.
+            total: divisor of the sum of sample losses ``[m, 1]``.
         """
         block = samples.where.shape[1]
         if self._out is not self._w:
@@ -200,7 +204,7 @@ def _network(layers: list[list[int]], samples: Stored) -> tuple[np.ndarray, ...]
 
 
 def _room(layers: list[list[int]], samples: Stored, block: int) -> np.ndarray:
-    """Allocate work space for values between the layers."""
+    """Allocate workspace for values between the layers."""
     widths = [layers[0][2], *(layer[3] for layer in layers)]
     room: np.ndarray = samples.classes.new_empty(block * (sum(widths) + 2 * max(widths[1:]))).numpy()
     return room

@@ -1,4 +1,7 @@
-"""Quadratic: f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), with exact answers to every question. For tests and theory."""
+"""Quadratic: f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), for which every result is known exactly.
+
+It is meant for tests and theory.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ class Quadratic(Oracle):
     """Quadratic local problems.
 
     Args:
-        hessian: ``[n, d, d]``, symmetric.
+        hessian: symmetric matrices ``[n, d, d]``.
         minimiser: ``[n, d]``.
-        sizes: ``[n]`` simulated numbers of training samples. The gradient is the same for every batch.
-        solve: `descend` returns the exact minimizer of its problem, whatever the steps (with 0 steps: the start).
+        sizes: simulated numbers of training samples ``[n]``. The gradient is the same for every batch.
+        solve: True if `descend` returns the exact minimizer of its problem, whatever the number of steps (with 0 steps,
+            the starting point).
         layout: shapes. None: one vector of length d.
     """
 
@@ -55,7 +59,7 @@ class Quadratic(Oracle):
         return torch.einsum("mij,mj->mi", self.hessian[ids], w - self.minimiser[ids])
 
     def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
-        """Return A_i (w - c_i), scaled by the share of the data in a part of a pass."""
+        """Return A_i (w - c_i), scaled by the share of the data that a part of a pass contains."""
         return self._gradient(w, batch.ids) * (batch.count.to(w) / batch.total)
 
     def addgrad_(
@@ -83,13 +87,13 @@ class Quadratic(Oracle):
         return 0.5 * (gap * self._gradient(w, batch.ids)).sum(1, keepdim=True) * (batch.count.to(w) / batch.total)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """All simulated samples but the last are of the first class, and the last sample is of the second class."""
+        """All simulated samples except the last are in the first class, and the last sample is in the second class."""
         counts = torch.zeros(len(ids), self._classes, dtype=self.dtype)
         counts[:, 0], counts[:, 1] = self.count[ids] - 1, 1
         return counts
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the first parameters as the mean of every class.
+        """Return the first parameters as the mean of each class.
 
         Their number is the number of columns of the last matrix.
         """
@@ -97,9 +101,9 @@ class Quadratic(Oracle):
 
     @property
     def _classes(self) -> int:
-        """One class per row of the last matrix, as in a head.
+        """There is one class per row of the last matrix, as in a head.
 
-        A last matrix with one row, as in a binary task, has two classes.
+        A last matrix with a single row, as in a binary task, has two classes.
         """
         shapes = list(self.layout.matrix_shapes.values())
         return max(2, shapes[-1][0]) if shapes else 2
@@ -135,12 +139,15 @@ class Quadratic(Oracle):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Return the model as its outputs, and its first parameters as the representation, as `class_means` does."""
+        """Return the model as its outputs, and its first parameters as the representation, as in `class_means`."""
         outputs = w[:, : self._features] if layer == "penultimate" else w
         return outputs.clone() if reduce is None else reduce(outputs)
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Every sample has the representation of `class_means`. All samples but the last are of the first class."""
+        """Every sample has the representation that `class_means` returns.
+
+        All samples except the last are in the first class.
+        """
         sizes = self.count[ids].tolist()
         return [
             Features(row[: self._features].expand(size, -1), (torch.arange(size) == size - 1).long())

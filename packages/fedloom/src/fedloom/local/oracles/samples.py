@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """The training samples of a batch. With ``changed``, they have a step's random changes, noise and augmentation.
+    """Training samples of a batch. With ``changed``, they contain a step's random changes, noise and augmentation.
 
     Attributes:
-        y: ``[m, b]`` or ``[m, b, k]``.
-        weight: factor of every sample's loss, 0 for padding of a short batch. ``[m, b]``, or ``[m, 1]`` if no batch is
-            short.
-        span: number of targets per sample: 1, or the length L of sequences with a label per position. In that case
-            ``y`` and ``weight`` are ``[m, b L]``. The weight of a position without label is 0. The weight of any other
-            position is the weight of its sequence divided by the mean number of labels of the client's training
-            sequences: f_i is the mean loss over its labeled positions.
-        class_weights: ``[m, C]`` further factors by class; None: all are 1.
+        y: targets ``[m, b]`` or ``[m, b, k]``.
+        weight: factor of each sample's loss, which is 0 for the padding of a short batch. Its shape is ``[m, b]``, or
+            ``[m, 1]`` if no batch is short.
+        span: number of targets per sample: 1, or the length L of sequences with a label per position. In the second
+            case, ``y`` and ``weight`` are ``[m, b L]``. The weight of a position without a label is 0. The weight of
+            any other position is the weight of its sequence divided by the mean number of labels in the client's
+            training sequences, so f_i is the mean loss over its labeled positions.
+        class_weights: additional factors by class ``[m, C]``. None: all factors are 1.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Samples:
 
     @cached_property
     def x(self) -> Tensor:
-        """``[m, b, *shape]``. Padding of a short batch repeats a sample of the client."""
+        """``[m, b, *shape]``. The padding of a short batch repeats one of the client's samples."""
         x = self._fed.fetch(self._batch.where)
         if self._changed and self._fed.data.rereading is not None:
             for row, count in enumerate(self.counts):
@@ -81,7 +81,7 @@ class Samples:
         return counts
 
     def _add_noise(self, x: Tensor) -> None:
-        """Each client draws from its own generator, on the CPU in float32."""
+        """Each client draws from its own generator, on the CPU and in float32."""
         for row, count in enumerate(self.counts):
             spread = self._fed.spread(self._batch.where[row, :count])
             if spread is not None and bool(spread.any()):
@@ -97,13 +97,13 @@ class Samples:
         return still
 
     def factors(self) -> Tensor:
-        """Return the factor of every sample's loss, including class weights, ``[m, b]`` or ``[m, 1]``."""
+        """Return the factor of each sample's loss, including class weights, ``[m, b]`` or ``[m, 1]``."""
         if self.class_weights is None:
             return self.weight
         return self.weight * self.class_weights.gather(1, self.y)
 
     def factors_of(self, i: int, count: int) -> Tensor:
-        """Return client ``i``'s factors for its first ``count`` targets: ``[count]``, or one number for all."""
+        """Return client ``i``'s factors for its first ``count`` targets: ``[count]``, or a single number for all."""
         if self.class_weights is None and self.span == 1:
             return self.weight[i, 0]
         return self.factors()[i, :count]
@@ -131,9 +131,9 @@ def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 
 
 def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
-    """Return the sum of client ``i``'s weighted losses, one number.
+    """Return the sum of client ``i``'s weighted losses as a single number.
 
-    ``outputs [b, k]`` are the outputs of its samples.
+    ``outputs [b, k]`` are the outputs for its samples.
     """
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
@@ -145,7 +145,8 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
     """Compute a user's loss.
 
-    It is multiplied by the number of samples in the batch, and is computed for each class with class weights.
+    The loss is multiplied by the number of samples in the batch, and is computed for each class if there are class
+    weights.
     """
     weight = data.weight[i, 0]
     if data.span > 1:
@@ -159,11 +160,11 @@ def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int)
 
 
 def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
-    """Try a user's loss and metrics once, on the outputs ``[b, k]`` of a few samples or positions.
+    """Try a user's loss and metrics once, on the outputs ``[b, k]`` for a few samples or positions.
 
     Raises:
-        ConfigError: a function fails, or returns something other than one number, or the loss is a sum, is not finite,
-            has no gradient, has its own parameters, or pairs every output with every target.
+        ConfigError: a function fails, or does not return a single number, or the loss is a sum, is not finite, has no
+            gradient, has its own parameters, or pairs every output with every target.
     """
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
@@ -180,7 +181,9 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
     if not math.isfinite(value):
-        raise ConfigError(f"task: loss {name!r} is {value} on {len(y)} samples of the first model. It must be finite")
+        raise ConfigError(
+            f"task: loss {name!r} is {value} on {len(y)} samples with the initial model. The loss must be finite"
+        )
     with torch.enable_grad():
         leaf = outputs.detach().requires_grad_()
         try:
@@ -189,13 +192,16 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             untrained = [[*tensor.shape] for tensor in _leaves(loss) if tensor is not leaf] if real else []
             gradient = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0] if real else None
         except Exception as error:
-            raise ConfigError(f"task: the gradient of loss {name!r} fails: {cause_of(error)}") from error
+            raise ConfigError(f"task: the gradient of loss {name!r} cannot be computed: {cause_of(error)}") from error
         if gradient is None:
             raise ConfigError(
-                f"task: loss {name!r} has no gradient. Compute it from the outputs by torch's real functions"
+                f"task: loss {name!r} has no gradient. Compute the loss from the outputs with "
+                "PyTorch's real-valued functions"
             )
     if not bool(gradient.isfinite().all()):
-        raise ConfigError(f"task: the gradient of loss {name!r} is not finite on {len(y)} samples of the first model")
+        raise ConfigError(
+            f"task: the gradient of loss {name!r} is not finite on {len(y)} samples with the initial model"
+        )
     if untrained:
         raise ConfigError(
             f"task: loss {name!r} is computed from tensors that no client trains, of shape "
@@ -208,12 +214,13 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             f"example because outputs {[*outputs.shape]} and targets {[*y.shape]} broadcast to "
             f"{[len(y), len(y)]}",
             rule="loss-broadcasts",
-            fix="give outputs and targets the same shape in {task.loss}",
+            fix="make {task.loss} use outputs and targets of the same shape",
         )
     doubled = number(task.objective.loss, "loss", torch.cat([outputs, outputs]), torch.cat([y, y]))
     if value and math.isclose(doubled, 2 * value, rel_tol=1e-4):
         raise ConfigError(
-            f"task: loss {name!r} is a sum: {value:.4g} on {len(y)} samples, {doubled:.4g} on each of them twice",
+            f"task: loss {name!r} is a sum instead of a mean: {value:.4g} on {len(y)} samples, "
+            f"{doubled:.4g} if each sample occurs twice",
             rule="loss-is-a-sum",
             fix="return the mean over the batch from {task.loss}",
         )
@@ -223,7 +230,7 @@ def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
     """Raise if the loss returns one value per sample. For a loss that fails, `number` raises a more precise error.
 
     Raises:
-        ConfigError: it returns more than one number.
+        ConfigError: the loss returns more than one number.
     """
     try:
         with torch.no_grad():
@@ -251,11 +258,11 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _tells_pairs(loss: Function, outputs: Tensor, y: Tensor) -> bool:
-    """Return whether a loss depends on which of two targets increasing outputs ``[b, 1]`` have.
+    """Return True if a loss depends on which of two targets increasing outputs ``[b, 1]`` have.
 
-    Used if both targets occur.
+    The result is used if both targets occur.
 
-    A loss that does not depend on the targets, or rejects such numbers, is not judged.
+    A loss that does not depend on the targets, or that rejects such numbers, is not judged.
     """
     rising = torch.linspace(0.1, 0.7, len(y)).to(outputs)[:, None]
     low, high = (torch.full_like(y, value) for value in ((0.3, 0.9) if y.is_floating_point() else (0, 1)))

@@ -1,4 +1,4 @@
-"""Stacked: any model that vmap accepts, with one call of torch.func for a chunk of clients."""
+"""Stacked: any model that vmap accepts, with one torch.func call for a chunk of clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Stacked(TermNetwork):
-    """Gradients of stacked models: one vmapped forward pass and one backward pass, see `Network` for the arguments."""
+    """Gradients of stacked models: one vmapped forward pass and one backward pass (see `Network` for the arguments)."""
 
     name: ClassVar[str] = "vmap"
 
@@ -48,7 +48,7 @@ class Stacked(TermNetwork):
         """Run one pass over all clients of the chunk.
 
         Raises:
-            ClientError: vmap does not take the model.
+            ClientError: vmap does not accept the model.
         """
         data = self.samples(batch, step=True)
         masks = {f"{name}.mask": mask for name, mask in self._masks(batch, data.counts).items()}

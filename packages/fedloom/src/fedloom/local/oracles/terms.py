@@ -1,4 +1,4 @@
-"""Gradients of terms on a representation, and means of representations by class, for every oracle of a network."""
+"""Gradients of terms on a representation, and mean representations by class, for all oracles of networks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class Representations(NamedTuple):
-    """features ``[b, k]`` and outputs ``[b, c]`` of samples."""
+    """Features ``[b, k]`` and outputs ``[b, c]`` of samples."""
 
     features: Tensor
     outputs: Tensor
 
 
 class Holder:
-    """A network whose parameters are replaced for a time, without the search of `torch.func.functional_call`.
+    """Network whose parameters are replaced temporarily, without the search that `torch.func.functional_call` does.
 
     Args:
         module: the network.
-        names: names of its parameters that are replaced. A parameter with several names is replaced everywhere.
+        names: names of the parameters that are replaced. A parameter with several names is replaced under all of them.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ class Holder:
 
     @contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Replace the parameters by ``values``, in the order of their names, within the block."""
+        """Within the block, replace the parameters by ``values``, in the order of their names."""
         for k, layer, key, _ in self._places:
             layer._parameters[key] = cast("nn.Parameter", values[k])
         try:
@@ -60,12 +60,12 @@ class Holder:
 
 
 class Representation:
-    """A network that gives its representation beside its outputs, with parameters from outside.
+    """Network that returns its representation together with its outputs, with parameters from outside.
 
     Args:
         module: the network. Copied.
-        spot: where the representation is.
-        like: a tensor of the dtype and on the device to compute with.
+        spot: position of the representation.
+        like: tensor with the dtype and device for the computation.
     """
 
     def __init__(self, module: nn.Module, spot: Spot, like: Tensor) -> None:
@@ -81,7 +81,7 @@ class Representation:
             layer.register_forward_hook(lambda _module, _inputs, out: self._caught.append(out))
 
     def __call__(self, values: Sequence[Tensor], x: Tensor) -> Representations:
-        """Features and outputs of samples ``[b, *shape]`` in training, with parameters in the module's order."""
+        """Return features and outputs of samples ``[b, *shape]`` in training, with parameters in the module's order."""
         set_training(self.module, True)
         with self._holder.holding(values):
             outputs = self.module(x)
@@ -89,7 +89,10 @@ class Representation:
 
     @torch.no_grad()
     def features(self, values: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Representations ``[b, k]`` in evaluation mode. A sequence of layers ends at the representation."""
+        """Return representations ``[b, k]`` in evaluation mode.
+
+        If the network is a sequence of layers, computation stops at the representation.
+        """
         set_training(self.module, False)
         with self._holder.holding(values):
             for layer in self._below or (self.module,):
@@ -111,10 +114,10 @@ def summed(
     y: Tensor,
     anchors: Sequence[Sequence[Tensor]],
 ) -> Tensor:
-    """Sum over client ``i``'s samples of all terms, each with its weight and the features of its ``anchors``.
+    """Sum all terms over client ``i``'s samples, each with its weight and the features of its ``anchors``.
 
     Raises:
-        ValueError: a function gives something else than one number per sample.
+        ValueError: a function does not return one number per sample.
     """
     total = now.features.new_zeros(())
     for fn, term, features in zip(functions, terms, anchors, strict=True):
@@ -128,13 +131,13 @@ def summed(
 
 
 class TermNetwork(Network):
-    """A network with class means and gradients of terms of its representation, see `Network` for the arguments."""
+    """Network with class means and gradients of terms on its representation (see `Network` for the arguments)."""
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the mean representation of every class in each training part, ``[m, c, k]``, 0 for a missing class.
+        """Return the mean representation of each class in each training part, ``[m, c, k]``, 0 for a missing class.
 
         Raises:
-            ConfigError: the model's samples cannot be processed one by one.
+            ConfigError: the model cannot process its samples one by one.
         """
         means = []
         for (z, y), count in zip(self.features(w, ids), self.class_counts(ids), strict=True):
@@ -143,10 +146,10 @@ class TermNetwork(Network):
         return torch.stack(means)
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Return representations and labels of every client's training part, in its order.
+        """Return the representations and labels of each client's training part, in the order of the part.
 
         Raises:
-            ConfigError: the model's samples cannot be processed one by one.
+            ConfigError: the model cannot process its samples one by one.
         """
         self._check_terms()
         clients: list[Features] = []
@@ -170,7 +173,7 @@ class TermNetwork(Network):
         Autograd computes it client by client.
 
         Raises:
-            ConfigError: the model's samples cannot be processed one by one.
+            ConfigError: the model cannot process its samples one by one.
         """
         self._check_terms()
         data, model = self.samples(batch, step=True), self.representation
@@ -197,19 +200,19 @@ class TermNetwork(Network):
             torch._foreach_add_(*map(list, zip(*added, strict=True)), alpha=alpha)
 
     def _split(self, rows: Tensor) -> list[list[Tensor]]:
-        """Return the parameters of every client in ``rows [m, d]``, in the module's order."""
+        """Return the parameters of each client in ``rows [m, d]``, in the module's order."""
         return [*map(list, zip(*(value.unbind() for value in self.layout.tree(rows).values()), strict=True))]
 
     @cached_property
     def representation(self) -> Representation:
-        """The module, which returns its representation beside its outputs."""
+        """Module that returns its representation together with its outputs."""
         return Representation(self._module, self.spot, torch.empty(0, dtype=self.dtype, device=self.device))
 
     def _check_terms(self) -> None:
-        """Raise if the samples of a network cannot be processed one by one.
+        """Raise if a network cannot process its samples one by one.
 
         Raises:
-            ConfigError: they cannot; the message says why.
+            ConfigError: the network cannot process them. The message says why.
         """
         what = ""
         if self.normalisers:

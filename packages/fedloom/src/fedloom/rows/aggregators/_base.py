@@ -90,7 +90,7 @@ class NNM(Value):
             raise ConfigError(
                 f"nnm needs m > f, got m = {m} rows and f = {self.f}",
                 rule="cohort-too-small",
-                fix="leave {aggregator.pre} out, or take more clients per round",
+                fix="leave {aggregator.pre} out, or use more clients per round",
             )
         return m
 
@@ -239,5 +239,5 @@ def need(kind: str, ok: bool, rule: str, m: int, **got: object) -> None:
     if not ok:
         values = "".join(f" and {name} = {value}" for name, value in got.items())
         raise ConfigError(
-            f"{kind} needs {rule}, got m = {m} rows{values}", rule="cohort-too-small", fix="take more clients"
+            f"{kind} needs {rule}, got m = {m} rows{values}", rule="cohort-too-small", fix="use more clients"
         )

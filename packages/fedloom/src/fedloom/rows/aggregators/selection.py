@@ -118,9 +118,10 @@ class MDA(Aggregator):
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
         if comb(m, self.f) > MOST_SUBSETS:
             raise ConfigError(
-                f"mda tries every subset, and C({m}, {self.f}) = {comb(m, self.f)} are more than {MOST_SUBSETS}",
+                f"mda tries every subset of clients, but the number of subsets, C({m}, {self.f}) = "
+                f"{comb(m, self.f)}, is larger than {MOST_SUBSETS}",
                 rule="subsets-too-many",
-                fix="take fewer clients per round, or set {aggregator = 'multi-krum'}",
+                fix="use fewer clients per round, or set {aggregator = 'multi-krum'}",
             )
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
@@ -150,7 +151,10 @@ class FLTrust(Aggregator):
     @model_validator(mode="after")
     def _sees_the_root(self) -> Self:
         if self.pre:
-            raise ValueError("fltrust needs the root's own row, and must not do anything before it reads that row")
+            raise ValueError(
+                "fltrust compares all rows with the row of the trusted client, but pre would change this "
+                "row. Leave pre empty"
+            )
         return self
 
     def require(self, m: int) -> None:

@@ -79,6 +79,6 @@ def _single_valued(penalty: Value, t: Scalar, weak: float) -> None:
     largest = float(t.max()) if isinstance(t, Tensor) else t
     if largest * weak >= 1:
         raise ConfigError(
-            f"{type(penalty).__name__} is weakly convex: its prox needs t < {1 / weak:g}, got {largest:g}. "
-            "Lower the step or flatten the penalty later"
+            f"{type(penalty).__name__} is weakly convex: its prox needs t < {1 / weak:g}, got "
+            f"{largest:g}. Use a smaller step, or make the penalty flat only at larger values"
         )

@@ -128,7 +128,7 @@ class GroupL1(Value):
             return [min(self.by, d - start) for start in range(0, d, self.by)]
         if layout is None:
             raise ConfigError(
-                f'group l1 by "{self.by}" needs the layout of the model. If there is no layout, give a size'
+                f'group l1 by "{self.by}" needs the layout of the model. If there is no layout, set a size'
             )
         if self.by == "parameter":
             return [shape.numel() for shape in layout.shapes]

@@ -128,7 +128,7 @@ class Affine(ConvexSet):
     @model_validator(mode="after")
     def _solvable(self) -> Self:
         if len(self.A) != len(self.b) or len({len(row) for row in self.A}) != 1:
-            raise ValueError(f"A must have {len(self.b)} rows of one length, got {[len(row) for row in self.A]}")
+            raise ValueError(f"A must have {len(self.b)} rows of equal length, got {[len(row) for row in self.A]}")
         A, b, inverse = self._system
         if (A @ (inverse @ b) - b).norm() > 1e-8 * (1 + b.norm()):
             raise ValueError("A x = b has no solution")

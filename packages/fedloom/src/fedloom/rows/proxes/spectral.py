@@ -58,5 +58,5 @@ class NuclearBall(ConvexSet):
 
 def _layers(function: Value, layout: Layout | None) -> Layout:
     if layout is None:
-        raise ConfigError(f"{type(function).__name__} acts on the matrices of a model. Give it the layout")
+        raise ConfigError(f"{type(function).__name__} acts on the matrices of a model. Pass the layout of the model")
     return layout

@@ -1,4 +1,4 @@
-"""Cells of tables: read in pieces of columns, checked, and converted to numbers or codes of levels."""
+"""Table cells: they are read in pieces of columns, checked, and converted to numbers or codes of levels."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 BATCH_ROWS = 512
-"""Number of rows that are read at a time. Chosen: a table of 1,000 columns then has 512,000 cells in memory as text."""
+"""Number of rows that are read at a time. With this number, a table of 1,000 columns has 512,000 cells in memory as
+text."""
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
 MAX_ROW_CHARACTERS = 2**26
-"""Largest number of characters of a row, and of the rows that are buffered before they are cut into columns."""
+"""Largest number of characters in a row, and in the rows that are buffered before they are split into columns."""
 MAX_SHOWN_LEVELS = 6
-"""Largest number of levels of a column in an error message."""
+"""Largest number of levels of a column that an error message lists."""
 CELL_HINT = (
     "repair the cell, name it in missing, or give the column a role: target, client_column (client of a row), "
     "categorical or drop"
 )
 DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
-"""Pattern of a number with a decimal comma, optionally with periods between thousands."""
+"""Pattern of a number with a decimal comma and, optionally, periods between thousands."""
 GROUPED_NUMBER_PATTERN = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
-"""Pattern of an integer with commas between thousands, or a number with a decimal comma and three decimals."""
+"""Pattern of an integer with commas between thousands, or of a number with a decimal comma and three decimals."""
 QUANTITY_PATTERN = re.compile(
     r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+\u2212\u2013(]?(\d{1,3}([,'\u2019\s]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
     r"(?P<unit>[-%€$£)]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
@@ -43,14 +44,14 @@ QUANTITY_PATTERN = re.compile(
 """Pattern of a number with signs or a unit that Python cannot parse."""
 DATE_TEXT_PATTERN = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}.*)?|\d{1,2}\.\d{1,2}\.\d{4}")
 DETECTION_BYTES = 2**18
-"""Number of bytes of a CSV file from which its separators are detected."""
+"""Number of bytes at the start of a CSV file from which its separators are detected."""
 MAX_NUMBER = float(np.finfo(np.float32).max)
 """Largest number that a model accepts."""
 Cells = Sequence[Any]
 
 
 class Piece(NamedTuple):
-    """Cells of a column, starting at a row that is counted from 0."""
+    """Cells of a column, beginning with a row whose number is counted from 0."""
 
     start: int
     column: str
@@ -65,13 +66,13 @@ class Signs(NamedTuple):
 
 
 def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int = 0) -> Signs:
-    """Return the detected separator and decimal sign of a CSV file from its first bytes.
+    """Return the separator and decimal sign of a CSV file, detected from its first bytes.
 
-    The separator splits the first rows into the same number of cells, more than one. The decimal sign is a comma if
-    some columns are numbers only with a decimal comma.
+    The separator splits each of the first rows into the same number of cells, which is at least two. The decimal sign
+    is a comma if some columns contain only numbers when commas are read as decimal signs.
 
     Raises:
-        DataError: the file is not text in UTF-8.
+        DataError: the file is not UTF-8 text.
     """
     if encoding is None and (at := head[:2].find(0)) >= 0:
         raise _not_utf8(where, at, 1, head[at:])
@@ -105,7 +106,10 @@ def header_names(cells: Sequence[object] | None, width: int) -> list[str]:
 
 
 def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None = None) -> DataError:
-    """Return the error for a byte that is not UTF-8, counted from 0. `rest` begins with this byte."""
+    """Return the error for a byte that is not valid UTF-8, whose position is counted from 0.
+
+    `rest` begins with this byte.
+    """
     if stated is not None:
         return DataError(
             f"{where}: not text in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). "
@@ -124,9 +128,9 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
 
 
 def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
-    """Return True if numbers have a decimal comma: some columns are numbers only with a decimal comma.
+    """Return True if numbers use a decimal comma: some columns contain only numbers when it is read this way.
 
-    Commas before three digits, such as 1,000, are not decimal commas if commas separate cells, or if other numbers
+    Commas before three digits, as in 1,000, are not decimal commas if commas separate cells, or if other numbers
     contain a period.
     """
     filled = [[c for c in column if c != ""] for column in columns]
@@ -139,7 +143,7 @@ def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
 
 
 class Problems:
-    """Faults of a table for one message: the first fault of each kind, and the number of faults.
+    """Faults of a table that one message reports: the first fault of each kind, and the number of faults.
 
     Args:
         where: the file.
@@ -151,17 +155,17 @@ class Problems:
         self._cells_of: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
 
     def add(self, kind: str, column: str, what: str, cells: Sequence[object], cure: str) -> None:
-        """Add cells of a column with the same fault. `what` describes the first cell."""
+        """Add cells of a column that have the same fault. `what` describes the first cell."""
         self._cells_of.setdefault((kind, column), (what, [], cure))[1].extend(cells)
 
     def add_gaps(self, piece: Piece, missing: NDArray[np.bool_], cure: str) -> None:
-        """Add the missing cells of a piece, if any."""
+        """Add the missing cells of a piece, if it contains any."""
         if missing.any():
             what = f"row {self.first + piece.start + int(missing.argmax())}, column {piece.column!r}: missing value"
             self.add("missing", piece.column, what, [None] * int(missing.sum()), cure)
 
     def has(self, kind: str, column: str) -> bool:
-        """Return True if a column has a fault of a kind."""
+        """Return True if a column has a fault of the given kind."""
         return (kind, column) in self._cells_of
 
     def forget(self, column: str) -> None:
@@ -181,10 +185,10 @@ class Problems:
 def csv_rows(
     entry: Entry, separator: str, comment: str | None = None, encoding: str | None = None, skip: int = 0
 ) -> Iterator[list[str]]:
-    """Yield the rows of a CSV file in UTF-8. With a comment mark, blank and marked rows are skipped.
+    """Yield the rows of a UTF-8 CSV file. If a comment mark is set, blank rows and rows with the mark are skipped.
 
     Raises:
-        DataError: the file is not such a CSV file.
+        DataError: the file is not a CSV file in UTF-8.
     """
     stream = _Counted(entry.stream)
     text = io.TextIOWrapper(cast("io.BufferedReader", stream), encoding or "utf-8-sig", newline="")
@@ -206,11 +210,11 @@ def csv_rows(
 
 
 class _Counted(io.BufferedIOBase):
-    """Stream that counts the characters and lines that were read.
+    """Stream that counts the characters and lines that have been read.
 
     Attributes:
         size: bytes.
-        lines: number of line ends read.
+        lines: number of line ends that have been read.
     """
 
     def __init__(self, inner: BinaryIO) -> None:
@@ -226,7 +230,7 @@ class _Counted(io.BufferedIOBase):
 
 
 class _Lines:
-    """Lines of a CSV file, up to the longest allowed row.
+    """Lines of a CSV file, up to the length of the longest allowed row.
 
     Attributes:
         length: number of characters of the current row.
@@ -257,7 +261,7 @@ class _Lines:
 
 
 def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield rows in blocks, which are smaller for long rows."""
+    """Yield rows in blocks. Blocks of long rows contain fewer rows."""
     block, size = [], 0
     for row in rows:
         block.append(row)
@@ -270,7 +274,7 @@ def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
 
 
 def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[Piece]:
-    """Yield rows as pieces of columns. A row of another length is reported and left out."""
+    """Yield rows as pieces of columns. A row with a different number of cells is reported and skipped."""
     start, line, width = 0, problems.first, len(names)
     for block in _blocks(rows):
         if not start and (texts := _second_header(block, names)):
@@ -296,8 +300,8 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
 def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the columns and texts of a second header row above numbers, or [] if there is no such row.
 
-    The row is a second header if at least two such columns exist, at least three rows follow, and the row contains no
-    number in a column of numbers.
+    The row is a second header if there are at least two such columns, at least three rows follow, and the row contains
+    no number in a column of numbers.
     """
     table = [row for row in block if len(row) == len(names)]
     if len(table) < 4 or table[0] is not block[0]:
@@ -313,13 +317,13 @@ def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list
 
 
 def replace_commas(cells: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield numbers with a decimal comma in Python's notation. All other cells stay unchanged."""
+    """Yield numbers with a decimal comma in Python notation. All other cells stay unchanged."""
     for piece in cells:
         yield piece._replace(cells=[pointed(cell) for cell in piece.cells])
 
 
 def pointed(cell: str) -> str:
-    """Return a number with a decimal comma in Python's notation. Other text is returned unchanged.
+    """Return a number with a decimal comma in Python notation. Other text is returned unchanged.
 
     >>> [pointed(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
     ['1234.5', '0.5', '12.03.2020', 'a,b']
@@ -328,13 +332,13 @@ def pointed(cell: str) -> str:
 
 
 def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
-    """Return a mask of the missing cells: None, NaN, or a marker, bool ``[k]``."""
+    """Return a mask of the missing cells, which are None, NaN or a marker, bool ``[k]``."""
     hold = markers_of(missing).hold
     return np.array([cell is None or cell != cell or hold(cell) for cell in cells], bool)
 
 
 def shortened(cell: object) -> str:
-    """Return a cell shortened for messages."""
+    """Return a cell, shortened for messages."""
     text = repr(cell)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
@@ -342,7 +346,7 @@ def shortened(cell: object) -> str:
 def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: str = CELL_HINT) -> NDArray[np.float64]:
     """Convert cells to numbers, with NaN for missing cells.
 
-    Any other cell, or a number outside the range of a model, is reported.
+    All other cells, and numbers outside the range that a model accepts, are reported.
     """
     start, column, cells = piece
     out = np.full(len(cells), np.nan)

@@ -1,4 +1,4 @@
-"""Checks of a table after all cells were read: errors and notes."""
+"""Checks of a table after all cells have been read: errors and notes."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from fedloom.errors import DataError, capitalize
 from fedloom.formats import shorten_list
 
 MAX_CLASS_NUMBERS = 30
-"""Number of different integers of a label above which a note mentions a possible regression."""
+"""Number of different integers in a label above which a note mentions that the task may be a regression."""
 MIN_CHECKED_ROWS = 10
-"""Smallest number of rows for notes on constant columns and on outliers."""
+"""Smallest number of rows for notes on constant columns and outliers."""
 MAX_NOTED_NEGATIVE_SHARE = 0.05
-"""Largest share of negative numbers among positive numbers that is noted."""
+"""Largest ratio of negative numbers to positive numbers for which the negative numbers are noted."""
 OUTLIER_WIDTHS = 1000
 """Smallest distance of an outlier from the nearer end of a column's interquartile range, in widths of this range."""
 THREE_DIGITS_PATTERN, SHORT_FRACTION_PATTERN = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
 CODE_PATTERN = re.compile(r"0\d+|\d+[eE]\d+")
-"""Pattern of digits that are hardly a measurement: with a leading zero, or with an exponent without sign or period."""
+"""Pattern of digits that are probably no measurement: with a leading zero, or an exponent without sign or period."""
 ENTRY_NAME_PATTERN = re.compile(
     r"t?start(_?time)?|time_?[01]|entry(_?(time|age))?|t_?entry|(left_?)?trunc\w*", re.IGNORECASE
 )
-"""Pattern of names of the time at which a row enters a study."""
+"""Pattern of names for the time at which a row enters a study."""
 Coded = tuple[NDArray[np.float64], tuple[str, ...]]
-"""Codes of all rows ``[N]``, NaN for missing cells, and the levels."""
+"""Codes of all rows ``[N]``, with NaN for missing cells, and the levels."""
 
 
 def rename(twice: Sequence[str]) -> str:
-    """Return advice on columns of the same name."""
+    """Return advice about columns with the same name."""
     if all(map(is_number, twice)):
         return "if the first row is not a header, set header = false. Otherwise rename one"
     return "set skip to the number of lines above the header, or name every column" if "" in twice else "rename one"
 
 
 def refuse_twins(where: str, names: Sequence[str]) -> None:
-    """Raise if a header contains a name twice.
+    """Raise if a name occurs twice in a header.
 
     Raises:
         DataError: two columns have the same name.
@@ -63,10 +63,10 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
 
 
 class Spellings:
-    """Cells of text columns that are numbers for Python, and may be something else for their author.
+    """Cells of text columns that Python reads as numbers, although their author may have meant something else.
 
-    Fractions that all have three digits may have periods between thousands (7.123 for 7,123). ``007`` and ``1E5`` may
-    be codes.
+    Fractions that all have three digits may contain periods between thousands (7.123 for 7,123). ``007`` and ``1E5``
+    may be codes.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Spellings:
         self._sound = set[str]()
 
     def add(self, column: str, cells: Cells) -> None:
-        """Add cells, numbers with a decimal point."""
+        """Add cells, which are numbers with a decimal point."""
         examples = self._codes.setdefault(column, [])
         if len(examples) < MIN_CHECKED_ROWS:
             likely = (c for c in cells if isinstance(c, str) and ("e" in c or "E" in c or c.lstrip()[:1] == "0"))
@@ -96,7 +96,7 @@ class Spellings:
                 return
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on such columns."""
+        """Yield notes on these columns."""
         for column, examples in self._codes.items():
             if len(examples) >= MIN_CHECKED_ROWS:
                 yield (
@@ -122,7 +122,7 @@ def coded_numbers(values: NDArray[np.float64]) -> Coded:
 
 
 def rows_of_levels(column: Coded) -> dict[str, int]:
-    """Return the number of rows of every level."""
+    """Return the number of rows with each level."""
     codes, levels = column
     counts = np.bincount(codes[~np.isnan(codes)].astype(int), minlength=len(levels))
     return dict(zip(levels, counts.tolist(), strict=True))
@@ -134,10 +134,10 @@ def impossible(
     """Yield errors in times and events, column by column.
 
     Args:
-        times: name of the column and its numbers ``[N]``, NaN for missing cells.
-        events: name and numbers of the events, in the same form.
+        times: name of the time column and its numbers ``[N]``, with NaN for missing cells.
+        events: name and numbers of the event column, in the same form.
         first: number of the first row.
-        eventless: True if a table may contain no event, such as one of several sites.
+        eventless: True if the table may contain no event, for example because it is one of several sites' tables.
     """
     if not eventless and not np.nansum(events[1]):
         yield f"the event {events[0]!r} is 0 in every row, so a model cannot learn from it"
@@ -160,23 +160,23 @@ def impossible(
 
 
 def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> Iterator[str]:
-    """Yield errors in the columns of labels, by name, that contain other numbers than 0 and 1, or NaN for no cell."""
+    """Yield errors in the label columns, by name, that contain numbers other than 0 and 1, or NaN for no cell."""
     for column, values in labels.items():
         rows = np.nonzero(~np.isnan(values) & ~np.isin(values, (0, 1)))[0]
         if len(rows):
             yield (
                 f"row {first + int(rows[0])}, column {column!r}: a label is 1 or 0, present or not, got "
                 f"{values[rows[0]]:g} ({len(rows)} such rows). Repair them, or name their marker in missing, with "
-                "unlabelled = 'drop'"
+                "unlabelled = 'keep' (or 'drop')"
             )
 
 
 def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield notes on columns with the start of the time at risk, which survival tasks assume to be 0.
+    """Yield notes on columns that contain the start of the time at risk, which survival tasks assume to be 0.
 
     Args:
-        columns: numbers ``[N]`` by name, NaN for missing cells.
-        times: name of the column and its numbers ``[N]``, NaN for missing cells.
+        columns: numbers ``[N]`` by column name, with NaN for missing cells.
+        times: name of the time column and its numbers ``[N]``, with NaN for missing cells.
     """
     for name, values in columns.items():
         rows = ~np.isnan(values) & ~np.isnan(times[1])
@@ -192,7 +192,7 @@ def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, N
 
 
 def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
-    """Return the agreed columns with rows ``[N, p]`` outside the agreed range, for example in another unit."""
+    """Return the agreed columns with rows ``[N, p]`` outside the agreed range, for example in a different unit."""
     if not x.size:
         return []
     nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
@@ -201,7 +201,7 @@ def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
 
 
 def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
-    """Return the agreed columns in which most cells have an unknown level, for example in another spelling."""
+    """Return the agreed columns in which most cells have an unknown level, for example because the spelling differs."""
     return [
         f"column {name!r}: {column.unknown.total()} of {rows} cells contain no agreed level "
         f"({column.shown}). Correct them, or agree on these levels too"
@@ -211,7 +211,7 @@ def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
 
 
 def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
-    """Yield notes on cells that the agreement fills in columns without expected gaps."""
+    """Yield notes on cells that the agreement fills in columns in which no gaps are expected."""
     for name, column in agreed.items():
         unknown = column.unknown.total()
         if unknown:
@@ -242,11 +242,11 @@ def doubtful(
     """Yield notes on empty or constant columns, and on extreme outliers.
 
     Args:
-        columns: numbers or codes ``[N]`` by name, NaN for missing cells.
+        columns: numbers or codes ``[N]`` by column name, with NaN for missing cells.
         measured: names of the columns that are searched for outliers.
         first: number of the first row.
-        arrays: True if the columns belong to an array, which has no options. Rare negative numbers are not noted in
-            arrays.
+        arrays: True if the columns come from an array, which has no options. In arrays, rare negative numbers are not
+            noted.
     """
     useless, wrong = ("leave it out", "leave its row out") if arrays else ("name it in drop", "name it in missing")
     empty, constant, notes = list[str](), list[str](), list[str]()
@@ -285,11 +285,11 @@ def doubtful(
 
 
 def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
-    """Yield notes on similar levels, and on a label with one class or with a class without rows.
+    """Yield notes on similar levels, and on a label with a single class or with a class without rows.
 
     Args:
-        coded: columns of levels, by name.
-        label: name of the label, which is in `coded` if it has classes.
+        coded: columns of levels by column name.
+        label: name of the label, which is in `coded` if the label has classes.
     """
     for name, column in coded.items():
         counts = rows_of_levels(column)

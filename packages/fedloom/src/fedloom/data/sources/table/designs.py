@@ -1,4 +1,4 @@
-"""Columns of a table that control splits: subjects, time order, strata, and test rows."""
+"""Table columns that control splits: subjects, time order, strata, and test rows."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class DesignOptions(FileSource):
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The options that are set. Options of an agreement take precedence."""
+        """Options that are set. Options of an agreement take precedence."""
         agreed = getattr(self, "agreement", None)
         values = {name: getattr(self, name) for name in DesignOptions.option_names()}
         if agreed is not None:
@@ -97,9 +97,9 @@ class DesignOptions(FileSource):
         return {name: value for name, value in values.items() if value is not None and value != ()}
 
     def absent(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the options without columns that are not among the names.
+        """Return the options without columns that are not in the given names.
 
-        Test rows of the old table do not exist in a new table.
+        The old table's test rows do not exist in a new table.
         """
         unset: dict[str, Any] = {"test_column": None, "test_levels": (), "test_since": None}
         unset |= {role: None for role in ("subject", "order") if getattr(self, role) not in names}
@@ -112,7 +112,7 @@ class DesignOptions(FileSource):
 
 
 def check_roles(columns: Mapping[str, str | None]) -> None:
-    """Raise if one column has two roles.
+    """Raise if a column has two roles.
 
     Raises:
         ValueError: two options name the same column.
@@ -131,7 +131,7 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
 class OrderTimes(NamedTuple):
     """Times of rows, as numbers and as seconds since 1970.
 
-    NaN for a cell that is not a number or a date, respectively.
+    A cell that is not a number, or not a date, is NaN.
     """
 
     numbers: GrowingRows
@@ -139,16 +139,16 @@ class OrderTimes(NamedTuple):
 
 
 class DesignReading:
-    """Columns that become a `Design` after all cells were read.
+    """Columns that are combined into a `Design` once all cells have been read.
 
     Args:
-        options: options of the source, see `DesignOptions.chosen`.
+        options: options of the source (see `DesignOptions.chosen`).
 
     Attributes:
         columns: columns that must exist.
-        complete: columns without missing cells.
+        complete: columns that must not contain missing cells.
         coded: columns that are read as levels.
-        strata: columns of strata.
+        strata: columns that define the strata.
         no_features: columns that are not features.
     """
 
@@ -165,7 +165,7 @@ class DesignReading:
         self._zones = set[bool]()
 
     def add(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
-        """Add a piece of the column of times."""
+        """Add a piece of the time column."""
         if piece.column != self.order:
             return
         rooms = [cast("NDArray[np.float64]", rows.at(piece.start, len(missing))) for rows in self._moments]
@@ -180,7 +180,7 @@ class DesignReading:
                 self._odd = piece.start + k, piece.cells[k]
 
     def wrong(self, first: int) -> Iterator[str]:
-        """Yield errors in the column of times. ``first`` is the number of the first row."""
+        """Yield errors in the time column. ``first`` is the number of the first row."""
         if self.order is None:
             return
         if self._odd is not None:
@@ -197,8 +197,8 @@ class DesignReading:
         """Return the design of the rows to keep ``[N]``. None if no option is set.
 
         Raises:
-            ConfigError: a level of the column of test rows means neither yes nor no.
-            DataError: no row is marked, or every row is marked.
+            ConfigError: a level in the test row column means neither yes nor no.
+            DataError: no row is marked, or all rows are marked.
         """
         if not self._options:
             return None
@@ -224,7 +224,10 @@ class DesignReading:
         return bool((np.isnan(numbers) & ~np.isnan(seconds)).any())
 
     def times(self) -> Iterator[NDArray[np.float64]]:
-        """Yield the time of each row ``[N]``, NaN for missing cells. Nothing is yielded if the times are unknown."""
+        """Yield the time of each row ``[N]``, with NaN for missing cells.
+
+        Nothing is yielded if the times are unknown.
+        """
         if self.order is not None:
             yield cast("NDArray[np.float64]", self._moments[self._dates].done())
 
@@ -287,7 +290,7 @@ class DesignReading:
 
 
 def seconds_of(cell: object) -> float | None:
-    """Return seconds since 1970 of a date, a time or its text in ISO 8601. None for any other cell.
+    """Return the number of seconds since 1970 of a date, a time or its text in ISO 8601. None for any other cell.
 
     >>> seconds_of("1970-01-02"), seconds_of("1970-01-01T00:01"), seconds_of("1971"), seconds_of("2.1.1970")
     (86400.0, 60.0, 31536000.0, None)

@@ -1,4 +1,4 @@
-"""Tables of other programs, read by their libraries: spreadsheets, SPSS, Stata, SAS, JSON lines and Feather."""
+"""Tables of other programs, read with their libraries: spreadsheets, SPSS, Stata, SAS, JSON lines and Feather."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STATISTICS_READERS = {
     ".sav": "read_sav", ".zsav": "read_sav", ".por": "read_por", ".dta": "read_dta", ".sas7bdat": "read_sas7bdat",
     ".xpt": "read_xport",
 }  # fmt: skip
-"""Functions of pyreadstat by file extension."""
+"""pyreadstat functions by file extension."""
 MAX_SHOWN_CODES = 4
-"""Largest number of user-missing codes in a note."""
+"""Largest number of user-missing codes that a note lists."""
 
 
 class LoadedTable(NamedTuple):
@@ -35,8 +35,8 @@ class LoadedTable(NamedTuple):
 
     Attributes:
         names: names of the columns.
-        pieces: pieces of the cells.
-        coded: columns whose type has levels.
+        pieces: pieces of cells.
+        coded: columns whose type defines levels.
         notes: sentences for the report.
         first: number of the first row below the header.
     """
@@ -100,7 +100,7 @@ class Excel(LibraryTable):
     skip: int = Field(default=0, ge=0, description="number of rows above the header")
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Return the table of a sheet. Formulas have the value that is stored in the file."""
+        """Return the table in a sheet. For formulas, the values stored in the file are used."""
         openpyxl = library_for(place, "openpyxl")
         try:
             with zipfile.ZipFile(place) as archive:
@@ -135,10 +135,10 @@ class Excel(LibraryTable):
 
 
 class Statistics(LibraryTable):
-    """File of SPSS (.sav, .zsav, .por), Stata (.dta) or SAS (.sas7bdat, .xpt), with its labels and user-missing codes.
+    """SPSS (.sav, .zsav, .por), Stata (.dta) or SAS (.sas7bdat, .xpt) file, with its labels and user-missing codes.
 
-    If all values of a column have labels, the labels are its levels. The user-missing codes of the file become missing
-    cells, and a note counts them.
+    If all values of a column have labels, the labels are the column's levels. The file's user-missing codes become
+    missing cells, and a note states how many there are.
     """
 
     labels: bool = Field(default=True, description="use value labels as levels")
@@ -202,7 +202,7 @@ class JsonLines(LibraryTable):
     """File with one JSON object per line (.jsonl, .ndjson), plain, gz or xz."""
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Return the table of all lines. A key that is absent in a line is a missing cell."""
+        """Return the table formed by all lines. A key that is absent from a line is a missing cell."""
         from pyarrow import json as arrow_json  # slow to import
 
         with open_unpacked(place) as stream:

@@ -1,4 +1,4 @@
-"""Frames: tables of pandas, Arrow and the Hugging Face hub in memory, as columns of cells."""
+"""Frames: pandas, Arrow and Hugging Face hub tables in memory, as columns of cells."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_hub(obj: object) -> bool:
 
 
 def is_frame(obj: Any) -> bool:
-    """Return True for a pandas table, an Arrow table, or a hub data set whose columns are single numbers or texts."""
+    """Return True for a pandas table, an Arrow table, or a hub data set with columns of single numbers or texts."""
     if (hasattr(obj, "columns") and hasattr(obj, "iloc")) or _is_arrow(obj):
         return True
     if is_hub(obj) and not hasattr(obj, "__len__"):
@@ -34,7 +34,7 @@ def is_frame(obj: Any) -> bool:
 
 
 def _is_arrow(obj: object) -> bool:
-    """Return True for a pyarrow table, or a table without an index of another library that Arrow can read."""
+    """Return True for a pyarrow table, or for another library's table without an index that Arrow can read."""
     return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
 
 
@@ -51,7 +51,7 @@ def frame_names(obj: Any) -> list[str]:
 
 
 def coded_columns(obj: Any) -> list[str]:
-    """Return the columns whose type has levels, of an object that `is_frame` accepts."""
+    """Return the columns whose type defines levels, for an object that `is_frame` accepts."""
     names = frame_names(obj)
     if is_hub(obj):
         return [name for name in names if class_names(obj, name)]

@@ -1,4 +1,4 @@
-"""Convert cells of a column to codes of its levels: classes, clients and categories."""
+"""Convert cells of a column to codes of its levels, which are classes, clients or categories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRUTH_WORDS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), "true"),
     **dict.fromkeys(("false", "no", "f", "n", "0"), "false"),
 }
-"""Common notations of true and false, in lower case."""
+"""Common notations for true and false, in lower case."""
 MAX_SHOWN_GROUPS = 4
 """Largest number of groups of levels in a sentence."""
 NUMBER_PATTERN = re.compile(r"(?=.{1,15}$)[-+]?[0-9]+([.,][0-9]+)?(e[-+]?[0-9]{1,2})?")
@@ -29,13 +29,13 @@ NUMBER_PATTERN = re.compile(r"(?=.{1,15}$)[-+]?[0-9]+([.,][0-9]+)?(e[-+]?[0-9]{1
 
 
 def alike(counts: Mapping[str, int]) -> str:
-    """Return levels that are probably equal, as ``'0' (3) = 'FALSE' (4)``, or "" without such levels.
+    """Return levels that probably mean the same, as ``'0' (3) = 'FALSE' (4)``, or "" if there are none.
 
     Levels are probably equal if they differ only in capitals, spaces or the encoding of a letter, if they are notations
     of one number, or if they are notations of true and false in a column without other levels.
 
     Args:
-        counts: number of rows of every level.
+        counts: number of rows with each level.
 
     >>> alike({"TRUE": 2, "true": 1, "1": 4, "0": 5})
     "'TRUE' (2) = 'true' (1) = '1' (4)"
@@ -64,11 +64,11 @@ def _plain(name: str) -> str:
 
 
 Factors = Mapping[str, float | Mapping[str, float]]
-"""Factors by which columns are multiplied, or such factors by client."""
+"""Factors by which columns are multiplied, for all clients or by client."""
 
 
 def factor_of(factors: Factors, column: str) -> float:
-    """Return the factor of a complete column. 1 without a factor or with factors by client."""
+    """Return the factor for a whole column. It is 1 without a factor, or if factors are given by client."""
     factor = factors.get(column, 1.0)
     return 1.0 if isinstance(factor, Mapping) else factor
 
@@ -81,11 +81,11 @@ def factors_by_client(factors: Factors, clients: Sequence[str]) -> Iterator[tupl
 
 
 def unapplied(factors: Factors, users: str | None, clients: Collection[str] | None) -> list[str]:
-    """Return a sentence on every factor by client that applies to no row.
+    """Return a sentence for each factor by client that applies to no row.
 
     Args:
-        factors: factors of columns.
-        users: column with the client of a row.
+        factors: factors of the columns.
+        users: column that contains each row's client.
         clients: clients with at least one row. None: the column does not exist.
     """
     absent = {c: [k for k in f if k not in (clients or ())] for c, f in factors.items() if isinstance(f, Mapping)}
@@ -95,7 +95,7 @@ def unapplied(factors: Factors, users: str | None, clients: Collection[str] | No
 
 
 class Codes:
-    """Levels of a column in the order of their first row, sorted at the end."""
+    """Levels of a column in the order in which they first occur, sorted at the end."""
 
     def __init__(self) -> None:
         self.levels: dict[str, int] = {}
@@ -105,7 +105,7 @@ class Codes:
         """Add rows.
 
         Raises:
-            DataError: a cell is free text instead of the name of a level.
+            DataError: a cell contains free text instead of the name of a level.
         """
         longest = max((len(cell) for cell in cells if isinstance(cell, str | bytes)), default=0)
         if longest > LONGEST_NAME:
@@ -120,7 +120,7 @@ class Codes:
         self.rows.append(np.array(codes, np.int32))
 
     def done(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
-        """Return the codes of all rows ``[N]``, NaN for missing cells, and the levels."""
+        """Return the codes of all rows ``[N]``, with NaN for missing cells, and the levels."""
         names = sorted(self.levels, key=natural)
         place = np.empty(len(names) + 1)
         place[[self.levels[name] for name in names]] = np.arange(len(names))
@@ -129,17 +129,17 @@ class Codes:
 
 
 class Agreed:
-    """Cells of an agreed column, as numbers or codes of its levels.
+    """Cells of an agreed column, as numbers or as codes of its levels.
 
     Attributes:
         column: the column.
-        filled: number of cells so far that are missing or have an unknown level, and will be filled.
-        unknown: levels of such cells, with their number.
+        filled: number of cells so far that are missing or have an unknown level and will be filled.
+        unknown: unknown levels, and the number of cells with each.
 
     Args:
         column: the column.
-        impute: True if missing cells and unknown levels are filled instead of reported.
-        cure: advice on reported cells.
+        impute: True if missing cells and unknown levels are filled and not reported.
+        cure: advice given for reported cells.
         factor: factor by which numbers are multiplied.
     """
 
@@ -150,7 +150,7 @@ class Agreed:
 
     @property
     def shown(self) -> str:
-        """The most frequent unknown levels, and the agreed levels."""
+        """Most frequent unknown levels, and the agreed levels."""
         unknown = ", ".join(shortened(name) for name, _ in self.unknown.most_common(4))
         return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"
 
@@ -160,8 +160,8 @@ class Agreed:
         Args:
             piece: piece of cells.
             missing: mask ``[k]`` of missing cells.
-            problems: collector of cells that are not numbers or codes, and of missing or unknown cells unless they are
-                filled.
+            problems: collector of cells that are not numbers or codes, and, unless they are filled, of missing cells
+                and unknown levels.
         """
         column, name = self.column, self.column.name
         if not self._impute:
@@ -189,11 +189,11 @@ class Agreed:
 
 
 def agreed_columns(table: Table, cure: str, factors: Factors) -> dict[str, Agreed]:
-    """Return the columns of an agreed table by name, see `Agreed`."""
+    """Return the columns of an agreed table by name (see `Agreed`)."""
     return {c.name: Agreed(c, table.impute, cure, factor_of(factors, c.name)) for c in table.columns}
 
 
 def natural(text: str) -> tuple[float, str]:
-    """Return a key that sorts numbers by value, before all other texts."""
+    """Return a sort key that puts numbers, ordered by value, before all other texts."""
     value = number_of(text) if is_number(text) else None
     return (np.inf, text) if value is None else (value, text)

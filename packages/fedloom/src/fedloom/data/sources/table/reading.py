@@ -44,15 +44,15 @@ from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level, mark
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
 MOST_COLUMNS = 100_000
-"""Largest number of columns of a table. An array of so many columns is read in a fraction of the time."""
+"""Largest number of columns in a table. An array with this many columns is read in a fraction of the time."""
 MOST_TEXTS = 100_000
-"""Largest number of different texts of a non-numeric column that are stored, to detect names of people."""
+"""Largest number of different texts of a non-numeric column that are stored to detect names of people."""
 
 
 class Raw(NamedTuple):
-    """Table in the form of its file: a name, column names, cells, and the faults found while reading.
+    """Table as its file defines it: a name, column names, cells, and the faults found while reading.
 
-    ``coded`` are columns whose type has levels, and ``notes`` are sentences on the file for the report.
+    ``coded`` are columns whose type defines levels, and ``notes`` are sentences about the file for the report.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Raw(NamedTuple):
 
 
 class TableSource(DesignOptions):
-    """Roles of the columns: one label, and features for all columns that are not named below."""
+    """Roles of the columns: one label, and features for all columns that have no other role below."""
 
     target: str | tuple[str, ...] | None = Field(
         default=None,
@@ -112,9 +112,12 @@ class TableSource(DesignOptions):
     impute: bool = Field(
         default=False, description="allow missing cells. Each client fills them from its training part"
     )
-    unlabelled: Literal["refuse", "drop"] = Field(
+    unlabelled: Literal["refuse", "drop", "keep"] = Field(
         default="refuse",
-        description="treatment of rows without a target or client: raise an error, or leave the rows out",
+        description=(
+            "treatment of rows without a target or client: raise an error, or leave the rows out. In a multilabel "
+            "task, 'keep' keeps rows with some known labels"
+        ),
     )
     scale: bool = Field(default=True, description="center and scale numeric columns by each client's training part")
     centre: float = Field(default=0.0, description="number subtracted from the regression target")
@@ -143,7 +146,7 @@ class TableSource(DesignOptions):
 
     @model_validator(mode="after")
     def _several_labels(self) -> TableSource:
-        """Raise if several targets are given for a task with one, or one target for several labels."""
+        """Raise if several targets are given for a task with one target, or one target for several labels."""
         several = (self.task if self.agreement is None else self.agreement.task) == "multilabel"
         if not isinstance(self.target, tuple):
             if several and (self.target is not None or self.agreement is None):
@@ -155,11 +158,13 @@ class TableSource(DesignOptions):
                 "each given once, set task = 'multilabel'. For several numbers, run one experiment "
                 "for each"
             )
+        if self.unlabelled == "keep" and not several:
+            raise ValueError("unlabelled = 'keep' works only for task = 'multilabel'. Take 'drop'")
         return self
 
     @model_validator(mode="after")
     def _factors_by_client(self) -> TableSource:
-        """Raise if factors by client are given without a column of clients."""
+        """Raise if factors by client are given without a client column."""
         if self.client_column is None and (
             columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
         ):
@@ -171,7 +176,7 @@ class TableSource(DesignOptions):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers of missing cells: the general markers, then the markers of this table."""
+        """All markers of missing cells: the general markers, followed by this table's markers."""
         agreed = () if self.agreement is None else self.agreement.missing
         return tuple(dict.fromkeys((*MISSING_MARKERS, *agreed, *self.missing)))
 
@@ -193,22 +198,22 @@ class TableSource(DesignOptions):
 
     @abstractmethod
     def open_file(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
-        """Open the file's table, with unconverted dates."""
+        """Open the file's table without converting dates."""
         ...
 
     @contextmanager
     def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """Open a table before its columns are assigned roles. Its cells can be read within the context.
+        """Open a table before roles are assigned to its columns. Its cells can be read within the context.
 
         Raises:
             DataError: the file does not exist, or is not a table.
-            ConfigError: a column of ``days_since`` is missing.
+            ConfigError: a column named in ``days_since`` is missing.
         """
         with self.open_file(data_dir) as raw:
             yield raw._replace(cells=self.with_days(raw.names, raw.cells, raw.problems))
 
     def with_days(self, names: Sequence[str], cells: Iterator[Piece], problems: Problems) -> Iterator[Piece]:
-        """Yield the cells with the columns of ``days_since`` replaced by days."""
+        """Yield the cells with the columns in ``days_since`` replaced by days."""
         if not self.days_since:
             return cells
         check_dates(self.days_since, names, problems.where)
@@ -226,7 +231,7 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
     """Return the columns of a table as a data set.
 
     Args:
-        spec: roles of the columns, and the agreement on them.
+        spec: roles of the columns, and the agreement about them.
         name: name of the data set.
         names: names of the columns.
         cells: pieces of all columns.
@@ -234,8 +239,8 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
 
     Raises:
         ConfigError: columns do not exist, or no column is a feature.
-        DataError: missing values, text in numbers, rows of another length, or a label that does not fit the task. One
-            message lists all of them.
+        DataError: missing values, text in numeric columns, rows with a different number of cells, or a label that does
+            not suit the task. A single message lists all of them.
     """
     reading = _Reading(spec, name, names, problems)
     for piece in cells:
@@ -375,11 +380,14 @@ class _Reading:
         """Report missing cells that no option allows."""
         spec, column = self.spec, piece.column
         special = column in self.measured or column in self.special or column in self.design.complete
-        if (column in spec.drop and not special) or (spec.unlabelled == "drop" if special else spec.impute):
+        several = self.task == "multilabel" and column in self.labels
+        allowed = ("drop", "keep") if several else ("drop",)
+        if (column in spec.drop and not special) or (spec.unlabelled in allowed if special else spec.impute):
             return
         cure = "repair it, name the column in drop, or set impute = true for a feature"
         if special:
             cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
+            cure += ", or 'keep' to train on the other labels of these rows" if several else ""
         self.problems.add_gaps(piece, missing, cure)
 
     def done(self) -> Dataset:
@@ -417,6 +425,10 @@ class _Reading:
         refuse(where, [*sentences, *wrong, *self.design.wrong(problems.first)])
         regression = task == "regression"
         numeric = [*self._targets.values()] or [label]
+        if spec.unlabelled == "keep":
+            labels = np.stack(numeric)
+            known = ~np.isnan(labels).all(0)  # rows without any label are left out
+            numeric = [*np.where(np.isnan(labels) & known, -1.0, labels)]
         whole = [*numeric, *(coded[c][0] for c in self.special), *self.design.times()]
         keep = torch.from_numpy(~np.isnan(whole).any(0))
         values = torch.from_numpy(self._numbers)
@@ -455,13 +467,13 @@ class _Reading:
 
     @property
     def _conversion(self) -> dict[str, object]:
-        """The options that new rows need, see `Dataset`. Empty without factors and dates."""
+        """Options that new rows need (see `Dataset`). It is empty without factors and dates."""
         spec = self.spec
         factors = {"client_column": spec.client_column, "factors": spec.factors} if spec.factors else {}
         return factors | ({"days_since": spec.days_since} if spec.days_since else {})
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
-        """Multiply the columns that have factors by client. A client without one has a factor of 1."""
+        """Multiply the columns that have factors by client. A client without a factor has the factor 1."""
         values, row_clients = self._numbers, np.nan_to_num(codes, nan=len(clients)).astype(int)
         for column, factors in factors_by_client(self.spec.factors, [*clients, MISSING_LEVEL]):
             if column in self.place:
@@ -474,9 +486,9 @@ class _Reading:
         return whole if len(self._left) == whole.shape[1] else np.ascontiguousarray(whole[:, self._left])
 
     def _leave_out(self) -> list[str]:
-        """Remove features that number rows or name people, unless they are included, and return a note on each.
+        """Remove features that number rows or name people, unless they are explicitly included. Return a note on each.
 
-        Columns with an explicit role are kept, and agreed columns are read by the agreement.
+        Columns with an explicit role are kept, and agreed columns are read according to the agreement.
         """
         spec, whole = self.spec, cast("NDArray[np.float64]", self.x.done())
         self._left = [*self.place.values()]
@@ -541,12 +553,12 @@ class _Reading:
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:
-        """Numbers ``[N]`` of the label and of the event by name. Empty if the label has classes."""
+        """Numbers ``[N]`` of the label and of the event, by name. It is empty if the label has classes."""
         measured = self.measured if self.numeric_label else {}
         return {name: cast("NDArray[np.float64]", rows.done()) for name, rows in measured.items()}
 
     def _table(self, values: Tensor, coded: Mapping[str, Coded]) -> Table:
-        """Return the agreed table, or a table with the levels and gaps of the file."""
+        """Return the agreed table, or else a table with the levels and gaps found in the file."""
         spec = self.spec
         if spec.agreement is not None:
             agreed: Table = spec.agreement.table.with_(missing=self.markers)
@@ -560,7 +572,7 @@ class _Reading:
         return Table(columns=columns, missing=self.markers, impute=spec.impute)
 
     def _notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
-        """Yield notes on markers without a cell, on cells that the agreement fills, and on doubtful columns."""
+        """Yield notes on markers that no cell contains, on cells that the agreement fills, and on doubtful columns."""
         clients = None if self.spec.client_column is None else self.codes.get(self.spec.client_column)
         columns = {name: self._numbers[:, place] for name, place in self.place.items()}
         agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}

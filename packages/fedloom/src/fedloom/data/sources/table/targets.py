@@ -1,4 +1,4 @@
-"""Sentences on missing columns of a table, and on targets that do not fit their task."""
+"""Sentences about missing columns of a table, and about targets that do not suit their task."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
 
 
 def unlike(label: str, levels: str) -> str:
-    """Return the sentence on similar levels of a label, in the form of `alike`."""
+    """Return the sentence about similar levels of a label, in the form that `alike` returns."""
     return (
         f"the label {label!r} has levels that are written differently but seem the same: {levels}. "
         "Write them in one way, or set task = 'classification' if each is a class"
@@ -39,7 +39,7 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
     """Raise if an event has no time, a time has no event, or the units differ.
 
     Raises:
-        ConfigError: one of these faults, which the message names.
+        ConfigError: there is such a fault, which the message states.
     """
     if task == "survival" and event is None:
         raise ConfigError(f"{where}: task = 'survival' needs event, the column with 1 for an event and 0 for none")
@@ -59,7 +59,7 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
 def agreed_classes(
     agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
 ) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
-    """Return codes of the agreed classes, these classes, and the faults of the label's levels."""
+    """Return codes of the agreed classes, these classes, and the faults found in the label's levels."""
     if agreement.task not in CLASS_TASKS:
         return codes, (), []
     strange = [level for level in levels if level not in agreement.classes]
@@ -81,16 +81,15 @@ def agreed_classes(
 
 
 def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doubtful: bool) -> tuple[Task, list[str]]:
-    """Return the task that a label's levels imply, and the faults of the levels.
+    """Return the task that a label's levels imply, and the faults found in the levels.
 
-    A single level is not an error, because a trained model may be applied to such a table. A `doubtful` single level is
-    noted.
-    Similar levels are classes only if the task is set to classification.
+    A single level is not an error, because a trained model may be applied to such a table. If the levels are
+    `doubtful`, a single level is noted. Similar levels count as classes only if the task is set to classification.
 
     Args:
-        task_wanted: task of the source.
+        task_wanted: task that the source sets.
         label: name of the column.
-        counts: number of rows of every level.
+        counts: number of rows with each level.
         doubtful: True if other faults were found.
     """
     wrong, levels = list[str](), tuple(counts)

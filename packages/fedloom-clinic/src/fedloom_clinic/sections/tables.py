@@ -1,0 +1,133 @@
+"""Sections on analyses by sums: the figures that a reader compares, as means over seeds. The CSV has all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedloom.errors import RunDirError
+from fedloom.formats import UNKNOWN_DASH, p_value, significant
+from fedloom.lab.sections import Row, Run, Section, plain_section, scrolling
+from fedloom.rundir import REPAIR_HINT, analysis_file
+
+
+class Shown(NamedTuple):
+    """What a section shows of a recorded table.
+
+    Attributes:
+        title: the heading.
+        lead: sentences below it.
+        keys: heads of the columns that name a line, by column.
+        values: heads of the columns of numbers, by column.
+    """
+
+    title: str
+    lead: str
+    keys: Mapping[str, str]
+    values: Mapping[str, str]
+
+
+SHOWN_TABLES: Mapping[str, Shown] = {
+    "calibration": Shown(
+        "Calibration",
+        "Mean predicted probability and observed frequency in bins of scores, over the test rows of all clients. The "
+        "calibration error is the mean gap between both. The Brier score is the mean squared error of probabilities.",
+        {"low": "Scores from", "high": "to"},
+        {"rows": "Rows", "predicted": "Predicted", "observed": "Observed", "calibration_error": "Calibration error",
+         "brier": "Brier score"},
+    ),
+    "conformal": Shown(
+        "Conformal sets",
+        "Sets of classes with the threshold contain the right class, and intervals the number, with the wanted "
+        "probability. The coverage is measured on other test rows. A shared threshold has the wanted coverage over the "
+        "pooled clients, not at each client.",
+        {"client": "Clients"},
+        {"threshold": "Threshold", "rows": "Calibration rows", "wanted": "Wanted coverage", "test_rows": "Test rows",
+         "coverage": "Coverage", "set_size": "Classes in a set", "interval_width": "Width of the interval"},
+    ),
+    "pooled-importance": Shown(
+        "Importance of columns",
+        "Loss of accuracy and of the Brier score over the test rows of all clients when a column is permuted within "
+        "every client. A column that the model does not use loses nothing.",
+        {"column": "Column", "metric": "Metric"},
+        {"value": "Loss", "unpermuted": "Metric before", "rows": "Rows"},
+    ),
+    "table-1": Shown(
+        "Table 1",
+        "Rows of all clients, by column and group. p values are of the same mean, or the same shares of levels, in all "
+        "groups and at all clients.",
+        {"column": "Column", "level": "Level", "group": "Group", "note": "Note"},
+        {"rows": "Rows", "share": "Share", "missing": "Missing", "mean": "Mean", "deviation": "Standard deviation",
+         "median": "Median", "standardized_difference": "Standardized difference", "p_groups": "p of groups",
+         "p_clients": "p of clients"},
+    ),
+    "kaplan-meier": Shown(
+        "Survival by group",
+        "Restricted mean survival times with standard errors, and the log-rank test over the groups. The CSV file has "
+        "the curves.",
+        {"group": "Group"},
+        {"restricted_mean": "Restricted mean", "restricted_mean_se": "Standard error", "log_rank": "Log-rank statistic",
+         "p": "p"},
+    ),
+    "glm": Shown(
+        "Generalized linear model",
+        "Coefficients over the rows of all clients, computed from sums only.",
+        {"column": "Column"},
+        {"coefficient": "Coefficient", "standard_error": "Standard error", "low": "95 % from", "high": "to", "p": "p"},
+    ),
+    "ridge": Shown(
+        "Ridge regression",
+        "Coefficients over the rows of all clients, computed from sums only.",
+        {"output": "Output", "input": "Input"},
+        {"coefficient": "Coefficient"},
+    ),
+}  # fmt: skip
+"""Sections by the kind of the analysis."""
+
+
+def make_section(kind: str, runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+    """Return the section on an analysis in some runs, or None if no run contains the analysis."""
+    shown, body, plain = SHOWN_TABLES[kind], "", plain_section(runs, analysis_file(kind))
+    for run in runs:
+        path = run.path / analysis_file(kind)
+        if not plain_section([run], path.name).body:  # which checks the file
+            continue
+        try:
+            table = pq.read_table(path)
+            keys = {
+                name: head for name, head in {"method": "Method", **shown.keys}.items() if name in table.column_names
+            }
+            values = {name: head for name, head in shown.values.items() if name in table.column_names}
+            means = table.group_by([*keys], use_threads=False).aggregate([(name, "mean") for name in values])
+        except pa.ArrowException as error:
+            raise RunDirError(f"{path} is damaged: {error}. {REPAIR_HINT}") from None
+        empty = {name for name in values if means[f"{name}_mean"].null_count == len(means)}
+        lines = [
+            [*(_text(line[name]) for name in keys),
+             *(_figure(name, line[f"{name}_mean"]) for name in values if name not in empty)]
+            for line in means.to_pylist()
+        ]  # fmt: skip
+        heads = [*keys.values(), *(head for name, head in values.items() if name not in empty)]
+        label = f"{shown.title}{f', {run.label}' if len(runs) > 1 else ''}"
+        body += scrolling(label, heads, lines, title=label if len(runs) > 1 else "")
+    return Section(shown.title, shown.lead, body, plain.files) if body else None
+
+
+def _text(value: object) -> str:
+    return "" if value is None else significant(value) if isinstance(value, float) else str(value)
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return UNKNOWN_DASH
+    return p_value(value) if name == "p" or name.startswith("p_") else significant(value)
+
+
+calibration, conformal, glm, kaplan_meier, pooled_importance, ridge, table_one = (
+    partial(make_section, kind)
+    for kind in ("calibration", "conformal", "glm", "kaplan-meier", "pooled-importance", "ridge", "table-1")
+)
