@@ -171,8 +171,9 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
             inside, place = torch.zeros_like(inside), place + 1
     if not place:
         raise Refused(
-            f"no bin has {rules.min_subjects} rows at {rules.min_clients + rules.missing} clients in "
-            "every group. Agree on wider bins, fewer groups, or a smaller minimum count"
+            f"no bin has {rules.min_subjects} rows at {rules.min_clients + rules.missing} clients in every group",
+            rule="small-cells",
+            fix="agree on wider bins, fewer groups, or a smaller minimum count",
         )
     return torch.tensor(of).clamp(max=place - 1)
 

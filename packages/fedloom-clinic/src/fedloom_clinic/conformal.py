@@ -338,9 +338,10 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
     count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
     if count[ranges[0]] < needed:
         raise Refused(
-            f"only {count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, but {needed} "
-            "clients are needed; agree on a smaller minimum count, or set a larger test fraction in "
-            "the partition"
+            f"only {count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, but {needed} clients are "
+            "needed",
+            rule="small-cells",
+            fix="agree on a smaller minimum count, or set a larger test fraction in the partition",
         )
     starts, top = list[int](), ranges[0][1]
     for low, high in sorted(ranges, reverse=True):  # from the largest scores, where thresholds are

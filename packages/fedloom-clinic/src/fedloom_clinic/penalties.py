@@ -146,8 +146,9 @@ def divided_clients(terms: AnalysisTerms) -> list[bool]:
     if sum(able) < needed:
         raise Refused(
             f"only {sum(able)} clients have {terms.rules.min_subjects} subjects of every column and "
-            f"outcome in each of {CV_FOLDS} folds, but {needed} clients are needed; set strength to a "
-            "number, or agree on a smaller minimum count"
+            f"outcome in each of {CV_FOLDS} folds, but {needed} clients are needed",
+            rule="small-cells",
+            fix="set strength to a number, or agree on a smaller minimum count",
         )
     return able
 

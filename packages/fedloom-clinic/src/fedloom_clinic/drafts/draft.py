@@ -221,8 +221,8 @@ class Draft:
                 self._say(subject, f"{lost} rows have no subject and are left out")
         elif option is None and doubtful:
             self.report.append(
-                f"subject: no column certainly names the subject of a row. {_list(doubtful)} may "
-                "(give --subject, or '' for none)"
+                f"subject: no column certainly names the subject of a row. {_list(doubtful)} may (add "
+                "--subject, or '' for none)"
             )
         dates = [c for c in survey.columns.values() if c.kind == "date" and c.name not in roles]
         came = [

@@ -342,8 +342,8 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
         if last and score == RESULT_NAME_POINTS and not _tells_truth(c):
             doubtful.add(c.name)
         points[c.name] = score + LAST_PLACE_POINTS * last
-    others = [c for c in survey.columns.values() if fit and c is not fit[0]]
-    if len(fit) == 1 and all(c.constant or c.identifies or _is_known(c) for c in others) and not is_time(fit[0]):
+    rest = [c for c in survey.columns.values() if fit and c is not fit[0]]
+    if len(fit) == 1 and all(c.constant or c.identifies or _is_known(c) for c in rest) and not is_time(fit[0]):
         points[fit[0].name] += ONLY_CANDIDATE_POINTS
     return points, doubtful
 

@@ -187,8 +187,9 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
     if not ends:
         raise Refused(
             f"only {int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a "
-            f"bin, but {fewest} sites must have this number even if {missing} sites are missing. "
-            "Agree on wider bins or on a smaller minimum count"
+            f"bin, but {fewest} sites must have this number even if {missing} sites are missing",
+            rule="small-cells",
+            fix="agree on wider bins or on a smaller minimum count",
         )
     if terms.stratify:
         return terms

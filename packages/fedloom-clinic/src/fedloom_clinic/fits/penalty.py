@@ -89,12 +89,17 @@ def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
         raise unknown("penalty", penalty, PENALTY_NAMES)
     if penalty != "ridge" and strength is not None:
         raise ConfigError(
-            f"penalty = {penalty!r} has no strength, got {strength!r}. Leave strength out, or use a ridge"
+            f"penalty = {penalty!r} has no strength, got {strength!r}",
+            rule="penalty-strength",
+            fix="leave strength out, or use a ridge",
         )
-    if isinstance(strength, str) and strength != "cv":
-        raise ConfigError(f"the strength of a ridge penalty must be a number greater than 0, or 'cv', got {strength!r}")
-    if isinstance(strength, float | int) and not 0 < strength < np.inf:
-        raise ConfigError(f"the strength of a ridge penalty must be greater than 0, got {strength!r}. Use 0.1, or 'cv'")
+    wrong = isinstance(strength, str) and strength != "cv"
+    if wrong or (isinstance(strength, float | int) and not 0 < strength < np.inf):
+        raise ConfigError(
+            f"the strength of a ridge penalty must be a finite number greater than 0, or 'cv', got {strength!r}",
+            rule="penalty-strength",
+            fix="use 0.1, or 'cv'",
+        )
 
 
 def ridged(at: At, weights: Floats) -> At:

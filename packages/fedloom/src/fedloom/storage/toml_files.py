@@ -28,7 +28,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
         raise ConfigError(f"cannot read the {what} {path}: it {kind}. Use the path of a TOML file")
-    return document_of(content_of(path, f"the {what}", "give the path of a TOML file"), path)
+    return document_of(content_of(path, f"the {what}", "use the path of a TOML file"), path)
 
 
 def document_of(content: bytes, path: Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.processes import check_free
 from fedloom_sites.deploy.server.run import check_deployable, counts_samples
 from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Site
+from fedloom_sites.deploy.site.approval import check_data_name, count_experiments
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 
@@ -77,7 +78,7 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
         site: settings of the site.
         offline: True to skip the connection to the server.
     """
-    checks: tuple[Check, ...] = (_versions, _experiment, _data, _keys, _authority, _disk, _port)
+    checks: tuple[Check, ...] = (_versions, _experiment, _data, _memory, _keys, _authority, _disk, _port)
     findings: set[Finding] = set()
     for check in checks if offline else (*checks, _server):
         for finding in _findings_of(check, site):
@@ -181,6 +182,22 @@ def _data(site: Site) -> Iterator[Finding]:
     else:
         what = "classes" if fed.data.classed else "labels"
         yield Finding("ok", f"labels: all {len(counts)} {what}; the rarest has {min(counts)} training samples")
+
+
+def _memory(site: Site) -> Iterator[Finding]:
+    """Yield how many experiments on the site's data the site remembers under secure aggregation or an epsilon."""
+    if site.secure is None and site.epsilon is None:
+        return
+    check_data_name(site)
+    count, where = count_experiments(site), f"memory of the data {site.data_name!r}"
+    if count:
+        yield Finding("ok", f"{where}: {count} earlier experiments here, whose sums and budgets still count")
+    else:
+        yield Finding(
+            "note",
+            f"{where}: no earlier experiment. If this site has sent sums of these data in another deployment, set "
+            "memory in both site.toml files to the same folder",
+        )
 
 
 def _share(site: Site, train: int) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
@@ -173,6 +174,24 @@ class SessionMember:
                 self._check_change(record, held)
             self._save(record)
         return self._bytes(record, "accuses") if "accuses" in record else b""
+
+    @property
+    def answer(self) -> tuple[Integers, tuple[int, ...]] | None:
+        """Numbers and counters that `keep_answer` has stored in the session, or None."""
+        stored = self._load().get("answer")
+        if stored is None:
+            return None
+        return np.frombuffer(bytes.fromhex(stored["numbers"]), dtype="<u8"), tuple(stored["counters"])
+
+    def keep_answer(self, numbers: Integers, counts: Sequence[int]) -> None:
+        """Store scores, or the answer to a question, so that a repeated message gets them although rows have changed.
+
+        Args:
+            numbers: scores or the answer, as whole numbers.
+            counts: counters of the site.
+        """
+        stored = {"numbers": numbers.astype("<u8", copy=False).tobytes().hex(), "counters": [*counts]}
+        self._save(self._load() | {"answer": stored})
 
     def masked(self, round: int, nonce: bytes, vector: Integers, counts: Sequence[int] = ()) -> bytes:
         """Return this site's signature that all sites may be summed, then its masked vector (second half of step 3).

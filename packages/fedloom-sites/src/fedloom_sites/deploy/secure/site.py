@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedloom.engine.job import Job
 from fedloom.errors import WireError
-from fedloom.processes.clients import Scores
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import SESSION_STEPS, Envelope, Kind
 from fedloom_sites.deploy.protocol.lengths import shortened
@@ -137,14 +136,12 @@ class MaskedAnswers:
         if accusations:
             return ACCUSATION_PREFIX + accusations
         if terms.question is not None:
-            return self._under_masks(envelope, *self._analyses.answer(terms, models))
+            return self._under_masks(envelope, *self._computed_once(lambda: self._analyses.answer(terms, models)))
         job, state = trainer.attach_local_data(head["accepted"], self._weighed(terms))
         vectors, counts = list[Integers](), tuple[int, ...]()
         if terms.scored >= 0:
-            scores = trainer.scores(job, models, terms.scored, common=terms.common)
-            if trainer.scoring == "masked":
-                vector, counts = self._tally(job, terms, models, scores)
-                vectors.append(vector)
+            vector, counts = self._computed_once(lambda: self._scored(job, terms, models))
+            vectors.append(vector)
         if trains:
             with publish_reasons():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
@@ -165,13 +162,29 @@ class MaskedAnswers:
                 counts = (*own[:2], *(counts or own)[2:]) if sizes[0] else ABSENT_COUNTS
         return self._under_masks(envelope, np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
 
-    def _tally(
-        self, job: Job, terms: Terms, models: Sequence[bytes], scores: Scores
+    def _computed_once(
+        self, compute: Callable[[], tuple[Integers, tuple[int, ...]]]
     ) -> tuple[Integers, tuple[int, ...]]:
+        """Return the result of a function, or its result for an earlier message of the session.
+
+        Whether rows have changed since the earlier message must not show in an answer.
+        """
+        with publish_reasons():
+            result = self._member.answer
+        if result is None:
+            result = compute()
+            with publish_reasons():
+                self._member.keep_answer(*result)
+        return result
+
+    def _scored(self, job: Job, terms: Terms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
         """Return the site's scores, after the last round with those of its groups, and the site's counters.
 
-        The vector is zero if one of these scores is not finite.
+        The vector is zero if one of these scores is not finite, and empty if no scores are summed.
         """
+        scores = self._trainer.scores(job, models, terms.scored, common=terms.common)
+        if self._trainer.scoring != "masked":
+            return np.zeros(0, np.uint64), ()
         form, sums, sizes = ScoreVector(job), self._groups.sums, part_sizes(self._trainer.fed, self._site.client)
         agreed, with_groups = (self._agreed.threshold, self._agreed.max_share), terms.scored == self._trainer.rounds
         nothing = np.zeros(form.length + (sums.length if with_groups else 0), dtype=np.uint64)

@@ -250,8 +250,8 @@ class SiteAnalyses:
             if len(fits) >= most:
                 raise Broken(
                     f"{len(fits)} experiments have already asked for the analysis {one.name} over the "
-                    f"data {site.data_name!r}, and every further one would reveal a difference. Start "
-                    "it under another data_name"
+                    f"data {site.data_name!r}, and every further one would reveal a difference (changes in the table "
+                    "secure). Leave the analysis out, or ask it over other patients"
                 )
             fits.append(site.fingerprint)
             write_checked(site.memory_folder / MEMORY_FILE, record)

@@ -20,6 +20,7 @@ from fedloom.lab.experiment.units.executors import Executor
 from fedloom.lab.progress import remark
 from fedloom.lab.report.comparison.pairs import checked_margin
 from fedloom.rundir import place_of
+from fedloom.values import check_type
 
 
 @default_to_cpu()
@@ -73,6 +74,9 @@ def advise(
         raise ConfigError("advise: Optuna is needed: pip install 'fedloom[tune]'")
     from fedloom.lab.advise.advisor import Advisor
 
+    check_type("advise: join", join, bool)
+    check_type("advise: progress_bar", progress_bar, bool)
+    check_type("advise: tune", tune, Mapping, type(None))
     if join and folder is None:
         raise ConfigError(
             "advise: join needs a folder in which the runs are shared. Name a folder that all processes can use"

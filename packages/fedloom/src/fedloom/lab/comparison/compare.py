@@ -28,7 +28,7 @@ from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models
 from fedloom.lab.report.comparison.pairs import checked_margin
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 from fedloom.rundir import place_of
-from fedloom.values import has_type, list_functions
+from fedloom.values import check_type, has_type, list_functions
 
 
 class Comparison(RecordedComparison):
@@ -154,6 +154,8 @@ def compare(
         raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
     if not isinstance(tune, int | Mapping | None):
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
+    check_type("compare: join", join, bool)
+    check_type("compare: progress_bar", progress_bar, bool)
     if join and folder is None:
         raise ConfigError(
             "compare: join needs a folder in which the runs are shared. Name a folder that all processes can use"

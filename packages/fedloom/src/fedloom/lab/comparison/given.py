@@ -112,7 +112,8 @@ class GivenExperiment:
         keywords: Iterable[str] = (),
         call: str = "compare",
     ) -> None:
-        numbers = None if isinstance(seeds, str) or not isinstance(seeds, Iterable) else tuple(seeds)
+        odd = isinstance(seeds, str) or not isinstance(seeds, Iterable) or getattr(seeds, "ndim", 1) == 0
+        numbers = None if odd else tuple(seeds)
         if not numbers:
             raise ConfigError(
                 f"compare: seeds must be a sequence of whole numbers, such as range(5), got {seeds!r:.80}"

@@ -27,6 +27,7 @@ from fedloom.lab.experiment.events import Event, Figures
 from fedloom.lab.experiment.schema import Experiment
 from fedloom.rundir import run_folder
 from fedloom.storage.files import make_folder
+from fedloom.values import check_type
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -249,6 +250,7 @@ def check_tracker(kind: str | None) -> None:
     """
     if kind is None:
         return
+    check_type("track", kind, str)
     if kind not in TRACKERS:
         raise unknown("tracker", kind, TRACKERS, "--track")
     for package in TRACKER_PACKAGES[kind]:

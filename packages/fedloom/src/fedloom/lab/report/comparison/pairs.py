@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -144,7 +145,7 @@ def checked_margin(margin: object) -> float | None:
     """
     if margin is None:
         return None
-    if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin < math.inf:
+    if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin <= sys.float_info.max:
         return float(margin)
     raise ConfigError(
         "margin must be a number greater than 0, in the units of the metric (0.01 is one percentage "
