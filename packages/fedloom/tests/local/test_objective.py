@@ -180,7 +180,10 @@ class Learned(torch.nn.Module):
         ({"loss": in_place}, "the gradient of loss '.*in_place' cannot be computed: RuntimeError: a leaf Variable"),
         ({"loss": broken}, "the gradient of loss '.*broken' cannot be computed: RuntimeError: .*in-?place operation"),
         ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),
-        ({"loss": summed}, r"loss '.*summed' is a sum instead of a mean: .* on 32 samples, .*\. Return the mean over the batch"),
+        (
+            {"loss": summed},
+            r"loss '.*summed' is a sum instead of a mean: .* on 32 samples, .*\. Return the mean over the batch",
+        ),
         ({"loss": not_a_number}, "loss '.*not_a_number' is nan on 32 samples with the initial model. The loss"),
         ({"loss": cut_off}, "has no gradient. Compute the loss from the outputs"),
         ({"loss": steep}, "the gradient of loss '.*steep' is not finite"),
