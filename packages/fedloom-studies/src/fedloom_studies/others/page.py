@@ -240,8 +240,8 @@ def _exact_cox(cox: Figures) -> Iterator[str]:
     """Yield the lines on the exact Cox regression beside the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
     yield from ("**Exact Cox regression.** `fedloom cox` fits the data of all patients from sums, in a few rounds, "
-                "without a learning rate. Seven pairs of the 39 columns are linearly dependent, so the fit uses a ridge "
-                "penalty. Cross-validation on the training patients chooses its strength.", "")  # fmt: skip
+                "without a learning rate. Seven pairs of the 39 columns are linearly dependent, so the fit uses a "
+                "ridge penalty. Cross-validation on the training patients chooses its strength.", "")  # fmt: skip
     yield from (f"| concordance | pooled | {' | '.join(regions)} |", f"|{'---|' * (len(regions) + 2)}")
     for kind, by_part in cox.items():
         yield f"| {kind} | {' | '.join(fixed(by_part[part], 3) for part in ('pooled', *regions))} |"
