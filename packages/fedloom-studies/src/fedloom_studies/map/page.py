@@ -228,12 +228,12 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
             "",
         )
         yield (
-            f"All figures are percentages of {j.standings[0].record.metric}, with the plain 95 % interval over seeds "
-            f"{join_with_commas(setup.seeds)}. A full circle in the picture marks a method that is better than the "
-            "baseline, the better of local training and FedAvg. Training on the pooled data (centralized) is shown "
-            "for reference. The column on clients that gain shows the share of clients with a better result than "
-            "with local training, and than with FedAvg. The column of rounds shows the first evaluated round with "
-            "95 % of the best mean."
+            f"All figures are percentages of {j.standings[0].record.metric} at equal rounds, with the plain 95 % "
+            f"interval over seeds {join_with_commas(setup.seeds)}. A full circle in the picture marks a method that is "
+            "better than the baseline, the better of local training and FedAvg. Training on the pooled data "
+            "(centralized) is shown for reference. The column on clients that gain shows the share of clients with a "
+            "better result than with local training, and than with FedAvg. The column of rounds shows the first "
+            "evaluated round with 95 % of the best mean."
         )
         titles = [*PERCENT_COLUMNS.values(), "clients that gain", "variance", "gradients", "MB", "rounds to 95 %"]
         yield from (

@@ -58,6 +58,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     yield ""
     yield (
+        "All methods train for equal rounds. [Another table](#at-equal-gradients) compares them at equal gradients. "
         "Gains are in points, and the largest gains are listed first. The verdict depends on the interval of the gain "
         "over the baseline. The next two columns are means without a test. *Inconclusive*: no method is better, but "
         f"there are too few seeds to rule out a gain of {WANTED_POINTS} points."

@@ -1,4 +1,4 @@
-"""Compilation of loops for this processor (numba)."""
+"""Compilation of loops for this processor (with numba)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ FASTMATH_FLAGS: dict[str, Any] = {
 
 
 MIN_FREE_BYTES = 64 << 20
-"""Bytes that must be free on the disk that stores machine code."""
+"""Number of bytes that must be free on the disk that stores machine code."""
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop and cache the machine code in the package's folder or in the user's cache.
+    """Compile a loop, and cache the machine code in the package's folder or in the user's cache.
 
-    Without a home folder, as in a container, nothing is cached: numba would create a folder named ``~`` in the working
-    folder.
+    Without a home folder, as in a container, nothing is cached, because numba would create a folder named ``~`` in the
+    working folder.
 
-    numba compiles a cached function again if the function's file changes, but not if it calls a function of another
-    file that changed:
-    remove the folder's ``__pycache__`` after such a change.
+    numba compiles a cached function again if the function's own file changes, but not if the function calls a function
+    in another file that changed: remove the folder's ``__pycache__`` after such a change.
     """
     home = os.path.expanduser("~")
     places = [place for place in (os.path.dirname(__file__), home) if os.path.isdir(place)]

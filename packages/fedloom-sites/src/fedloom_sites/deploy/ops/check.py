@@ -47,7 +47,7 @@ COMPARED_PACKAGES = (
 )
 """Packages whose version `check_site` compares."""
 MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
-"""Largest difference between a site's clock and the server's: signatures of connections contain the time."""
+"""Largest difference between a site's clock and the server's, because signatures of connections contain the time."""
 NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
 CERTIFICATE_HINTS = {
     9: "set the clock of this machine, or the clock of the machine that made the certificate",
@@ -55,7 +55,7 @@ CERTIFICATE_HINTS = {
     62: NEW_NAME,
     64: NEW_NAME,
 }
-"""Advice on a certificate from the right authority, by OpenSSL's error number."""
+"""Advice about a certificate from the right authority, by OpenSSL's error number."""
 
 
 class Finding(NamedTuple):
@@ -72,7 +72,7 @@ Check = Callable[[Site], Iterator[Finding]]
 
 
 def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
-    """Yield the findings of all checks before a site joins, ordered so that the first refusal is the one to fix.
+    """Yield the findings of all checks before a site joins, ordered so that the first refusal is the one to fix first.
 
     Args:
         site: settings of the site.
@@ -119,7 +119,7 @@ def _versions(site: Site) -> Iterator[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result can depend on: Python, and packages that train, mask, sign or transport."""
+    """Return the versions on which a result can depend: Python, and packages that train, mask, sign or transport."""
     numbers = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in COMPARED_PACKAGES:
         with suppress(PackageNotFoundError):
@@ -201,7 +201,7 @@ def _memory(site: Site) -> Iterator[Finding]:
 
 
 def _share(site: Site, train: int) -> Iterator[Finding]:
-    """Yield a warning if a site may have too much of the weight of a secure sum, under the agreement or beyond it."""
+    """Yield a warning if a site may have too much of the weight in a secure sum, under the agreement or beyond it."""
     if site.secure is None:
         return
     most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
@@ -328,7 +328,7 @@ def _server(site: Site) -> Iterator[Finding]:
 
 
 def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
-    """Yield a finding on the admission of the site's connection key by the server.
+    """Yield a finding on whether the server admits the site's connection key.
 
     The request contains an interval between heartbeats that the server rejects for a registered key, so the request
     changes nothing there.

@@ -1,4 +1,4 @@
-"""Answers of a site under secure aggregation: steps of a session, with training results and scores under masks."""
+"""Site's answers under secure aggregation: steps of a session, and masked training results and scores."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from fedloom_sites.deploy.site.trainer import Trained, Trainer
 
 
 class MaskedAnswers:
-    """Answers of a site with secure aggregation.
+    """Answers of a site under secure aggregation.
 
     Args:
         site: settings of the site.
-        key: signing key of the site.
-        trainer: training and scores of the site.
-        folder: folder of the site's state in this experiment.
-        budget: models that the site has answered.
+        key: the site's signing key.
+        trainer: the site's training and scores.
+        folder: folder with the site's state in this experiment.
+        budget: record of the models that the site has answered.
     """
 
     def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, budget: AskedModels) -> None:
@@ -59,7 +59,7 @@ class MaskedAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Figures and groups that the site's samples define, as bits in hexadecimal digits. None without sums."""
+        """Metrics and groups that the site's samples define, as bits in hexadecimal digits. None without sums."""
         trainer, client = self._trainer, self._site.client
         if not part_sizes(trainer.fed, client)[0]:
             return ""
@@ -73,7 +73,7 @@ class MaskedAnswers:
         """Return the answer to a step of a session, or to a request for the site's scores.
 
         Raises:
-            FedloomError: the site has no answer. The message states the reason.
+            FedloomError: the site has no answer. The message contains the reason.
         """
         head, arrays, member, kind = envelope.head, envelope.arrays, self._member, envelope.head["kind"]
         if kind == "score":
@@ -96,7 +96,7 @@ class MaskedAnswers:
             return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
-        """Return the number of masked numbers in the arrays of the newest answer, including its counters.
+        """Return how many masked numbers the arrays of the newest answer contain, including its counters.
 
         Args:
             kind: kind of the message.
@@ -111,7 +111,7 @@ class MaskedAnswers:
         return {"samples": part_sizes(trainer.fed, self._site.client)[0]}, [], metrics_of(scores)
 
     def _masked(self, envelope: Envelope) -> bytes:
-        """Return the site's training result, its scores of the received models, or both, under masks."""
+        """Return the site's masked training result, its masked scores of the received models, or both."""
         head, t, trains = envelope.head, envelope.head["round"], envelope.head["kind"] == "masked"
         trainer, client = self._trainer, self._site.client
         sizes, figures = part_sizes(trainer.fed, client), self.figures
@@ -216,19 +216,19 @@ class MaskedAnswers:
         return message
 
     def _weighed(self, terms: Terms) -> Job:
-        """Return the run with the shares of these terms.
+        """Return the run with the shares in these terms.
 
-        The shares are cached while the numbers of samples stay the same.
+        The shares are cached as long as the numbers of samples stay the same.
         """
         if self._last is None or self._last[0] != terms.sizes:
             self._last = terms.sizes, terms.weighed(self._trainer.job, self._site.samples)
         return self._last[1]
 
     def _send(self, weights: tuple[float, float]) -> Callable[..., dict[str, Tensor]]:
-        """Return a function that writes an upload as the integers to mask.
+        """Return a function that converts an upload to the integers to be masked.
 
         Args:
-            weights: the site's weights in the mean of the cohort, and in sums that are kept or accumulated over rounds.
+            weights: the site's weights in the cohort's mean, and in sums that are kept or accumulated over rounds.
         """
 
         def send(job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Approval of a run at a site, by the digest of all agreed settings, and the names of the site's data.
+"""Approval of a run at a site, identified by the digest of all agreed settings, and the names of the site's data.
 
 If approval is required, the site trains only after approval. The sender of an agreement names the data, and the name
 selects the site's memory. A site therefore keeps the name under which it first used each source of samples.
@@ -26,7 +26,7 @@ def approve(site: Site, digest: str) -> Path:
     The file contains the digest and the time.
 
     Raises:
-        ConfigError: the digest belongs to another run.
+        ConfigError: the digest belongs to a different run.
     """
     check_approved_digest(site, digest)
     path = site.folder / APPROVAL_FILE
@@ -37,7 +37,7 @@ def approve(site: Site, digest: str) -> Path:
 
 
 def check_approved_digest(site: Site, digest: str) -> None:
-    """Raise if a digest differs from the digest of the site's settings.
+    """Raise an error if a digest differs from the digest of the site's settings.
 
     Raises:
         ConfigError: the digests differ. The message names both digests.
