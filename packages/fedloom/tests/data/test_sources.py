@@ -55,7 +55,7 @@ def spoil(files: dict[str, bytes], name: str, change: Callable[[bytes], bytes]) 
         (
             "t10k-labels-idx1-ubyte",
             lambda b: idx(np.array([0, 10, 1])),
-            "t10k-labels.*unknown label 10 of sample 1, labels must be from 0 to 9",
+            "t10k-labels.*sample 1 has the unknown label 10, labels must be from 0 to 9",
         ),
         ("t10k-images-idx3-ubyte", lambda b: idx(np.zeros((3, 27, 28))), "images of \\(28, 28\\) .* \\(27, 28\\)"),
         ("train-images-idx3-ubyte", lambda b: struct.pack(">4I", 0x803, 2**31, 28, 28), "unpacks to"),
@@ -77,7 +77,7 @@ def test_a_missing_file_and_a_missing_folder_say_where(tmp_path: Path, monkeypat
     with pytest.raises(DataError, match="not found at"):
         load("mnist", path=str(tmp_path / "nowhere"))
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
-    with pytest.raises(DataError, match="no data folder given. Set FEDLOOM_DATA"):
+    with pytest.raises(DataError, match="no data folder is set. Set FEDLOOM_DATA"):
         load("mnist")
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "file"))
     (tmp_path / "file").touch()
@@ -460,7 +460,7 @@ def test_arrays_of_a_file_that_are_not_read_are_named(tmp_path: Path) -> None:
         ({"z": np.zeros(3)}, "needs arrays x and y"),
         ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, "3 samples but 2 targets"),
         ({"x": np.full((1, 2), np.nan), "y": np.zeros(1)}, "NaN or Inf"),
-        ({"x": np.zeros((1, 2)), "y": np.array([-1])}, "unknown label -1 of sample 0"),
+        ({"x": np.zeros((1, 2)), "y": np.array([-1])}, "sample 0 has the unknown label -1"),
     ],
 )
 def test_spoiled_arrays_are_refused(held: dict[str, Any], words: str, tmp_path: Path) -> None:

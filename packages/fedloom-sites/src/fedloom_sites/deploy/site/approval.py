@@ -40,17 +40,17 @@ def check_approved_digest(site: Site, digest: str) -> None:
     """Raise an error if a digest differs from the digest of the site's settings.
 
     Raises:
-        ConfigError: the digests differ. The message names both digests.
+        ConfigError: the digests differ. The message contains both digests.
     """
     if digest != site.digest:
         raise ConfigError(f"the digest of the run is {site.digest}, got {digest}. Ask the person who sent the digest")
 
 
 def check_approved(site: Site) -> None:
-    """Raise if a run was not approved although the site's settings require approval.
+    """Raise an error if a site's settings require approval but the run was not approved.
 
     Raises:
-        ConfigError: the run was not approved, or the agreed settings differ from the approved settings.
+        ConfigError: the run was not approved, or the agreed settings differ from the approved ones.
     """
     if not site.approval:
         return
