@@ -460,6 +460,22 @@ def test_an_error_that_was_not_made_without_samples_does_not_leave(
     assert "patient 7 is 93 years old" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_repeated_request_for_scores_does_not_tell_that_rows_have_changed(trains: bool, tmp_path: Path) -> None:
+    """A session may stay open for as long as the server likes, and the model may look at one feature alone."""
+    here = secured(tmp_path, "fedavg", SITES, **THREE)
+    rogue = Rogue(here)
+    session, model, download = rogue.begin(1, range(SITES)), rogue.model(), rogue.download() if trains else None
+    terms = rogue.terms(1, download, [model], scored=1 - trains, common=True)
+    answers = list[bytes]()
+    for change in (CHANGES[0], CHANGES[0], CHANGES[1]):
+        rogue.sites[0] = with_samples(Client(here.sites[0]), change)
+        session.vector(0, terms, download, model)
+        answers.append(session.vectors.pop(0))
+    assert not rogue.refused
+    assert len({*answers}) == 1
+
+
 def test_models_under_masks_are_counted(tmp_path: Path) -> None:
     """Three models of a round, and twice as many as there are rounds in a run; the same again is none more."""
     here = secured(tmp_path, "fedavg", SITES, **THREE, rounds=3)

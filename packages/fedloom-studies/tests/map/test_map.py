@@ -333,10 +333,8 @@ def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
     found = judged(**wild)
     assert (recommended(found), found.decides) == (None, False)
     (row,) = [line for line in advice([found], {}) if "iid" in line]
-    assert (
-        row
-        == f"| [IID clients](map/iid.md) | inconclusive | {found.needed} seeds are needed to detect 3 points | - | - | - |"
-    )
+    needed = f"{found.needed} seeds are needed to detect 3 points"
+    assert row == f"| [IID clients](map/iid.md) | inconclusive | {needed} | - | - | - |"
     other = judged(**{m: [2 * v for v in values] for m, values in wild.items()})
     assert other.needed > found.needed  # of the spread
     moved = judged(**{m: [v + (m == "pfedme") for v in values] for m, values in wild.items()})

@@ -48,7 +48,7 @@ def spoil(files: dict[str, bytes], name: str, change: Callable[[bytes], bytes]) 
     ("name", "change", "words"),
     [
         ("train-images-idx3-ubyte", lambda b: b[:-1], "truncated, the data needs 5,488 bytes, got 5,487"),
-        ("train-images-idx3-ubyte", lambda b: b[:9], "truncated, the header"),
+        ("train-images-idx3-ubyte", lambda b: b[:9], "truncated: the header"),
         ("train-images-idx3-ubyte", lambda b: b + b"x", "data follow"),
         ("train-labels-idx1-ubyte", lambda b: b"\0\0\x08\x03" + b[4:], "wrong magic .* 0x00000801, got 0x00000803"),
         ("train-labels-idx1-ubyte", lambda b: idx(np.arange(6)), "7 train images but 6 labels"),
@@ -234,7 +234,7 @@ def test_python_batches_beside_binary_ones_are_left_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (records([1])[:-1], "truncated, records have 3073 bytes"),
+        (records([1])[:-1], "truncated: records have 3073 bytes"),
         (records([10]), "unknown label 10, labels must be from 0 to 9"),
     ],
 )
@@ -344,12 +344,12 @@ def test_leaf_rows_may_be_nested_and_y_real(tmp_path: Path) -> None:
         (leaf({"u": A}, users=["u", "u"]), "user 'u' is listed twice"),
         (leaf({"u": A}, users=["u", "v"]), "user 'v' is in only one of"),
         (leaf({"u": A}, num_samples=[3]), "num_samples contradicts user_data"),
-        (leaf({"u": ([[1, 2]], [0, 1])}), "user 'u' has 1 x and 2 y"),
+        (leaf({"u": ([[1, 2]], [0, 1])}), "x of user 'u' has length 1, but y has length 2"),
         (leaf({"u": ([[1, 2], [3]], [0, 1])}), "sample of 1 values, but the other samples have 2"),
         (leaf({"u": ([["a", "b"]], [0])}), "user 'u' has x that are not numbers"),
         (leaf({"u": ([], [])}), "user 'u' has no sample. Remove the user"),
         (leaf({"u": A})[:-20], "broken JSON"),
-        (leaf({"u": A}) + b"{}", "broken JSON, Extra data"),
+        (leaf({"u": A}) + b"{}", "broken JSON: Extra data"),
         (b"[1, 2]", "not a LEAF file"),
         (b"{}", "no list of users or no user_data"),
         (leaf({"u": A}).replace(b'"u": {"x"', b'"u": {"x": [[1, 2]], "y": [0]}, "u": {"x"'), "user 'u' occurs twice"),

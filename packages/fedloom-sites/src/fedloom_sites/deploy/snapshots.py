@@ -25,6 +25,7 @@ from fedloom_sites.deploy.analyses import DEFAULT_LEAST, agreed_analyses
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked
 from fedloom_sites.deploy.settings import SNAPSHOTS_FOLDER, Site, read_site
+from fedloom_sites.deploy.site.approval import check_data_name
 from fedloom_sites.deploy.site.local_data import read_data
 from fedloom_sites.deploy.site.state import SAMPLES_FILE
 
@@ -72,6 +73,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
     source = Path(live.data[key])
     if not source.is_file() and not source.is_dir():
         raise ConfigError(f"{source} is no file and no folder. A snapshot copies what [data] of {file} names")
+    check_data_name(live.with_(snapshot=None))
     memory = site.memory_folder
     with in_turn(memory):
         record = _record(memory)

@@ -89,8 +89,8 @@ NO_CHOICES = {
         "deploy-early-stop",
         "leave {early_stop} out, and choose the rounds",
     ),
-    "task": ("nodes have the loss and the metrics", "app-task", "leave {task} out, and give Local the loss"),
-    "rounds": ("Flower counts rounds", "app-rounds", "give the number of rounds to start, as num_rounds"),
+    "task": ("nodes have the loss and the metrics", "app-task", "leave {task} out, and pass the loss to Local"),
+    "rounds": ("Flower counts rounds", "app-rounds", "pass the number of rounds to start, as num_rounds"),
 }
 """Choices of a simulation that an app lacks: the reason, the rule, and the fix."""
 

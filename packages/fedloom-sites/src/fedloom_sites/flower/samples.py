@@ -27,7 +27,9 @@ from fedloom.errors import ConfigError, DataError, WireError
 
 TARGET_KEYS = ("label", "labels", "target", "targets", "y")
 """Names of the target in a sample that is a dict."""
-AUGMENT_HINT = "leave random transforms out of it and give the strategy augment, as augment={'flip': 0.5, 'crop': 4}"
+AUGMENT_HINT = (
+    "leave random transforms out of the data set and pass augment to the strategy, as augment={'flip': 0.5, 'crop': 4}"
+)
 COLLATED_AGAIN = 8
 """Number of samples that a loader's collate_fn joins, and number of times that it joins them, to find random changes.
 

@@ -223,8 +223,11 @@ class Cell:
 
 def _is_text(statement: ast.stmt) -> bool:
     """Return True for a docstring of a module, class, function, attribute or constant."""
-    plain = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return plain and isinstance(statement.value.value, str)
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 def space_from(path: Path, method: str) -> dict[str, Any]:

@@ -31,10 +31,11 @@ repeats."""
 COX_TABLE = "FLamby, Fed-TCGA-BRCA"
 LOOPS_TABLE = "q-FFL against AFL, UCI adult"
 Figures = Mapping[str, Mapping[str, float]]
-OTHERS_TEXT = """# Tables of others
+OTHERS_TEXT = """# Tables of other programs
 
-This page repeats tables of other programs, on public data. fedloom first uses the authors' data, split, seeds and
-settings. A fair test with equal tuning follows. A program generates this page from recorded runs.
+This page reproduces published tables of other programs on public data. Each table is first repeated with the authors'
+data, split, seeds and settings, and then tested with equal tuning for every method. A program generates this page
+from recorded runs.
 
 Two commands repeat the first table in about two minutes. The first command downloads four files from UCI (70 kB):
 
@@ -53,9 +54,8 @@ WORDS_TEXT = """## Words for cells
 | *spread* | the mean differs by more, but by at most two standard errors of both means |
 | *explained* | the mean differs by more than two standard errors, for the reason below the table |
 
-The counts include only cells with a printed figure. The [rules for verdicts](papers.md#how-claims-are-judged) are the
-same as for paper reproductions.
-"""
+The counts include only cells with a published number. The [rules for verdicts](papers.md#how-claims-are-judged) are
+the same as for paper reproductions. """
 
 
 class CellWord(StrEnum):
@@ -239,9 +239,9 @@ def _loops(loops: Figures) -> Iterator[str]:
 def _exact_cox(cox: Figures) -> Iterator[str]:
     """Yield the lines on the exact Cox regression beside the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
-    yield from ("**The exact Cox regression.** `fedloom cox` fits all patients from sums, in a few rounds, without a "
-                "learning rate. Seven pairs of the 39 columns are linearly dependent, so the fit uses a ridge penalty. "
-                "Cross-validation on the training patients chooses its strength.", "")  # fmt: skip
+    yield from ("**Exact Cox regression.** `fedloom cox` fits the data of all patients from sums, in a few rounds, "
+                "without a learning rate. Seven pairs of the 39 columns are linearly dependent, so the fit uses a "
+                "ridge penalty. Cross-validation on the training patients chooses its strength.", "")  # fmt: skip
     yield from (f"| concordance | pooled | {' | '.join(regions)} |", f"|{'---|' * (len(regions) + 2)}")
     for kind, by_part in cox.items():
         yield f"| {kind} | {' | '.join(fixed(by_part[part], 3) for part in ('pooled', *regions))} |"

@@ -112,7 +112,7 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
         f"Protocol: {paper.protocol}",
         "",
     )
-    yield from ("[Tables of others](../others.md)" if paper.table else "[All papers](../papers.md)", "")
+    yield from ("[Tables of other programs](../others.md)" if paper.table else "[All papers](../papers.md)", "")
     if paper.reduced:
         yield from (
             f"The run is smaller than the paper's: {paper.reduced}. Claims are judged, but cells are not compared.",

@@ -43,8 +43,8 @@ VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 """Verdicts, the least favorable first."""
 PAPERS_TEXT = """# Paper reproductions
 
-This page tests five papers **as published**, with their own settings, and **in a fair test**, with search grids of
-equal size for every method. See also the [rules](#how-claims-are-judged) and [tables of others](others.md).
+This page tests five papers, first **as published**, with their own settings, and then **in a fair test**, with grids of
+equal size for every method. See also the [rules](#how-claims-are-judged) and [tables of other programs](others.md).
 """
 CLOSING_TEXT = """\
 A program generates this page from recorded runs. One command repeats a table:

@@ -135,7 +135,10 @@ class Records:
         """Read records from the result of `tensors`."""
         keys, values = json.loads(tensors["keys"].numpy().tobytes()), tensors["values"].numpy()
         ends = accumulate(k[-1] for k in keys)
-        items = (Record(*k[:4], values[end - k[-1] : end], total=k[4]) for k, end in zip(keys, ends, strict=True))
+        items = (
+            Record(k[0], k[1], k[2], k[3], values[end - k[-1] : end], total=k[4])
+            for k, end in zip(keys, ends, strict=True)
+        )
         return cls(items, tensors.get("ids"))
 
 

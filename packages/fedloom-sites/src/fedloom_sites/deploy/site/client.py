@@ -31,7 +31,7 @@ from fedloom_sites.deploy.protocol.identity import sign, signing_key
 from fedloom_sites.deploy.protocol.public import PublicReason, publish_reasons
 from fedloom_sites.deploy.secure.site import MaskedAnswers
 from fedloom_sites.deploy.settings import Site
-from fedloom_sites.deploy.site.approval import check_approved
+from fedloom_sites.deploy.site.approval import check_approved, check_data_name
 from fedloom_sites.deploy.site.asked import MODEL_MESSAGES, AskedModels
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.plain import Answer, PlainAnswers
@@ -56,7 +56,7 @@ class Client:
     """
 
     def __init__(self, site: Site, fed: Federation | None = None) -> None:
-        self.site, self._key = site, signing_key(site.signing_key)
+        self.site, self._key, self._has_named_data = site, signing_key(site.signing_key), False
         self._memory = SiteState(site.state, site.fingerprint, site.client)
         self.trainer = Trainer(site, self._memory, fed)
         self._asked = AskedModels(site, self._memory, self.trainer)
@@ -194,6 +194,9 @@ class Client:
             raise Refused(f"site {site.site} answers no message of the kind {kind}, because the agreement has {agreed}")
         if kind != "hello":
             check_approved(site)
+            if not self._has_named_data:
+                check_data_name(site)
+                self._has_named_data = True
         self._check_round(head)
 
     def _check_round(self, head: dict[str, Any]) -> None:
