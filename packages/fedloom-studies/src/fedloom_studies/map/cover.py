@@ -23,7 +23,7 @@ from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 FIRST_METHODS = REFERENCE_METHODS[:2]
 """Methods that belong to every portfolio."""
 LEFT_OUT_METHODS = ("fedavg-ft",)
-"""Methods that train after the last round. A race compares runs several times, and would repeat this training each time."""
+"""Methods that train after the last round, which a race would repeat at each of its comparisons."""
 PORTFOLIO_SIZE = 6
 """Number of methods in the portfolio."""
 STEP_SIZE_KEY = "local.lr"

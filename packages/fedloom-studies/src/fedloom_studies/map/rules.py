@@ -94,9 +94,9 @@ def _say_missing(records: Records) -> str:
 def recommendation(verdicts: Mapping[str, SetupVerdict]) -> str:
     """Return the sentences on the methods with rules that are better than the baseline, and on the best worst case."""
     better = {attack: [s for s in rivals_of(j) if s.better] for attack, j in verdicts.items()}
-    won = [f"`{found[0].method}` under {attack} ({signed(found[0].gain or NO_DIFFERENCE)} points)"
-           for attack, found in better.items() if found]  # fmt: skip
-    none = enumerated([attack for attack, found in better.items() if not found] or [""])
+    won = [f"`{best[0].method}` under {attack} ({signed(best[0].gain or NO_DIFFERENCE)} points)"
+           for attack, best in better.items() if best]  # fmt: skip
+    none = enumerated([attack for attack, best in better.items() if not best] or [""])
     parts = [f"**Better than the baseline: {enumerated(won)}.**"] if won else []
     parts += [f"**No method with any rule is better than the baseline under {none}.**"] if none else []
     means = {attack: {s.method: s.figures["mean"].mean for s in j.standings} for attack, j in verdicts.items()}
