@@ -91,8 +91,8 @@ def check_data_name(site: Site) -> None:
             raise Refused(
                 f"site {site.site} knows these data under the name {first_name!r}, but the agreement names them "
                 f"{site.data_name!r}, so the site would forget the sums and budgets of these data. Agree on data_name "
-                f"= {first_name!r}. If the source contains other patients now, delete its line from {NAMES_FILE} in the "
-                "folder memory, or else state, of the site"
+                f"= {first_name!r}. If the source now contains other patients, delete its line from {NAMES_FILE} in "
+                "the folder memory, or else state, of the site"
             )
         if not path.exists() or json.loads(regular(path).read_bytes()) != names:
             write_atomic(path, (json.dumps(names, indent=1) + "\n").encode())
