@@ -193,7 +193,7 @@ def test_the_analysis_that_the_fix_names_works(row: Row) -> None:
     data = fl.Dataset.create(frame(row.task), client_column="site", **TARGETS[row.task])
     with pytest.raises(ConfigError) as caught:
         fl.analyze(row.kind, data, **row.options)
-    names = re.findall(r"[a-z0-9-]+", caught.value.fix.partition("take ")[2].replace(" or ", " "))
+    names = re.findall(r"[a-z0-9-]+", caught.value.fix.partition("use ")[2].replace(" or ", " "))
     assert names, caught.value.fix
     for name in names:
         options = {"width": 50.0, "until": 200.0} if name in ("cox", "kaplan-meier") else {}
