@@ -517,7 +517,7 @@ class TooFewClients(LaterAtSites):
 
 
 def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
-    with pytest.raises(Refused, match="two versions of the sample; give every sample to one client, and to one part"):
+    with pytest.raises(Refused, match="two versions of the sample; assign every sample to one client, and to one part"):
         Shared()(table())
     with pytest.raises(
         CodeError, match="partition Leaks failed in draw.*300 test samples are also training samples of the same"

@@ -36,9 +36,9 @@ ALIKE_MIN_OPTIONS = 6
 
 START = """# Experiment file
 
-An experiment file describes a comparison: the data, how they are split into clients, one model, and one
+An experiment file describes a comparison: the data, the split into clients, one model, and one
 `[[method]]` table per method. Only `[data]` and one `[[method]]` are required. fedloom checks the file
-before it trains: an unknown key, a wrong type or a value out of range stops the command.
+before training. If a key is unknown, or a value has a wrong type or is out of range, the command stops.
 
 ```toml title="smallest.toml"
 [data]
@@ -62,9 +62,9 @@ METHOD = """Each method has [a page](../packages/fedloom/src/fedloom/algorithms/
 | `label` | name in tables and charts, unique in the file; default: the name of the method |
 | `rounds` | number of rounds of this method |
 | `client_weights` | client weighting of this method |
-| `local` | keys of `[local]` for this method; other keys keep the shared value |
-| `sampler`, `aggregation_weights`, `personalized_aggregation` | replaces the shared table |
-| `aggregator`, `attack`, `upload_transform`, `schedule` | replaces the shared table |
+| `local` | keys of `[local]` for this method; all other keys keep their shared values |
+| `sampler`, `aggregation_weights`, `personalized_aggregation` | replace the shared tables |
+| `aggregator`, `attack`, `upload_transform`, `schedule` | replace the shared tables |
 
 For example, this method uses a robust aggregator and its own learning rate:
 
@@ -78,9 +78,9 @@ local = { lr = 0.05, momentum = 0.9 }
 
 ## [grid]
 
-A table `[grid]` runs every method with every combination of its values. Each combination is a separate method, with the
-values in its label. A key is an option of methods, such as `lam`, or a key of a table, such as `local.lr`. With
-`method.LABEL.` before it, the values are for one method. See also [Ablations](cluster.md#ablations-a-grid).
+A `[grid]` table runs every method with every combination of the listed values. Each combination is a separate method,
+with the values in its label. A key is an option of methods, such as `lam`, or a key of a table, such as `local.lr`.
+With the prefix `method.LABEL.`, the values apply to one method only. See also [Ablations](cluster.md#ablations-a-grid).
 
 ```toml
 [[method]]
@@ -135,7 +135,7 @@ PAGES = [
     Page(
         "partition",
         "[partition]",
-        "How fedloom splits the samples into clients. See also [Clients and non-IID splits](../data-clients.md).",
+        "The split of the samples into clients. See also [Clients and non-IID splits](../data-clients.md).",
         '[partition]\nkind = "dirichlet"\nclients = 20\nalpha = 0.3\nvalidation = 0.2',
         PARTITIONS,
         {"Options of every kind": Partition},
@@ -143,7 +143,8 @@ PAGES = [
     Page(
         "model",
         "[model]",
-        "The network. A network of a paper is another kind with other defaults, and accepts the options of that kind.",
+        "The network. The networks of papers are kinds with different defaults, and accept the options of the kind "
+        "on which they are based.",
         '[model]\nkind = "mlp"\nhidden = [128, 64]',
         MODEL_CLASSES,
     ),
@@ -164,21 +165,21 @@ PAGES = [
     Page(
         "augment",
         "[augment]",
-        "Random flips and crops of training images, drawn anew in every step.",
+        "Random flips and crops of training images in every step.",
         "[augment]\nflip = 0.5\ncrop = 4",
         shared={"Options": Augment},
     ),
     Page(
         "sampler",
         "[sampler]",
-        "Which clients take part in a round. Without this table, all clients take part.",
+        "The choice of the clients that take part in a round. Without this table, all clients take part.",
         "[sampler]\nfraction = 0.1",
         SAMPLERS,
     ),
     Page(
         "aggregation_weights",
         "[aggregation_weights]",
-        "How much a client counts in the mean of a round, computed during the run.",
+        "The weight of each client in the mean of a round, computed during the run.",
         '[aggregation_weights]\nkind = "fairfed"',
         WEIGHERS,
     ),
@@ -192,14 +193,14 @@ PAGES = [
     Page(
         "aggregator",
         "[aggregator]",
-        "How the server combines the uploads. Without this table, it takes the weighted mean.",
+        "The rule by which the server combines the uploads. Without this table, the server takes the weighted mean.",
         '[aggregator]\nkind = "multi-krum"\nf = 2',
         AGGREGATORS,
     ),
     Page(
         "attack",
         "[attack]",
-        "What dishonest clients do. Use it to test robust aggregators.",
+        "An attack by dishonest clients. Use this table to test robust aggregators.",
         '[attack]\nkind = "sign-flip"\nfraction = 0.2',
         ATTACKS,
     ),
@@ -214,7 +215,7 @@ PAGES = [
     Page(
         "devices",
         "[devices]",
-        "How long clients take, in [virtual time](../time.md). Without this table, a run has no clock.",
+        "The simulated speed of the clients, for [simulated time](../time.md). Without this table, a run has no clock.",
         '[devices]\nkind = "lognormal"\nspread = 1.0\nspeed = 100',
         DEVICES,
         {"[devices.classes.NAME]": DeviceClass},
@@ -222,21 +223,22 @@ PAGES = [
     Page(
         "schedule",
         "[schedule]",
-        "Which uploads the server waits for. All kinds except `synchronous` need `[devices]`, except in a deployment.",
+        "The rule that says for which uploads the server waits. In a simulation, all kinds except `synchronous` need "
+        "`[devices]`.",
         '[devices]\nkind = "equal"\n\n[schedule]\nkind = "buffered"\nbuffer = 5',
         SCHEDULES,
     ),
     Page(
         "evaluate",
         "[evaluate]",
-        "When and what fedloom evaluates. See also [Evaluate clinical models](../clinical.md).",
+        "The rounds, clients and data that fedloom evaluates. See also [Evaluate clinical models](../clinical.md).",
         "[evaluate]\nevery = 5",
         shared={"Options": Evaluate},
     ),
     Page(
         "analysis",
         "[[analysis]]",
-        "What fedloom computes beside the rounds, one table for each analysis. See also [Evaluate clinical "
+        "An analysis in addition to the training, with one table per analysis. See also [Evaluate clinical "
         "models](../clinical.md) and [Write your own analysis](../analyses.md).",
         '[[analysis]]\nkind = "groups"\nby = ["sex", "age>=75"]',
         ANALYSES,
@@ -244,8 +246,8 @@ PAGES = [
     Page(
         "early_stop",
         "[early_stop]",
-        "When a run ends early. Without this table, all rounds are trained. See also [Follow and stop "
-        "runs](../track-runs.md).",
+        "The condition for ending a run early. Without this table, a run trains for all rounds. See also [Follow and "
+        "stop runs](../track-runs.md).",
         '[early_stop]\npatience = 5\nresult = "best"',
         {},
         {"Options": EarlyStop},
@@ -253,7 +255,7 @@ PAGES = [
     Page(
         "engine",
         "[engine]",
-        "How fedloom computes a run: device, precision, processes and memory. See also [Use a GPU](../gpu.md).",
+        "The technical settings of a run: device, precision, processes and memory. See also [Use a GPU](../gpu.md).",
         '[engine]\ndevice = "cpu"\nworkers = 2',
         shared={"Options": Engine},
     ),
@@ -280,7 +282,7 @@ def overview() -> str:
     lines += [f"| [`{page.title}`](reference/{page.name}.md) | {_first(page.lead)} |" for page in PAGES]
     lines += ["| [`[[method]]`](#method) | a method and its options |"]
     lines += [
-        "| [`[grid]`](#grid) | values of options that every method runs with |",
+        "| [`[grid]`](#grid) | lists of option values that are combined |",
         "",
         "## Keys at the top of the file",
         "",

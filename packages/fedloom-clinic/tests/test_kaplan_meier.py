@@ -103,7 +103,7 @@ def test_cells_of_too_few_clients_are_merged_and_none_is_lost() -> None:
 
 
 def test_what_it_cannot_be_of_is_a_sentence() -> None:
-    with pytest.raises(Refused, match="kaplan-meier is for the task survival"):
+    with pytest.raises(Refused, match="kaplan-meier works only for the task survival"):
         fl.analyze("kaplan-meier", fl.load("digits"), width=1.0)
     with pytest.raises(ConfigError, match="group"):
         fl.analyze("kaplan-meier", patients(), width=1.0, group="ward")

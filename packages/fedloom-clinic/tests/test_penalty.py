@@ -193,7 +193,7 @@ def test_what_is_no_penalty_is_a_sentence() -> None:
         ({"penalty": "firth", "strength": 0.1}, "has no strength"),
         ({"penalty": "ridge", "strength": 0}, "greater than 0"),
         ({"penalty": "ridge", "strength": float("nan")}, "greater than 0"),
-        ({"penalty": "ridge", "strength": "much"}, "a number greater than 0, or 'cv'"),
+        ({"penalty": "ridge", "strength": "much"}, "a finite number greater than 0, or 'cv'"),
     ):
         for fit in (lambda **w: fit_cox(SITES, **w), lambda **w: fit_glm(glm_sites(EVENT), "logistic", **w)):
             with pytest.raises(ConfigError, match=sentence):
@@ -262,7 +262,7 @@ def test_penalties_obey_the_laws_and_what_is_none_is_a_sentence(kind: str) -> No
     without = ["union"] if kind == "cox" else []
     fl.testing.check_analysis(analysis_of(kind, {"penalty": "firth", **more}), data, without=without)
     ridge = {"penalty": "ridge", "strength": "cv"}
-    with pytest.raises(Refused, match="set strength to a number, or agree on a smaller minimum count"):
+    with pytest.raises(Refused, match="Set strength to a number, or agree on a smaller minimum count"):
         fl.analyze(kind, data, rules={"min_subjects": 9, "min_clients": 2}, **ridge, **more)
     for options, sentence in (
         ({"penalty": "ridge"}, "be set together"), ({"penalty": "firth", "strength": 0.1}, "be set together"),

@@ -1,1 +1,1 @@
-"""Clinical analyses. The registry of fedloom finds them by their entry points."""
+"""Clinical analyses. fedloom's registry finds them through their entry points."""

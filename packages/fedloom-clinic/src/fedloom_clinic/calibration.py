@@ -1,9 +1,9 @@
-"""Calibration of a run's models over all clients' test rows, by sums: how often predicted outcomes come true.
+"""Calibration of a run's models over all clients' test rows, by sums: how often predicted outcomes occur.
 
-References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (the error by bins). The score of
-G. W. Brier, Monthly Weather Review 1950.
+References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (error by bins). The score of G. W. Brier, Monthly
+Weather Review 1950.
 
-A score is the probability of the second class of a binary task, otherwise the probability of the most probable class.
+A score is the probability of the second class in a binary task, otherwise the probability of the most probable class.
 Rows, scores and outcomes are summed in agreed bins. Bins in which too few clients have enough subjects with the outcome
 and enough without it are merged, as in `conformal`.
 """

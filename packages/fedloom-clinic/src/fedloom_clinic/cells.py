@@ -16,7 +16,7 @@ OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
 """Names of the cell of rows without a code: of a kept column, and of a feature."""
 CLIENT_GROUP = "client"
-"""Word that makes every client a group."""
+"""Word that makes each client a separate group."""
 
 
 class MergedCells(NamedTuple):
@@ -24,7 +24,7 @@ class MergedCells(NamedTuple):
 
     Attributes:
         names: names of the cells.
-        of: ``[L]`` new cell of every cell before the merge. For a merged cell it is the cell "other".
+        of: new cell of each cell before the merge ``[L]``. For a merged cell, it is the cell "other".
     """
 
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class MergedCells(NamedTuple):
 
     @property
     def members(self) -> Tensor:
-        """Matrix ``[cells, L]``, 1 if a cell before the merge is part of a new cell."""
+        """Matrix ``[cells, L]`` with 1 if a cell before the merge is part of a new cell."""
         return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
 
     def reached(self, flags: Tensor) -> Tensor:
@@ -53,10 +53,10 @@ def every_cell(names: Sequence[str]) -> MergedCells:
 def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...]:
     """Return the names of the groups of rows.
 
-    The last group of a column of features contains the rows whose cell is missing.
+    The last group of a feature column contains the rows whose cell is missing.
 
     Raises:
-        ConfigError: the table contains no column of this name with levels.
+        ConfigError: the table does not contain a column with this name that has levels.
     """
     if group is None:
         return ("all",)
@@ -72,7 +72,7 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
 
 
 def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> Tensor:
-    """Return the place of every row's group ``[N]``.
+    """Return the index of each row's group ``[N]``.
 
     Rows without a group are no group of their own if fewer subjects have such rows than the rules allow to be counted.
     They belong to the client's most frequent group then.
@@ -118,12 +118,13 @@ def merges(rules: Rules) -> bool:
 def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
     """Return the cells, with cells that too few clients reach merged into "other".
 
-    A cell that enough clients reach is part of "other", so that no sum reveals the merged cells. Missing cells, which
-    come last, stay apart if no client has enough of them: a client does not count them then, see `group_codes`.
+    One cell that enough clients reach is also merged into "other", so that no sum reveals the merged cells. Missing
+    cells, which come last, stay apart if no client has enough of them: a client does not count them then, see
+    `group_codes`.
 
     Args:
         names: names of the cells.
-        flags: ``[n, L]`` 1 if a client has at least the smallest allowed number of rows in a cell.
+        flags: 1 if a client has at least the smallest allowed number of rows in a cell ``[n, L]``.
         rules: agreed rules.
         gaps: True if a client counts missing cells. None: the flags of the last cell say so.
     """
@@ -146,14 +147,14 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool |
 
 
 def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
-    """Return the merged bin ``[B]`` of every bin.
+    """Return the merged bin of each bin ``[B]``.
 
     A bin is merged with the next bins until each contains rows of enough clients.
 
-    Bins after the last such bin belong to it.
+    Bins after the last such bin are merged into it.
 
     Args:
-        filled: ``[n, G, B]`` 1 if a client has at least the smallest allowed number of rows in a bin, for every group.
+        filled: 1 if a client has at least the smallest allowed number of rows in a bin, for each group ``[n, G, B]``.
         rules: agreed rules.
 
     Raises:
@@ -170,8 +171,9 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
             inside, place = torch.zeros_like(inside), place + 1
     if not place:
         raise Refused(
-            f"no bin has {rules.min_subjects} rows at {rules.min_clients + rules.missing} clients in "
-            "every group. Agree on wider bins, fewer groups, or a smaller minimum count"
+            f"no bin has {rules.min_subjects} rows at {rules.min_clients + rules.missing} clients in every group",
+            rule="small-cells",
+            fix="agree on wider bins, fewer groups, or a smaller minimum count",
         )
     return torch.tensor(of).clamp(max=place - 1)
 

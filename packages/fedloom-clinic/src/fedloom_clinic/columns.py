@@ -1,4 +1,4 @@
-"""Columns of a regression: numbers, and every level of a code except the first."""
+"""Columns of a regression: numbers, and all levels of a code except the first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom_clinic.cells import merges
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 MAX_ROW_SHARE = 0.5
-"""Largest share of one row in the weights of a client's rows, if rules protect rows."""
+"""Largest share of a single row in the weights of a client's rows, if rules protect rows."""
 NARROWEST_RANGE = 1e-9
 """Smallest width of a range, so that a constant column can be divided by it."""
 
@@ -29,8 +29,8 @@ class DesignColumns(NamedTuple):
     Attributes:
         x: columns of the regression ``[N, p]``.
         y: targets ``[N, k]``.
-        left_out: number of omitted rows, with a missing cell or a number outside the agreed range.
-        rows: places of these rows ``[N]`` among the client's rows.
+        left_out: number of rows omitted because of a missing cell or a number outside the agreed range.
+        rows: positions of these rows among the client's rows ``[N]``.
     """
 
     x: Floats
@@ -40,7 +40,7 @@ class DesignColumns(NamedTuple):
 
 
 def require_columns(schema: Schema, what: str) -> None:
-    """Raise if the data are not rows of a table with a column beside the target.
+    """Raise if the data are not rows of a table with at least one column in addition to the target.
 
     Raises:
         ConfigError: the data are not rows of a table, or no column remains.
@@ -54,7 +54,7 @@ def require_columns(schema: Schema, what: str) -> None:
 
 
 def missing_target_range(name: str) -> ConfigError:
-    """Return the error of an analysis whose sites have not agreed on the range of the target."""
+    """Return the error for an analysis whose sites have not agreed on the range of the target."""
     return ConfigError(
         f"the analysis {name} needs an agreed range of the target, but the agreement has no such range",
         rule="analysis-target-range",
@@ -70,15 +70,15 @@ def names_of(schema: Schema) -> list[str]:
 def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
     """Return flags ``[p]`` of the columns in which enough subjects differ from the most frequent value.
 
-    In a column of two values, enough subjects must have each value. So a level of a code that few subjects have is not
-    a separate column. An analysis publishes these flags last.
+    In a column with two values, enough subjects must have each value. A level of a code that few subjects have
+    therefore does not become a separate column. An analysis publishes these flags last.
     """
     design = design_of(client, terms, flagged=False)
     return torch.from_numpy(varying_columns(design.x, client.subjects[design.rows].numpy(), terms.rules.min_subjects))
 
 
 def varying_columns(x: Floats, subjects: NDArray[np.int64], least: int) -> Floats:
-    """Return flags ``[p]`` of the columns ``x [N, p]``, see `flag_columns`."""
+    """Return flags ``[p]`` of the columns ``x [N, p]`` (see `flag_columns`)."""
     flags = np.zeros(x.shape[1])
     for k, values in enumerate(x.T):
         several, counts = np.unique(values, return_counts=True)
@@ -90,12 +90,12 @@ def varying_columns(x: Floats, subjects: NDArray[np.int64], least: int) -> Float
 
 
 def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
-    """Return flags of the columns ``[p]`` that enough clients reach.
+    """Return flags ``[p]`` of the columns that enough clients reach.
 
-    The other columns are omitted, so an omitted level joins the first level.
+    The other columns are omitted, so an omitted level is merged into the first level.
 
     Args:
-        terms: terms with the flags of every client, of which the flags of columns come last.
+        terms: terms with the flags of each client, among which the column flags come last.
         flagged: True if clients publish such flags.
     """
     p = len(names_of(terms.schema))
@@ -126,7 +126,7 @@ def left_out_columns(terms: AnalysisTerms) -> str:
 
 
 def ranges_of(terms: AnalysisTerms, *, flagged: bool = True) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest agreed value ``[p]`` of every kept column."""
+    """Return the smallest and the largest agreed value ``[p]`` of each kept column."""
     kept = kept_columns(terms, flagged=flagged)
     low, high = _every_range(terms.schema)
     return low[kept], high[kept]
@@ -157,9 +157,9 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
 
 
 def outweighs(*weights: Floats) -> bool:
-    """Return True if one of several rows has more than half of some weights ``[N]``.
+    """Return True if one of several rows has more than half of the total weight ``[N]``.
 
-    Sums would mostly reveal this row. A number that is not finite counts as such a row.
+    Sums would then mostly reveal this row. A number that is not finite counts as such a row.
     """
     for some in weights:
         total = float(some.sum())
@@ -178,7 +178,7 @@ def triangle(matrices: Floats) -> Floats:
 
 
 def square(halves: Floats, size: int) -> Floats:
-    """Return the symmetric matrices ``[..., p, p]`` of upper triangles."""
+    """Return the symmetric matrices ``[..., p, p]`` with the given upper triangles."""
     rows, columns = np.triu_indices(size)
     matrices = np.zeros((*halves.shape[:-1], size, size))
     matrices[..., rows, columns] = matrices[..., columns, rows] = halves
@@ -186,5 +186,5 @@ def square(halves: Floats, size: int) -> Floats:
 
 
 def tensor(*parts: ArrayLike) -> Tensor:
-    """Return the numbers of arrays in one float64 vector ``[k]``."""
+    """Return the numbers of several arrays in one float64 vector ``[k]``."""
     return torch.from_numpy(np.concatenate([np.ravel(np.asarray(part, float)) for part in parts]))

@@ -1,11 +1,11 @@
-"""Split conformal prediction: a threshold of scores, shared or per client, from histograms of scores.
+"""Split conformal prediction: a threshold on scores, shared or per client, from histograms of scores.
 
-References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei,
-L. Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
+References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei, L.
+Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
 Bins that too few clients reach are merged. A first question counts the clients that reach the whole range, its halves,
-and so on. Neighbours are merged until they cover a range that enough clients reach, from the largest scores down, and
-all parties derive the same bins from this sum.
+and so on. Neighboring ranges are merged until they cover a range that enough clients reach, beginning with the largest
+scores, and all parties derive the same bins from this sum.
 
 A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. In a
 regression, scores are absolute residuals, and the set is the interval of the prediction plus and minus the threshold
@@ -51,11 +51,11 @@ class Calibrated(NamedTuple):
     """Known results.
 
     Attributes:
-        terms: public facts of the analysis.
+        terms: public facts about the analysis.
         owners: number S of thresholds.
-        reached: ``[S, B]`` clients that reach each range of bins.
+        reached: number of clients that reach each range of bins ``[S, B]``.
         thresholds: ``[S]`` thresholds.
-        rows: ``[S]`` calibration rows.
+        rows: number of calibration rows ``[S]``.
         covered: totals of the last question.
     """
 
@@ -220,7 +220,7 @@ class Conformal(Analysis):
         return ranges_of_bins(self.bins)
 
     def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[list[int]]:
-        """Return the ends of the merged bins of every owner, from 0 to the number of bins.
+        """Return the ends of the merged bins of each owner, from 0 to the number of bins.
 
         Raises:
             Refused: too few clients have calibration rows.
@@ -309,7 +309,7 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
 
 
 def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:
-    """Return 1 for every range ``[B]`` of bins in which a client has enough subjects, else 0.
+    """Return 1 for each range of bins ``[B]`` in which a client has enough subjects, else 0.
 
     Args:
         bin_of: bin of every row ``[N]``.
@@ -322,13 +322,15 @@ def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, in
 
 
 def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
-    """Return the ends of merged bins, from 0 to the number of bins. Each has a range that enough clients reach.
+    """Return the ends of merged bins, from 0 to the number of bins.
+
+    Each merged bin contains a range that enough clients reach.
 
     Args:
-        reached: ``[B]`` number of clients that reach each range.
-        ranges: ranges of bins, see `ranges_of_bins`.
+        reached: number of clients that reach each range ``[B]``.
+        ranges: ranges of bins (see `ranges_of_bins`).
         rules: agreed rules.
-        what: description of the rows, for messages.
+        what: description of the rows, used in messages.
 
     Raises:
         Refused: too few clients reach the range of all bins.
@@ -336,9 +338,10 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
     count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
     if count[ranges[0]] < needed:
         raise Refused(
-            f"only {count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, but {needed} "
-            "clients are needed; agree on a smaller minimum count, or set a larger test fraction in "
-            "the partition"
+            f"only {count[ranges[0]]} clients have {rules.min_subjects} subjects {what}, but {needed} clients are "
+            "needed",
+            rule="small-cells",
+            fix="agree on a smaller minimum count, or set a larger test fraction in the partition",
         )
     starts, top = list[int](), ranges[0][1]
     for low, high in sorted(ranges, reverse=True):  # from the largest scores, where thresholds are

@@ -1,4 +1,4 @@
-"""Cox regression over the rows of all clients by sums: exact times, agreed time bins, or a baseline for every client.
+"""Cox regression over the rows of all clients by sums: with exact times, agreed time bins, or a baseline per client.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 """
@@ -59,17 +59,17 @@ if TYPE_CHECKING:
 
 MAX_BINS = 1000
 MIN_COLUMN_SPREAD = 1e-9
-"""Smallest standard deviation of a varying column, in its agreed range. Rounding leaves a smaller deviation in a
-constant column."""
+"""Smallest standard deviation at which a column counts as varying, relative to its agreed range. In a constant column,
+rounding leaves a smaller deviation."""
 MAX_EXPONENT = 700.0
-"""Exponent from which a bound exceeds the numbers of float64."""
+"""Exponent from which on a bound exceeds the range of float64."""
 
 
 class Cox(Penalized):
     """Cox regression over the rows of all clients, by sums.
 
-    With a width, times are counted in agreed bins. With ``stratify`` every client has a separate baseline hazard.
-    With neither, clients publish their event times, which a plain agreement allows and masks do not.
+    With a width, times are counted in agreed bins. With ``stratify``, each client has a separate baseline hazard. With
+    neither option, clients publish their event times, which a plain agreement allows but masks do not.
     """
 
     kind: ClassVar[str] = "cox"
@@ -365,7 +365,7 @@ class Cox(Penalized):
 
 
 def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
-    """Return the sums that an answer to "risk", or to "tilted-risk", contains."""
+    """Return the sums that an answer to "risk" or "tilted-risk" contains."""
     half, tilts = p * (p + 1) // 2, 2 * (1 + p) if tilted else 0
     bins = len(vector) // (2 * (1 + p + half) + 1 + p + tilts)
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])
@@ -385,7 +385,7 @@ def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
 
 
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
-    """Return a row for each column of the regression, with the rows of the fit and the lost events."""
+    """Return a row for each column of the regression, with the number of rows in the fit and the lost events."""
     low, high = fit.fit.interval()
     figures = {
         "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,

@@ -62,17 +62,17 @@ if TYPE_CHECKING:
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9
-"""Smallest standard deviation of a varying column, in its agreed range."""
+"""Smallest standard deviation at which a column counts as varying, relative to its agreed range."""
 ANSWER_STEP = 2.0**-36
-"""Step of the numbers of an answer under masks."""
+"""Step of the numbers in an answer under masks."""
 MAX_EXPONENT = 700.0
-"""Largest linear predictor at which a bound is computed. Exp of a larger predictor exceeds the numbers of float64."""
+"""Largest linear predictor at which a bound is computed. For a larger predictor, exp exceeds the range of float64."""
 
 
 class Glm(Penalized):
     """Regression over the rows of all clients, by sums.
 
-    It is logistic for a binary task, Poisson for counts, otherwise linear.
+    The regression is logistic for a binary task, Poisson for counts, and otherwise linear.
     """
 
     kind: ClassVar[str] = "glm"
@@ -245,9 +245,9 @@ class Glm(Penalized):
 
     @staticmethod
     def _is_dominated(site: GlmSite, beta: Floats, family: str, metric: Floats | None) -> bool:
-        """Return True if one row has most of the information, of the residuals, or of the lengths by a metric.
+        """Return True if a single row has most of the information, of the residuals, or of the lengths by a metric.
 
-        In a linear regression no coefficients single out a row.
+        In a linear regression, no coefficients can single out a row.
         """
         _, mean, variance, _ = GLM_FAMILIES[family]
         eta = site.x @ beta
@@ -362,8 +362,8 @@ class Glm(Penalized):
     def _error_of_rounding(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:
         """Return the largest distance of the coefficients from those of exact sums, for an error of each sum.
 
-        The third derivative of the likelihood is at most R times the second, with R the length of a row (0 in a linear
-        regression): F. Bach, Electron. J. Stat. 2010, Proposition 1, as for secure sums of Cox's likelihood.
+        The third derivative of the likelihood is at most R times the second, where R is the length of a row (0 in a
+        linear regression): F. Bach, Electron. J. Stat. 2010, Proposition 1, as for secure sums of Cox's likelihood.
         """
         size = len(here.gradient)
         least = float(np.linalg.eigvalsh(here.information)[0]) - size * error - float(np.abs(penalty).max())

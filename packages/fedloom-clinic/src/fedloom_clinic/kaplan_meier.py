@@ -3,9 +3,9 @@
 References: E. L. Kaplan and P. Meier, JASA 1958. Variance by M. Greenwood, 1926. N. Mantel, Cancer Chemother. Rep. 1966
 (log-rank). P. Royston and M. K. B. Parmar, Stat. Med. 2011 (restricted mean).
 
-A time counts as the end of its bin, so curve and test apply to the binned times. For the exact times, with n at risk, d
-events and c censored rows in a bin, the factor of a bin lies between 1 - d / (n - c) and 1 - d / n in every order. So
-each curve and each mean has a bound of its error.
+A time is treated as the end of its bin, so the curve and the test apply to the binned times. For the exact times, with
+n rows at risk, d events and c censored rows in a bin, the factor of the bin is between 1 - d / (n - c) and 1 - d / n,
+whatever the order. The error of each curve and each mean is therefore bounded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 
 
 class Counted(NamedTuple):
-    """Cells of the question, and its total ``[G, 2, J]`` of events and of other ends once the total is known."""
+    """Cells of the question, and its total ``[G, 2, J]`` of events and of other ends, once the total is known."""
 
     groups: MergedCells
     ends: Tensor
@@ -172,7 +172,7 @@ class KaplanMeier(Analysis):
         return torch.bincount(at, minlength=groups * 2 * bins).double().view(groups, 2, -1)
 
     def _places(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the group ``[N]``, the bin ``[N]``, and a flag of an event at the end ``[N]``, for every row."""
+        """Return, for each row, the group ``[N]``, the bin ``[N]``, and True if the time ends with an event ``[N]``."""
         ends = self._ends(terms)
         place = torch.searchsorted(ends, client.y[:, 0].contiguous())
         event = (client.y[:, 1] == 1) & (place < len(ends))
@@ -180,7 +180,7 @@ class KaplanMeier(Analysis):
 
 
 def curve_of(counts: Floats) -> SurvivalCurve:
-    """Return the curve of counts ``[2, J]`` of events and of censored rows."""
+    """Return the curve for counts ``[2, J]`` of events and of censored rows."""
     events, censored = counts
     at_risk = (events + censored)[::-1].cumsum()[::-1]
     factors, lowest = (
@@ -202,7 +202,7 @@ def interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats]:
 
 
 def log_rank(counts: Floats) -> tuple[float | None, float | None]:
-    """Return the log-rank statistic of groups ``[G, 2, J]``, and its p value. None with fewer than two groups."""
+    """Return the log-rank statistic for groups ``[G, 2, J]``, and its p value. None with fewer than two groups."""
     if len(counts) < 2:
         return None, None
     events = counts[:, 0]

@@ -1,4 +1,4 @@
-"""A new client: every method trained without each client in turn, with its model scored at the omitted client."""
+"""A new client: each method is trained without each client in turn, and its model is scored at the omitted client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEWEST_CLIENTS = 3
 
 
 class LeftOut(Analysis):
-    """Every method trained without each client in turn, with its global model scored at the omitted client."""
+    """Each method trained without each client in turn, with its global model scored at the omitted client."""
 
     kind: ClassVar[str] = "left-out"
 
@@ -49,7 +49,7 @@ class LeftOut(Analysis):
 
 
 def remove_client(fed: Federation, client: int) -> Federation:
-    """Return the federation without one client. The client's samples stay in the data set and belong to no client."""
+    """Return the federation without one client. The client's samples stay in the data set but belong to no client."""
     ids = torch.tensor([i for i in range(fed.n) if i != client])
     parts = {}
     for part in DATA_PARTS:
@@ -65,10 +65,10 @@ def remove_client(fed: Federation, client: int) -> Federation:
 
 
 def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
-    """Return the scores of the global model of a run without a client, on all of that client's samples.
+    """Return the scores of the global model of a run without a client, on all samples of this client.
 
-    Columns of a table are scaled by the medians of the other clients, which is the use of the model by a new client.
-    They are also scaled on the client's rows, which is possible for a client that has its rows.
+    Table columns are scaled by the medians of the other clients, as when a new client uses the model. They are also
+    scaled on the client's own rows, as is possible for a client that has rows.
 
     Args:
         result: result of the run without the client.

@@ -1,8 +1,8 @@
 """Penalties of regressions by sums: their options, and the folds of a cross-validation at every client.
 
-Firth's penalty needs tr(V dI / d beta_r) with V the inverse information. If V is public, this is a sum over rows, or
-follows from sums over rows at risk. So clients answer every step twice: for the information, and then with V.
-Cross-validation asks for all fits of all strengths at once.
+Firth's penalty needs tr(V dI / d beta_r), where V is the inverse information. If V is public, this is a sum over rows,
+or can be computed from sums over rows at risk. Clients therefore answer every step twice: first for the information,
+and then with V. Cross-validation asks for all fits for all strengths at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedloom_clinic.columns import (
 from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, FoldSums, Likelihood
 
 FIT_COUNT = len(RIDGE_STRENGTHS) * (CV_FOLDS + 1)
-"""Number of fits of a cross-validation that one question asks for."""
+"""Number of fits of a cross-validation for which one question asks."""
 
 
 class Penalized(ScriptedAnalysis):
@@ -77,10 +77,10 @@ class Penalized(ScriptedAnalysis):
 
 
 def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if a field of a question is not of its shape.
+    """Raise if a field of a question does not have the right shape.
 
     Raises:
-        Refused: it is of another shape.
+        Refused: the field has the wrong shape.
     """
     for name in shapes.keys() & question.values.keys():
         got, wanted = (" x ".join(map(str, shape)) for shape in (question.values[name].shape, shapes[name]))
@@ -91,12 +91,12 @@ def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) ->
 def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:
     """Return the fold ``[N]`` of every row of a design: a subject is in one fold, and each fold has as many events.
 
-    Subjects are dealt out in the order of digests of their rows, so folds depend on nothing else.
+    Subjects are assigned in the order of digests of their rows, so folds depend on nothing else.
 
     Args:
         design: rows that a regression uses.
         client: client of these rows.
-        event: ``[N]`` True for rows with the outcome.
+        event: True for rows with the outcome ``[N]``.
     """
     cells = np.hstack([design.x, design.y])
     order = np.array([hashlib.blake2b(row.tobytes(), key=b"folds", digest_size=8).hexdigest() for row in cells])
@@ -116,7 +116,7 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
         client: client whose rows are divided.
         terms: terms of the analysis.
         event_of: function that returns the rows with the outcome from targets ``[N, k]``.
-        least: smallest number of subjects with the outcome, and without it, in a fold.
+        least: smallest number of subjects with the outcome, and without the outcome, in a fold.
     """
     design = design_of(client, terms, flagged=False)
     event, subjects = event_of(design.y), client.subjects[design.rows].numpy()
@@ -130,9 +130,9 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
 
 
 def divided_clients(terms: AnalysisTerms) -> list[bool]:
-    """Return True for every client whose rows are divided into folds. The rows of other clients are never held out.
+    """Return True for each client whose rows are divided into folds. The rows of other clients are never held out.
 
-    Every cell of each fold of the client then reaches the minimum.
+    In this case, every cell of each fold of the client reaches the minimum.
 
     Raises:
         Refused: too few clients can be divided.
@@ -146,19 +146,20 @@ def divided_clients(terms: AnalysisTerms) -> list[bool]:
     if sum(able) < needed:
         raise Refused(
             f"only {sum(able)} clients have {terms.rules.min_subjects} subjects of every column and "
-            f"outcome in each of {CV_FOLDS} folds, but {needed} clients are needed; set strength to a "
-            "number, or agree on a smaller minimum count"
+            f"outcome in each of {CV_FOLDS} folds, but {needed} clients are needed",
+            rule="small-cells",
+            fix="set strength to a number, or agree on a smaller minimum count",
         )
     return able
 
 
 def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDArray[np.int64]) -> list[Floats]:
-    """Return a client's part of `FoldSums`, in the order of `read_fold_sums`.
+    """Return a client's contribution to `FoldSums`, in the order of `read_fold_sums`.
 
     Args:
         at: function that returns the likelihood of some rows ``[N]`` at coefficients.
-        betas: ``[K, q]`` coefficients of all fits.
-        fold: ``[N]`` fold of every row, -1 for rows that are never held out.
+        betas: coefficients of all fits ``[K, q]``.
+        fold: fold of each row, or -1 for rows that are never held out ``[N]``.
     """
     sets = [fold != k for k in range(CV_FOLDS)] + [np.ones(len(fold), bool)]
     parts = [np.array([float(rows.sum()) for rows in sets])]
@@ -170,7 +171,7 @@ def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDA
 
 
 def read_fold_sums(numbers: Floats, size: int) -> FoldSums:
-    """Return the sums of all fits of ``size`` coefficients each."""
+    """Return the sums of all fits, each with ``size`` coefficients."""
     rows, rest = np.split(numbers, [CV_FOLDS + 1])
     fits = rest.reshape(FIT_COUNT, -1)
     return FoldSums(rows, fits[:, 0], fits[:, 1], fits[:, 2 : 2 + size], square(fits[:, 2 + size :], size))

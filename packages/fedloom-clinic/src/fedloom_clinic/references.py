@@ -1,4 +1,4 @@
-"""Reference models of scikit-learn, fitted at every site on its rows: a regression and a forest."""
+"""Reference models from scikit-learn, fitted at each site on its own rows: a regression and a forest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.errors import Refused
 
 FOREST_TREES = 200
 MIN_PROBABILITY = 1e-12
-"""Probability used for 0."""
+"""Probability used in place of 0."""
 
 
 class References(Analysis):
@@ -51,10 +51,10 @@ def check_references(fed: Federation) -> None:
 
 
 def references(result: Result) -> pa.Table:
-    """Return the metrics of the reference models on every client's test part: client, model, metric, value.
+    """Return the metrics of the reference models on each client's test part: client, model, metric, value.
 
-    The models are fitted to the features of the client's training part, as the networks receive them. A client whose
-    training part contains a single class has no logistic regression and no forest.
+    The models are fitted to the features of the client's training part, as networks receive them. If a client's
+    training part contains a single class, it has no logistic regression and no forest.
     """
     fed, task, rows = result.job.eval_fed, result.job.oracle.task, list[tuple[int, str, str, float]]()
     for client in result.job.scored_ids.tolist():
@@ -81,7 +81,7 @@ def _models(fed: Federation, seed: int) -> dict[str, Any]:
 
 
 def _outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
-    """Return outputs in the form of a network of the task: logits of classes, or values."""
+    """Return outputs in the form of a network for the task: logits of classes, or values."""
     if not fed.data.classed:
         return torch.from_numpy(model.predict(x).reshape(len(x), -1))
     p = torch.full((len(x), len(fed.data.classes)), MIN_PROBABILITY, dtype=torch.float64)

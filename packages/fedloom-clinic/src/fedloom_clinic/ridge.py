@@ -2,8 +2,9 @@
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. Sums over sites as in V. Nikolaenko et al., S&P 2013.
 
-Inputs are the inputs of a model, from training rows. Clients first send means, then squares about the means, then the
-Gram matrix of standardized inputs and targets. So coefficients lose no digits to the scale of a column.
+Inputs are the inputs of a model, taken from training rows. Clients first send means, then squares about the means, and
+then the Gram matrix of standardized inputs and targets. Coefficients therefore lose no digits because of the scale of a
+column.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 
 MIN_RELATIVE_SPREAD = 1e-13
-"""Deviation of an input, relative to its mean, below which the input is the same in every row."""
+"""Deviation of an input, relative to its mean, below which the input counts as constant."""
 
 MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
-"""Steps of sums under masks: of means and squares relative to the largest input, and of products of inputs of unit
-deviation. An input that varies by a millionth of the agreed range then still has a deviation of six digits."""
+"""Steps of sums under masks: of means and squares relative to the largest input, and of products of inputs with unit
+deviation. If an input varies by a millionth of the agreed range, its deviation still has six digits."""
 
 
 class RidgeRows(NamedTuple):
@@ -42,7 +43,7 @@ class RidgeRows(NamedTuple):
 
 
 class LinearPredictor(nn.Module):
-    """Outputs ``[b, c]`` of inputs ``[b, *shape]``: numbers in the unit of the label, or scores of classes."""
+    """Outputs ``[b, c]`` for inputs ``[b, *shape]``: numbers in the unit of the label, or scores of classes."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -184,8 +185,8 @@ def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor
     Args:
         system: ``[p, p]`` matrix, including the ridge.
         beta: ``[p, c]`` solution.
-        error: error of every number of the Gram matrix: its upper triangle, then the products with the targets.
-        penalty: ``[p]`` error of the ridge.
+        error: error of each number in the Gram matrix: its upper triangle, followed by the products with the targets.
+        penalty: error of the ridge ``[p]``.
     """
     p, c = beta.shape
     half = p * (p + 1) // 2
@@ -207,9 +208,9 @@ def _row_sums(largest: Tensor, most: float, step: Tensor) -> Bounds:
 
 
 def input_names(schema: Schema) -> list[str]:
-    """Return the names of the numbers of an input.
+    """Return the names of the numbers in an input.
 
-    A code has one number for each level, and a flagged column has one for its gaps.
+    A coded column has one number for each level, and a flagged column has one for its gaps.
     """
     names = list[str]()
     for column in schema.columns:

@@ -3,7 +3,8 @@
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
 standardized difference of levels). Tests are SciPy's, on the same sums.
 
-Agreed ranges put numbers on [-1, 1]. Deviations come from a second question, about the means of the first question.
+Agreed ranges scale numbers to [-1, 1]. Deviations are computed from a second question, about the means of the first
+question.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ UNIT_FACTORS = {
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios of a quantity in two units. They are the most frequent in clinics."""
+"""Ratios between two units of a quantity. They are the most frequent ones in clinics."""
 UNIT_TOLERANCE = 0.15
-"""Part of a factor within which a ratio of two clients' medians indicates two units."""
+"""Relative tolerance within which a ratio of two clients' medians indicates two units."""
 NOTED_DISTANCE = 1.0
-"""Number of standard deviations of the others' rows from which a client's mean stands apart.
+"""Number of standard deviations of the others' rows from which on a client's mean stands out.
 
 Cohen calls an effect of 0.8 large.
 """
@@ -76,15 +77,15 @@ GAPS_NOTE = (
 
 @dataclass(frozen=True, eq=False)
 class SummaryColumn:
-    """Column with its cells: bins of a number, or levels of a code with missing cells last.
+    """Column and its cells: bins for a numeric column, or levels for a coded column, with missing cells last.
 
     Args:
         name: name of the column.
-        place: place in the rows.
-        edges: ``[bins + 1]`` edges of the bins of a number. None for a code.
+        place: position in the rows.
+        edges: edges of the bins of a number ``[bins + 1]``. None for a code.
         cells: cells of a code.
         levels: levels of a code before cells were merged.
-        of: ``[bins]`` cell of every agreed bin.
+        of: cell of each agreed bin ``[bins]``.
     """
 
     name: str
@@ -103,7 +104,7 @@ class SummaryColumn:
     def size(self) -> int:
         """Number of values of the column in the first answer, for a group.
 
-        The values are the cells, and for a number also missing rows, rows outside the range, and a sum.
+        The values are the cells, and for a number also the missing rows, the rows outside the range, and a sum.
         """
         return len(self.cells.names) if self.edges is None else int(self.of.max()) + 4
 
@@ -374,7 +375,7 @@ TABLE_SCHEMA = pa.schema([
 
 
 def _scaled(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> tuple[Tensor, Tensor]:
-    """Return a number on [-1, 1] ``[N]``, and flags of cells that are present and within the agreed range."""
+    """Return a number scaled to [-1, 1] ``[N]``, and flags of cells that are present and within the agreed range."""
     assert column.edges is not None
     values, low, high = client.x[:, column.place], column.edges[0], column.edges[-1]
     whole = (values >= low) & (values <= high)
@@ -390,7 +391,7 @@ def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
 def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> Tensor:
     """Return the number of subjects with a row in every cell of a column.
 
-    Counts follow the order of its numbers. The count of a sum is 0.
+    Counts are in the order of the column's numbers. The count for a sum is 0.
     """
     values = client.x[:, column.place]
     if column.edges is None:
@@ -404,7 +405,7 @@ def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -
 def _counted(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
-    """Return the rows of every group, and by group the numbers of every column."""
+    """Return the rows in each group, and by group the numbers of each column."""
     code = groups.of[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):
@@ -425,7 +426,7 @@ def _counted(
 def _describe_number(
     column: SummaryColumn, groups: MergedCells, counted: list[Floats], of: _Moments, between: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows of a number, a row for each group that has rows."""
+    """Yield the rows for a numeric column, one row for each group that has rows."""
     assert column.edges is not None
     edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
     n, mean = of.rows, of.centre[:-1] * of.half + of.middle
@@ -468,7 +469,7 @@ def _bound(of: _Moments, group: int) -> float | None:
 def _describe_code(
     column: SummaryColumn, groups: MergedCells, counted: Floats, statistic: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows of a code, a row for each level and group that has rows."""
+    """Yield the rows for a coded column, one row for each level and group that has rows."""
     shown = counted[:, : column.shown]
     some = [g for g in range(len(counted)) if counted[g].any()]
     full = [g for g in some if shown[g].any()]
@@ -498,7 +499,7 @@ def _f_test(between: float, total: float, groups: int, rows: float) -> float | N
 
 
 def _difference(first: Floats, second: Floats) -> float:
-    """Return Yang and Dalton's standardized difference of shares of levels ``[L]``."""
+    """Return Yang and Dalton's standardized difference between shares of levels ``[L]``."""
     one, two = first / first.sum(), second / second.sum()
     gap = (one - two)[1:]
     covariance = (np.diag(one) - np.outer(one, one) + np.diag(two) - np.outer(two, two))[1:, 1:] / 2
@@ -506,7 +507,7 @@ def _difference(first: Floats, second: Floats) -> float:
 
 
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile from counts in bins, with rows spread evenly over their bin, or None without rows."""
+    """Return a quantile computed from counts in bins, with rows spread evenly over their bin, or None without rows."""
     if not counts.any():
         return None
     below = np.append(0.0, counts.cumsum())
@@ -518,9 +519,9 @@ def _number(p: float | None) -> float | None:
 
 
 def _note_clients(rows: list[dict[str, object]]) -> None:
-    """Add notes on clients that stand apart in a number, and on another unit as a possible reason.
+    """Add notes about clients that stand out in a number, with a different unit as a possible reason.
 
-    The unit is a guess and never applied.
+    The unit is only a guess and is never applied.
     """
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:

@@ -195,8 +195,8 @@ def test_a_site_gives_bytes_or_their_255th_parts_to_an_experiment_of_bytes(
         code, said = check(home)
         assert code == 0, said
     for x, cure in (
-        (pixels * 1.0, "give bytes: x.astype('uint8')"),
-        (pixels.astype(int), "give bytes: x.astype('uint8')"),
+        (pixels * 1.0, "pass bytes: x.astype('uint8')"),
+        (pixels.astype(int), "pass bytes: x.astype('uint8')"),
     ):
         write(home / "cohort.npz", x)
         code, said = check(home)

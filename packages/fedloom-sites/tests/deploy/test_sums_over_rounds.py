@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.settings import Site
+from fedloom_sites.deploy.site.approval import NAMES_FILE
 from tests.deploy.scene import Scene, signing_key_of
 from tests.deploy.sessions import losing, secured
 from tests.deploy.test_dishonest import Rogue, rogue_of
@@ -297,7 +299,12 @@ def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path) -> N
         assert any("on these models were already summed in another round" in reason for reason in again.refused)
         assert sum_honestly(again, 1, download).told.keys() == {*range(5)}, number
     other = Rogue(second_experiment(tmp_path, first, 7, data_name="other"))
-    assert sum_honestly(other, 1, download, clients=rest).told  # of other data, by the name in the agreement
+    assert not other.begin(1, rest).sealed  # another name of the same source
+    assert all("knows these data under the name 'data', but the agreement names" in one for one in other.refused)
+    for site in other.sites:  # as the refusal says, where the source contains other patients now
+        path = site.site.state / NAMES_FILE
+        path.write_text(json.dumps({}))
+    assert sum_honestly(Rogue(other.here), 1, download, clients=rest).told
 
 
 def second_experiment(folder: Path, first: Rogue, rounds: int, **changes: Any) -> Scene:

@@ -67,7 +67,7 @@ def test_the_sentences_of_the_page_are_true_of_its_tables() -> None:
         ]
         there = [row[0] for row in cells[1:] if float(row[4]) < 1e-8]
         away = [f"{row[0]} ({float(row[2]):.2g} after {row[5]} passes)" for row in cells[1:] if row[0] not in there]
-        reached, _, left = sentence.partition(" The others end at a relative distance from it: ")
+        reached, _, left = sentence.partition(" The other methods end at a relative distance from the optimum: ")
         assert reached.startswith(f"- {', '.join(there)} reach the optimum of ")
         assert left == f"{', '.join(away)}."
 

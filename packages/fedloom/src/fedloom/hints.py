@@ -231,7 +231,7 @@ class Places:
             if not self.file:
                 shared = self.method and key not in self.keys
                 return (
-                    f"all methods share it. Give compare(..., {line})"
+                    f"all methods share it. Pass compare(..., {line})"
                     if shared
                     else f"it is a keyword of its own: {line}"
                 )

@@ -93,6 +93,11 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
     """
     if not isinstance(path, str | PathLike) or not fspath(path):
         raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
+    try:
+        if b"\0" in fsencode(path):
+            raise ValueError
+    except ValueError:  # and a character that the file system cannot encode
+        raise ConfigError(f"{what} has a character that no path can have: {path!r:.80}") from None
     if long := [part for part in Path(path).parts if len(fsencode(part)) > MAX_NAME_BYTES]:
         raise ConfigError(
             f"{what}: {long[0]!r:.40}... is a name of {len(long[0]):,} characters, but a file system "

@@ -27,7 +27,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
-from fedloom.data.subjects.design import design_of
+from fedloom.data.subjects.design import design_of, is_absent
 from fedloom.data.survey.findings import findings, reason_left_out
 from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.tables import Table, level
@@ -69,12 +69,21 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     ) -> None:
         """Train on features [N, p] and targets in the form that `Dataset` uses."""
         state = self.random_state
-        seed = state if isinstance(state, int) else int(check_random_state(state).randint(2**31))
+        if self.settings is not None and not isinstance(self.settings, Mapping):
+            raise ConfigError(
+                f"settings must be a table by name, as {{'aggregator': 'median'}}, got {self.settings!r:.60}"
+            )
+        try:
+            seed = state if isinstance(state, int) else int(check_random_state(state).randint(2**31))
+        except ValueError:
+            raise ConfigError(
+                f"random_state must be a whole number or a generator of numpy, got {state!r:.60}"
+            ) from None
         if subjects is not None:
             more |= {"design": design_of({"subject": _labels("subjects", subjects, len(x))}, len(x), "subjects")}
         if groups is not None:
             labels = _labels("groups", groups, len(x))
-            labels = np.array(list(map(level, labels))) if labels.dtype == object else labels
+            labels = np.array(list(map(level, labels.tolist()))) if labels.dtype.kind in "OUS" else labels
             names, users = np.unique(labels, return_inverse=True)
             more |= {"users": torch.from_numpy(users), "user_names": tuple(map(level, names.tolist()))}
         table = Table.numeric(x.shape[1])
@@ -234,7 +243,11 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
 
 
 def _groups(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
-    labels: Some = column_or_1d(groups)
+    try:
+        labels: Some = column_or_1d(groups)
+    except (ValueError, TypeError):  # which name another argument
+        shown = f"{type(groups).__name__} {np.shape(groups)}" if hasattr(groups, "shape") else repr(groups)
+        raise DataError(f"{what} must be a list with an entry for each row, got {shown:.60}") from None
     if len(labels) != rows:
         raise DataError(f"{what} has {len(labels)} entries for {rows} rows. Pass one entry per row")
     return labels
@@ -247,7 +260,7 @@ def _labels(what: str, values: ArrayLike, rows: int) -> Some:
         DataError: a row has no label.
     """
     labels = _groups(values, rows, what)
-    if missing := [k for k, label in enumerate(labels.tolist()) if label is None or label != label]:
+    if missing := [k for k, label in enumerate(labels.tolist()) if is_absent(label)]:
         raise DataError(f"{what}: row {missing[0]} has no value ({len(missing)} such rows). Pass a value for each row")
     return labels
 

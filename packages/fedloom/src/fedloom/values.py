@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -156,9 +156,24 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
     raise unknown(what, name, registry, where)
 
 
+TYPE_NAMES: Mapping[type, str] = {bool: "True or False", str: "text", type(None): "None"}
+"""Names of types, for messages."""
+
+
 def has_type(value: object, *kinds: type) -> bool:
     """Return True if a caller's value is an instance of one of these types, whatever its annotation promises."""
     return isinstance(value, kinds)
+
+
+def check_type(what: str, value: object, *kinds: type) -> None:
+    """Raise if a caller's value is not an instance of one of these types.
+
+    Raises:
+        ConfigError: the value has another type. The message names the types.
+    """
+    if not isinstance(value, kinds):
+        names = " or ".join(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds)
+        raise ConfigError(f"{what} must be {names}, got {value!r:.60}")
 
 
 def list_functions(value: object, rule: str) -> list[Any]:
@@ -167,7 +182,10 @@ def list_functions(value: object, rule: str) -> list[Any]:
     Raises:
         ConfigError: the value is not a list of functions. The message begins with ``rule``.
     """
-    functions = [*value] if isinstance(value, Iterable) and not callable(value) else [None]
+    try:
+        functions = [None] if callable(value) else [*cast("Iterable[Any]", value)]
+    except TypeError:  # no iterable, or a tensor without axes
+        functions = [None]
     if not all(map(callable, functions)):
         raise ConfigError(f"{rule}, as [print], got {value!r:.200}")
     return functions

@@ -198,9 +198,9 @@ def test_l_is_not_measured_where_the_criterion_is_not_looked_at(options: dict[st
 def test_a_run_notes_a_beta_below_the_measured_l_once() -> None:
     fed = fl.partitions.iid(clients=3)(fl.data.load("digits"), seed=0)
     run = fl.simulate(FIAELT(beta=0.01, solver="gd", iterations=2), fed, rounds=3)
-    assert sum("needs beta > L, got beta = 0.01" in note for note in run.notes) == 1
+    assert sum("beta must be greater than L, got beta = 0.01" in note for note in run.notes) == 1
     run = fl.simulate(FIAELT(beta=1e4, solver="gd", iterations=2), fed, rounds=3)
-    assert not any("needs beta > L" in note for note in run.notes)
+    assert not any("beta must be greater than L" in note for note in run.notes)
 
 
 @pytest.mark.parametrize(("lr", "step"), [(None, 1 / 32), (0.05, 0.05)])
@@ -241,7 +241,7 @@ def test_a_penalty_below_l_is_said() -> None:
     ctx = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(momentum=0.5)).ctx(0, range(p.n))
     for beta, smooth, said in ((1.0, 3.0, True), (3.0, 3.0, True), (3.1, 3.0, False), (None, 3.0, False)):
         notes = FIAELT(beta=beta, smooth=smooth, solver="sgd").check(ctx.layout, ctx)
-        assert any("needs beta > L" in note for note in notes) == said
+        assert any("beta must be greater than L" in note for note in notes) == said
 
 
 def test_what_travels() -> None:

@@ -190,7 +190,7 @@ def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
     ("weigher", "sentence"),
     [
         ({}, r"compares two groups of rows. Name the groups in \[aggregation_weights\]"),
-        ({"group": "ward"}, "'ward' makes 3 groups"),
+        ({"group": "ward"}, "'ward' defines 3 groups"),
         ({"group": "sexx"}, "sexx"),
     ],
 )

@@ -116,12 +116,12 @@ CASES = {
     "negative axis": by_path(
         "a.npz", zipped({"x.npy": npy("(2, -3, -1)"), "y.npy": npy("(2,)")}), "is impossible. The file is damaged"
     ),
-    "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated, the data needs 5,488 bytes, got 5,487. Fetch"),
+    "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated: the data needs 5,488 bytes, got 5,487. Fetch"),
     "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*. Fetch the file again"),
-    "truncated CIFAR": cifar(records([1])[:-1], "truncated, records have 3073 bytes .*over. Fetch", "data_batch_1.bin"),
+    "truncated CIFAR": cifar(records([1])[:-1], "truncated: records have 3073 bytes, .*over. F", "data_batch_1.bin"),
     "empty CIFAR": cifar(b"", "no record. Fetch the file again", "data_batch_1.bin"),
     "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png: not a readable image .*. Replace"),
-    "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON, .*. The file is truncated or not a LEAF"),
+    "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON: .*. The file is truncated or not a LEAF"),
     "truncated heart": heart(HEART[:-9], "row 1 has [0-9]+ cells, expected 14; truncated"),
     "wrong magic": mnist(LABELS, lambda b: b"\0\0\x08\x03" + b[4:], "magic .* 0x00000801, got 0x00000803. This is not"),
     "no image": images({"a/1.png": b"GIF89a"}, "1.png: not a readable image \\(no known format"),
@@ -129,7 +129,7 @@ CASES = {
     "image of another size": images(
         {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: image of 5x5, but the others are 6x4. Set side"
     ),
-    "unknown label, IDX": mnist(LABELS, lambda b: b[:-1] + b"\x0a", "unknown label 10 of sample 6, labels must be"),
+    "unknown label, IDX": mnist(LABELS, lambda b: b[:-1] + b"\x0a", "sample 6 has the unknown label 10, labels must"),
     "unknown label, CIFAR": cifar(records([1, 12]), "unknown label 12, labels must be from 0 to 9", "data_batch_1.bin"),
     "unknown label, image": images(
         {"train/a/1.png": png(1), "test/c/1.png": png(2)}, "unknown label 'c' in the test images of .*, because no"
@@ -156,7 +156,7 @@ CASES = {
     ),
     "no y": by_path("a.json", leaf({"u": A}).replace(b'"y"', b'"w"'), "user 'u' has length 2, but y has length 0"),
     "users that are no names": by_path("a.json", leaf({"u": A}, users=[1]), "no list of users or no user_data"),
-    "nested too deeply": by_path("a.json", b'{"users":' + b"[" * 100_000, "nested too deeply. .* fetch it again"),
+    "nested too deeply": by_path("a.json", b'{"users":' + b"[" * 100_000, "nested too deeply. .* fetch the file again"),
     "pickle": cifar(pickle.dumps(Evil(), 2), "a pickle, .*. Use the binary version .*cifar-10-binary.tar.gz from"),
     "arrays with objects": npz("x.npy: contains object \\(a pickle\\), .*. Save the", x=np.array([{}], object), y=[0]),
     "arrays of text": npz("a.npz: x contains text .*, but only numbers are allowed", x=np.array([["a"]]), y=[0]),
@@ -168,7 +168,7 @@ CASES = {
     "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n3,1\n", "row 3, column 'b': missing value; repair it"),
     "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions. Set task"),
     "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cells, expected 2; .*repair the row"),
-    "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature, the header contains 'ab'. Check"),
+    "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature. The header contains 'ab'. Check"),
     "empty table": by_path("t.csv", b"", "t.csv: empty. A table needs a header row"),
     "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*. Name"),
     "nothing there": Case("mnist", {}, "not found. Looked in .*. Put its original files there"),
@@ -323,7 +323,7 @@ def test_a_path_or_name_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Mo
     for name, words in (
         ("patients.csv", "patients.csv: no such file or folder. Check the path"),
         ("mnits", "unknown data set 'mnits'; did you mean 'mnist'"),
-        ("mnist", "no data folder given. Set FEDLOOM_DATA, or give"),
+        ("mnist", "no data folder is set. Set FEDLOOM_DATA, or pass"),
     ):
         refused(words, "", "data", name)
         refused(words, "", "run", str(experiment(tmp_path, name)), "--out", "out")
@@ -364,7 +364,7 @@ def test_a_hub_name_offline(library: Any, words: str, tmp_path: Path, monkeypatc
     ("partition", "words"),
     [
         ('kind = "iid"\nclients = 5000', "5000 clients with at least 1 samples .* 1797 .*. Use fewer"),
-        ('kind = "dirichlet"\nclients = 600\nalpha = 0.01', "smallest client had at most 0 samples, .*; raise alpha"),
+        ('kind = "dirichlet"\nclients = 600\nalpha = 0.01', "smallest client had at most 0 samples .*; raise alpha"),
         (
             'kind = "shards"\nlabels_per_client = 11',
             "labels_per_client = 11, but digits has 10 classes. Use",

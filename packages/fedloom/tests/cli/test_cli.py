@@ -213,7 +213,7 @@ BAD = {
         ("every = 2", "every = 2\npersonal_on_common = 1"),
         "personal_on_common: input should be a valid boolean",
     ),
-    "item": (("[0, 1]", "[1.5]"), "got 1.5 (seeds: one run of every method per seed)\n"),
+    "item": (("[0, 1]", "[1.5]"), "got 1.5 (seeds: random seeds. Every method runs once per seed)\n"),
     "name": (('name = "small"', 'name = "a\\u0000b"'), "name: must be printable text, got 'a\\x00b'"),
     "no label": (('"flame"', '"flame"\nlabel = " "'), "label: must be printable text, got ' '"),
     "label type": (('"flame"', '"flame"\nlabel = 3'), "label: input should be a valid string, got 3"),

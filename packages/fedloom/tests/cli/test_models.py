@@ -97,7 +97,7 @@ def test_a_directory_is_opened_without_its_data_and_without_computing(out: Path)
     x = torch.zeros(1, 1, 8, 8)
     assert run.models.personal[4](x).shape == (1, 10)
     assert sorted(r.method for r in opened.runs(seed=1)) == ["ditto", "fedavg"]
-    with pytest.raises(ConfigError, match="measured. Measured: global/test/accuracy"):
+    with pytest.raises(ConfigError, match="recorded. Recorded: global/test/accuracy"):
         run.final("global", "precision")
     with pytest.raises(ConfigError, match="no run of 'ditto' with seed 5"):
         opened["ditto", 5]
@@ -148,7 +148,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
     np.savez(tmp_path / "narrow.npz", x=data.x.numpy()[:, 0, :, :5], y=data.y.numpy())
     np.savez(tmp_path / "classes.npz", x=data.x.numpy()[:, 0], y=data.y.numpy() + 10)
     (tmp_path / "table.csv").write_text("a,y\n1,0\n2,1\n")
-    cure = "is a table, but the model takes samples of shape 1x8x8; give an array of samples, an NPZ file or"
+    cure = "is a table, but the model takes samples of shape 1x8x8; pass an array of samples, an NPZ file or"
     for arguments, sentence in (
         (("evaluate", out, "--data", tmp_path / "table.csv"), cure),
         (("predict", out, tmp_path / "table.csv"), cure),

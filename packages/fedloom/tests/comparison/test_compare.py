@@ -352,7 +352,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"compare_modle": "all"}, r"compare: unknown key 'compare_modle'; did you mean 'compare_model'\?$"),
         ({"algorithm": "ditto"}, "compare: unknown key 'algorithm'"),
         ({"seed": 1}, r"seed is for one run. Pass seeds=\[1\]"),
-        ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"methods share it. Give compare\(..., seeds="),
+        ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"methods share it. Pass compare\(..., seeds="),
         ({"methods": {"a": {"algorithm": "ditto", "local": {"mu": 1}}}}, "a: local: unknown key 'mu'; it is an option"),
         ({"data": None}, "data is missing"),
         ({"folder": 3}, "folder must be a path, got 3"),

@@ -227,7 +227,9 @@ NOTED: dict[str, tuple[Any, Any, list[str]]] = {
     ),
     "images of bytes": (np.arange(640, dtype=np.uint8).reshape(40, 1, 4, 4), np.arange(40) % 2, []),
     "black images of bytes": (
-        np.zeros((40, 1, 4, 4), np.uint8), np.arange(40) % 2, ["x has bytes of 0 and 1 alone, and bytes are divided"],
+        np.zeros((40, 1, 4, 4), np.uint8),
+        np.arange(40) % 2,
+        ["x contains only the bytes 0 and 1, and bytes are divided"],
     ),
     "images": (np.zeros((40, 1, 4, 4)), np.arange(40) % 2, []),
     "bright images": (

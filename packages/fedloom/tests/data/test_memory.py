@@ -147,14 +147,14 @@ def test_options_of_arrays() -> None:
             DataError,
             r"a structured array with the fields a, b. Pass pandas.DataFrame\(x\)",
         ),
-        (lambda: Dataset.create(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); give y.astype\(str\)"),
+        (lambda: Dataset.create(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); pass y.astype\(str\)"),
         (lambda: Dataset.create(pd.DataFrame(X[:, 0]), X[:, 0]), ConfigError, r"targets themselves, got ndarray \(12,"),
         (lambda: Dataset.create(Stored(X)), ConfigError, "features without targets. Pass the pair"),
-        (lambda: Dataset.create(X, [b"a", b"b"] * 6), DataError, r"give y.astype\(str\)"),
+        (lambda: Dataset.create(X, [b"a", b"b"] * 6), DataError, r"pass y.astype\(str\)"),
         (
             lambda: Dataset.create(X, np.array([b"a", b"b"] * 6, object)),
             DataError,
-            r"value 0 is b'a'.*ive y\[:\].astype",
+            r"value 0 is b'a'.*ass y\[:\].astype",
         ),
         (
             lambda: Dataset.create(torch.zeros(12, 2, device="meta"), Y),
@@ -177,7 +177,7 @@ def test_options_of_arrays() -> None:
             DataError,
             "value 1 is None. Use only numbers or only text",
         ),
-        (lambda: Dataset.create(X, X[:, 0] % 2), DataError, "0 and 1 only, as several labels of a sample have"),
+        (lambda: Dataset.create(X, X[:, 0] % 2), DataError, "only 0 and 1, like several labels per sample"),
         (
             lambda: Dataset.create(X, ["True", "TRUE", "0"] * 4),
             DataError,
@@ -238,7 +238,7 @@ def test_options_of_arrays() -> None:
             DataError,
             "rows have different lengths. Pad",
         ),
-        (lambda: Dataset.create(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\); give y.astype\(str\)"),
+        (lambda: Dataset.create(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\); pass y.astype\(str\)"),
         (lambda: Dataset.create(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
         (
             lambda: Dataset.create(X, Y.astype(str), classes=["0", "1"]),
@@ -267,16 +267,16 @@ def test_options_of_arrays() -> None:
             ConfigError,
             "csr_array is sparse, but models need",
         ),
-        (lambda: Dataset.create(DataLoader(SET)), ConfigError, "give its .dataset. Known"),
+        (lambda: Dataset.create(DataLoader(SET)), ConfigError, "pass its .dataset. Known"),
         (
             lambda: Dataset.create(DataLoader(SET, collate_fn=list)),
             ConfigError,
-            "give its .dataset, whose samples come from its collate_fn",
+            "pass its .dataset, whose samples come from its collate_fn",
         ),
         (
             lambda: Dataset.create(DataLoader(SET, sampler=SubsetRandomSampler([1, 2]))),
             ConfigError,
-            r"give torch.utils.data.Subset\(x.dataset, list\(x.sampler\)\)",
+            r"pass torch.utils.data.Subset\(x.dataset, list\(x.sampler\)\)",
         ),
         (
             lambda: Dataset.create((X, Y), test=(X[:1, :2], [0])),
@@ -291,7 +291,7 @@ def test_options_of_arrays() -> None:
             DataError,
             "sample 0 is dict with 'picture', 'class', expected .* features and target by name: x and y, ",
         ),
-        (lambda: Dataset.create(types.SimpleNamespace(to_pandas=0)), ConfigError, r"give x.to_pandas\(\)"),
+        (lambda: Dataset.create(types.SimpleNamespace(to_pandas=0)), ConfigError, r"pass x.to_pandas\(\)"),
         (
             lambda: Dataset.create(Pairs(lambda i: (X[i][: i + 1], 0))),
             DataError,
@@ -305,8 +305,8 @@ def test_options_of_arrays() -> None:
         ),
         (lambda: Dataset.create(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be read: IndexError"),
         (lambda: partitions.iid(clients=2)((X, 0 * Y)), DataError, "the target is the same in every row"),
-        (lambda: Dataset.create(Y, Y), DataError, r"For a single feature, give x\[:, None\]"),
-        (lambda: Dataset.create(X, np.eye(3)[Y]), DataError, "as one-hot classes have. Give y.argmax"),
+        (lambda: Dataset.create(Y, Y), DataError, r"For a single feature, pass x\[:, None\]"),
+        (lambda: Dataset.create(X, np.eye(3)[Y]), DataError, "like one-hot classes. Pass y.argmax"),
         (
             lambda: Dataset.create((np.full((2, 2), np.nan), [0, 1])),
             DataError,

@@ -60,7 +60,7 @@ def test_positions_need_tokens() -> None:
 
 
 def test_whole_numbers_without_a_vocabulary_get_a_hint() -> None:
-    with pytest.raises(DataError, match="give a vocabulary"):
+    with pytest.raises(DataError, match="pass a vocabulary"):
         Dataset("t", X, torch.tensor([0, 1]), classes=("no", "yes"))
 
 

@@ -70,7 +70,7 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "groups above": (ROWS, lambda t: "Who,,,,,Labs,,,,,\n" + t, ("two columns have the same name, ''", "lines above")),
     "title above": (ROWS, lambda t: "Export of May\n" + t, ("no columns 'age',", "is another line above it")),
     "units in cells": (every(2, glucose="95.2 mg/dl"), same, ("column 'glucose'", "(75 such)", "in one unit")),
-    "limits in cells": (every(9, creatinine="<0.3"), same, ("column 'creatinine'", "'<0.3'", "write numbers alone")),
+    "limits in cells": (every(9, creatinine="<0.3"), same, ("column 'creatinine'", "'<0.3'", "write only numbers")),
     "header only": ([], same, ("no rows below the header",)),
     "nothing": ([], lambda _: "", ("empty. A table needs a header row",)),
 }  # fmt: skip
@@ -336,10 +336,10 @@ EXPORTS: dict[str, tuple[str | bytes, str]] = {
     "an invisible sign in a class": (_export()[:-2] + "0\u00ad\n", "a level '0.*holds U.00AD, which is invisible"),
     "headers that differ in a blank": (_export("age "), "columns 'age ' differ from other columns only in blanks"),
     "headers that differ in their form": (_export("\uff41ge"), "differ from other columns only in blanks"),
-    "a sign of minus": (_export("d", lambda k: f"\u2212{k}.5"), "'d'.*write numbers alone"),
-    "thin spaces": (_export("d", lambda k: f"1\u202f{k:03}"), "'d'.*write numbers alone"),
-    "negative in brackets": (_export("d", lambda k: f"({k}.5)"), "'d'.*write numbers alone"),
-    "minus at the end": (_export("d", lambda k: f"{k}.5-"), "'d'.*write numbers alone"),
+    "a sign of minus": (_export("d", lambda k: f"\u2212{k}.5"), "'d'.*write only numbers"),
+    "thin spaces": (_export("d", lambda k: f"1\u202f{k:03}"), "'d'.*write only numbers"),
+    "negative in brackets": (_export("d", lambda k: f"({k}.5)"), "'d'.*write only numbers"),
+    "minus at the end": (_export("d", lambda k: f"{k}.5-"), "'d'.*write only numbers"),
     "underscores": (_export("d", lambda k: f"1_{k:03}"), "'d'.*expected a finite number"),
     "other digits": (_export("d", lambda k: "\u0661\u0662"), "'d'.*expected a finite number"),
     "roles that have other names": (

@@ -29,9 +29,9 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
         ("fedavg", {"num_rounds": 3}, "did you mean 'rounds'?"),
         ("fedavg", {"num_clients": 3}, "or the partition, as fl.partitions.iid(clients=3)"),
         ("ditto", {"epochs": 2}, "it belongs in local={'epochs': 2}"),
-        ("fedprox", {"mu": 0.1}, "method. Give fl.algorithms.FedProx(mu=0.1) instead"),
-        (fl.algorithms.FedProx(), {"mu": 0.2}, "method. Give fl.algorithms.FedProx(mu=0.2) instead"),
-        ("equitable-fl", {"clusters": 2}, "method. Give fl.algorithms.REGISTRY['equitable-fl'](clusters=2) instead"),
+        ("fedprox", {"mu": 0.1}, "method. Pass fl.algorithms.FedProx(mu=0.1) instead"),
+        (fl.algorithms.FedProx(), {"mu": 0.2}, "method. Pass fl.algorithms.FedProx(mu=0.2) instead"),
+        ("equitable-fl", {"clusters": 2}, "method. Pass fl.algorithms.REGISTRY['equitable-fl'](clusters=2) instead"),
         ("fedavg", {"mu": 0.1}, "an option of other methods (fedprox, "),
         ("fedavg", {"fraction": 0.5}, "it belongs in sampler={'fraction': 0.5}"),
         ("fedavg", {"f": 2}, "it belongs in aggregator={'kind': 'trimmed-mean', 'f': 2}"),
@@ -148,9 +148,9 @@ def test_every_door_of_python_names_the_same_place(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["evaluate", "engine", "seeds", "partition"])
 def test_what_all_methods_share_is_refused_in_the_table_of_one(key: str) -> None:
-    here, value = {"algorithm": "fedavg", key: {}}, "a table in a list" if key != "seeds" else "at the top of the file"
+    here, value = {"algorithm": "fedavg", key: {}}, "a table of its own" if key != "seeds" else "at the top of the file"
     assert value in refusal(lambda: parse({**DOCUMENT, "method": [here]}))
-    assert f"all methods share it. Give compare(..., {key}=" in refusal(lambda: fl.compare({"a": here}, **DATA))
+    assert f"all methods share it. Pass compare(..., {key}=" in refusal(lambda: fl.compare({"a": here}, **DATA))
 
 
 def test_a_table_in_the_place_of_a_name_is_named_by_what_it_holds() -> None:

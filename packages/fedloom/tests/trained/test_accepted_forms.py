@@ -203,13 +203,13 @@ def cured(error: pytest.ExceptionInfo[Exception], x: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "whole numbers": (BYTES.astype(np.int64), r"got int64 values from 0 to 255; give bytes"),
-    "floats to 255": (LARGE, r"got float32 values from 0 to 255; give bytes"),
-    "floats to 255 with fractions": (FLOATS * np.float32(254.5), r"from 0 to 254.5; if they are from 0 to 255, give x"),
-    "16 bits": (BYTES.astype(np.uint16) * 257, r"got uint16 values from 0 to 65535; give floats: x divided"),
-    "a rounding above 1": (FLOATS * np.float32(1 + 1.2e-7), r"from 0 to 1.00000012; they exceed it by rounding"),
+    "whole numbers": (BYTES.astype(np.int64), r"got int64 values from 0 to 255; pass bytes"),
+    "floats to 255": (LARGE, r"got float32 values from 0 to 255; pass bytes"),
+    "floats to 255 with fractions": (FLOATS * np.float32(254.5), r"from 0 to 254.5; if they are from 0 to 255, pass x"),
+    "16 bits": (BYTES.astype(np.uint16) * 257, r"got uint16 values from 0 to 65535; pass floats: x divided"),
+    "a rounding above 1": (FLOATS * np.float32(1 + 1.2e-7), r"from 0 to 1.00000012; they exceed the range by rounding"),
     "a rounding below 0": (FLOATS - np.float32(1e-7) * (FLOATS == 0), r"from -1.00000001e-07 to 1; they exceed"),
-    "channels last": (LAST, "samples have shape 5x4x3, but the model takes 3x5x4. Their channels are last"),
+    "channels last": (LAST, "samples have shape 5x4x3, but the model takes 3x5x4. The channels are last"),
 }
 
 
@@ -228,7 +228,7 @@ def test_other_numbers_are_refused_with_a_cure_that_works(case: str, of_bytes: M
 
 def test_booleans_are_refused_since_true_may_be_1_or_255(of_bytes: Models) -> None:
     black_white = BYTES > 128
-    with pytest.raises(DataError, match=r"got bool values from 0 to 1; give x.astype\('float32'\), in which") as error:
+    with pytest.raises(DataError, match=r"got bool values from 0 to 1; pass x.astype\('float32'\), in which") as error:
         of_bytes.predict(black_white)
     want = of_bytes.predict_proba(black_white.astype(np.uint8) * 255)
     np.testing.assert_allclose(of_bytes.predict_proba(cured(error, black_white)), want, atol=1e-6)
@@ -240,7 +240,7 @@ def test_floats_of_0_and_1_alone_are_floats(of_bytes: Models) -> None:
     np.testing.assert_allclose(
         of_bytes.predict_proba(few), of_bytes.predict_proba((few * 255).astype(np.uint8)), atol=1e-6
     )
-    with pytest.raises(DataError, match="got int64 values from 0 to 1; give bytes"):
+    with pytest.raises(DataError, match="got int64 values from 0 to 1; pass bytes"):
         of_bytes.predict(few.astype(np.int64))
 
 
@@ -259,7 +259,7 @@ def test_short_floats_are_floats(kind: Any, of_bytes: Models) -> None:
         (FLOATS[:0], "rows: contains no rows to predict. Pass at least one row"),
         ([], "the model takes|no rows"),
         (np.full_like(FLOATS, np.nan), r"NaN or Inf in 48 samples \(first: 0\). Repair them"),
-        (FLOATS * 4 - 2, "give the samples before normalization"),
+        (FLOATS * 4 - 2, "pass the samples before normalization"),
         ((BYTES, Y), r"a tuple means features and targets \(x, y\), but this tuple contains"),
         ((BYTES[0], BYTES[1]), "targets. Pass x alone, or the samples as a list"),
         (BYTES.astype(complex), "must be numbers, got complex"),

@@ -58,7 +58,7 @@ def test_arrays_frames_and_files_give_one_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda t: fl.Dataset.create(t[list("abcd")].to_numpy(), t[NAMES].to_numpy()), "Give task = 'multilabel'"),
+        (lambda t: fl.Dataset.create(t[list("abcd")].to_numpy(), t[NAMES].to_numpy()), "Set task = 'multilabel'"),
         (
             lambda t: fl.Dataset.create(t, NAMES, task="classification"),
             "a model predicts one column, got sepsis, stroke, aki",

@@ -1,4 +1,4 @@
-"""``fedloom cox``: regression of a time to an event over sites, by sums that equal the pooled fit."""
+"""``fedloom cox``: regression of a time to an event over sites, by sums whose fit equals the pooled fit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cox(
 ) -> None:
     """Fit a Cox regression over the sites of a table.
 
-    It uses sums alone, and prints hazard ratios with intervals.
+    The fit uses sums alone. Hazard ratios are printed with intervals.
 
     Example: fedloom cox patients.toml --time followup_days --event died --stratify
     """

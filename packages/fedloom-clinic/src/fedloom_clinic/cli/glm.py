@@ -1,4 +1,4 @@
-"""``fedloom glm``: linear, logistic and Poisson regression over sites, by sums that equal the pooled fit."""
+"""``fedloom glm``: linear, logistic and Poisson regression over sites, by sums whose fit equals the pooled fit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def glm(
 ) -> None:
     """Fit a regression over the sites of a table.
 
-    It uses sums alone, and prints named coefficients with intervals.
+    The fit uses sums alone. Named coefficients are printed with intervals.
 
-    It is logistic for a binary task, Poisson for counts, else linear.
+    The regression is logistic for a binary task, Poisson for counts, and otherwise linear.
 
     Example: fedloom glm patients.toml --by-client
     """

@@ -53,10 +53,10 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an existing experiment file")] = False,
 ) -> None:
-    """Look at a table and draft an experiment file.
+    """Examine a table and draft an experiment file.
 
-    Everything found in the table is reported at once. The draft runs unchanged unless questions remain. In this case
-    the file contains the questions, with the options that answer them.
+    All findings about the table are reported together. The draft can be run unchanged unless questions remain. In this
+    case, the file contains the questions, with the options that answer them.
 
     Example: fedloom init patients.csv --client-column hospital --target died
     """

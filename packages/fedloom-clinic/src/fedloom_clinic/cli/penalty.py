@@ -44,7 +44,7 @@ def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | Non
 
 
 def say_penalty(penalty: str, ridge: Ridge | None) -> None:
-    """Write a sentence on the penalty of a regression and on its intervals."""
+    """Write a sentence about the penalty of a regression and its intervals."""
     if ridge is not None:
         say(f"{ridge.words}. Standard errors belong to the penalized likelihood and ignore the bias due to shrinkage")
     elif penalty == "firth":

@@ -33,32 +33,33 @@ SITE_WORDS = words(
     "machine writer speaker user klinik klinikum krankenhaus standort praxis zentrum hopital clinique ospedale clinica "
     "centro ziekenhuis szpital sjukhus 医院 больница"
 )
-"""Words for a keeper of rows. A ward, region, country or group is a trait of the row, so the survey only mentions
-it."""
+"""Words for organizations that keep rows. A ward, region, country or group is a trait of the row, so the survey only
+mentions it."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
 """Words for traits of a row that may also be its site."""
 AMBIGUOUS_WORDS = words("school practice trust bank branch")
 """Members of `SITE_WORDS` that also mean years of schooling, exercise, confidence, or an account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
-"""Words that turn a neighboring word of `AMBIGUOUS_WORDS` into an organization."""
+"""Words that turn a neighboring word in `AMBIGUOUS_WORDS` into an organization."""
 NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
-"""Words that leave the meaning of a neighboring word of `SITE_WORDS` unchanged.
+"""Words that leave the meaning of a neighboring word in `SITE_WORDS` unchanged.
 
-Any other word, as in hospital_expire_flag, may change it.
+Any other word, as in hospital_expire_flag, may change the meaning.
 """
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
-"""Names of columns with counts of sites."""
+"""Column names for counts of sites."""
 
 
 class Survey:
     """Survey of a table.
 
     Args:
-        path: file of the table. fedloom detects the separator and the decimal sign of a CSV file.
+        path: file that contains the table. fedloom detects the separator and the decimal sign of a CSV file.
         options: options for the file, such as ``skip`` or ``sheet``.
 
     Raises:
-        DataError: the file does not exist or is not a table, rows differ in length, or columns have the same name.
+        DataError: the file does not exist or is not a table, rows differ in length, or several columns have the same
+            name.
     """
 
     def __init__(self, path: Path, **options: Any) -> None:
@@ -108,7 +109,7 @@ class Survey:
         return self.columns[name]
 
     def sites(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the columns that name the site of a row, and the columns that may name it.
+        """Return the columns that name a row's site, and the columns that may name it.
 
         Args:
             excluded: target and its event, which are not sites.
@@ -131,9 +132,9 @@ class Survey:
         return sure, doubtful
 
     def subjects(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the column that names the subject of a row, and other possible columns.
+        """Return the column that names a row's subject, and other possible columns.
 
-        A patient has stays, not the reverse.
+        A patient has several stays, and not the reverse.
 
         Args:
             excluded: target, its event and the sites of rows.
@@ -149,7 +150,7 @@ class Survey:
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield columns with equal cells: each later column, with the first."""
+        """Yield pairs of columns with equal cells: each later column together with the first."""
         first_names: dict[bytes, str] = {}
         for name in names:
             key = "\0".join(self.columns[name].cells.tolist()).encode()
@@ -159,14 +160,14 @@ class Survey:
 
 
 def names_person(name: str) -> bool:
-    """Return True if a name means a person's number and nothing else, unlike ``stays_in_week_nights``."""
+    """Return True if a name can only mean the number of a person, unlike ``stays_in_week_nights``."""
     return all(
         PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in words_of(name)
     )
 
 
 def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:
-    """Return True if rows of every level of another column share a single level of this column."""
+    """Return True if rows with the same level of another column always share a single level of this column."""
     pairs = {*zip(other.cells.tolist(), one.cells.tolist(), strict=True)}
     return len({level for level, _ in pairs}) == len(pairs)
 

@@ -1,4 +1,4 @@
-"""Experiment file of a draft as text, with a comment on every choice."""
+"""Experiment file of a draft as text, with a comment on each choice."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedloom.data.survey.facts import ColumnProfile
 from fedloom_clinic.drafts.columns import Survey
 
 MIN_SITE_ROWS = 5
-"""Smallest number of rows of a site that takes part. Fewer rows are too few to scale a column."""
+"""Smallest number of rows for a site to take part. Fewer rows are too few to scale a column."""
 MAX_SHOWN_NAMES = 8
 """Largest number of names in a sentence."""
 QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
 MAX_LIST_CHARACTERS = 120
-"""Number of characters from which a list takes several lines."""
+"""Number of characters from which on a list is written on several lines."""
 
 
 class ColumnRoles(NamedTuple):
@@ -32,16 +32,16 @@ class ColumnRoles(NamedTuple):
         task: task that the target defines.
         target: column to predict. None if a question asks for it.
         event: column with 1 for an event, if the target is a time.
-        site: column that names the site of a row.
+        site: column that names each row's site.
         categorical: names of the text columns.
         drop: omitted columns, with the reasons.
-        missing: cells that mean missing, in addition to the usual marks.
+        missing: cells that mean missing, in addition to the usual markers.
         impute: True if cells of features are missing.
-        shifts: sites whose numbers may be in another unit, by column.
+        shifts: sites whose numbers may be in a different unit, by column.
         clients: number of clients if no column names a site.
         width: number of features.
         questions: questions that people must answer before the draft runs.
-        subject: column that names the subject of a row.
+        subject: column that names each row's subject.
         order: column of dates that may give the order of rows. The draft proposes it.
     """
 
@@ -67,8 +67,8 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
 
     Args:
         roles: roles of the table's columns.
-        place: place of the file.
-        agreement: document on the meaning of the columns. None: inferred from the file.
+        place: location of the file.
+        agreement: document about the meaning of the columns. None: inferred from the file.
     """
     numeric = roles.task not in CLASS_TASKS
     if roles.site is not None:
@@ -111,10 +111,10 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
 
 
 def _step(roles: ColumnRoles) -> float:
-    """Return a step size that is short enough for scaled features.
+    """Return a step size that is small enough for scaled features.
 
-    The curvature of the loss of classes is smaller than the curvature of the loss of measurements. The curvature of the
-    loss of times is proportional to the share of events.
+    The curvature of a classification loss is smaller than the curvature of a regression loss. The curvature of the loss
+    for times is proportional to the share of events.
     """
     events = 1.0 if roles.event is None else float(np.nanmean(roles.event.values))
     return 0.1 if roles.task in CLASS_TASKS else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
@@ -165,9 +165,9 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
 
 
 def _proposals(roles: ColumnRoles) -> str:
-    """Return comments on the order of rows, and known factors of sites that may be in another unit.
+    """Return comments on the order of rows, and on known factors for sites that may use a different unit.
 
-    The draft applies no comment.
+    The draft does not apply any of these comments.
     """
     proposed = ""
     if roles.order is not None:

@@ -35,9 +35,9 @@ from fedloom_clinic.drafts.columns import Survey, names_person
 from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 
 MIN_FEDERATION_ROWS = 10
-"""Smallest number of rows of a federation, and of a class that is not rare."""
+"""Smallest number of rows in a federation, and in a class that is not rare."""
 SUSPICIOUS_SCORE = 0.95
-"""AUROC or R2 of a single column from which the report mentions the column.
+"""AUROC or R2 of a single column from which on the report mentions the column.
 
 `DOUBTFUL_IF_LATER` applies instead if the column's name matches `LATER_NAME_PATTERN`.
 """
@@ -49,11 +49,11 @@ class Draft:
 
     Args:
         survey: survey of the table.
-        by: column that names the site of a row. None: the draft detects the column. Empty: no column.
+        by: column that names each row's site. None: the draft detects the column. Empty: no column.
         target: column to predict. None: the draft detects the column.
         event: column with 1 for an event, if the target is a time to the event. None: the draft detects the column.
             Empty: no column.
-        subject: column that names the subject of a row, if a subject has several rows. None: the draft detects the
+        subject: column that names each row's subject, if a subject has several rows. None: the draft detects the
             column. Empty: no column.
 
     Attributes:
@@ -103,12 +103,15 @@ class Draft:
 
     @property
     def asks(self) -> bool:
-        """True if the target is not known, so that no data set can be read with the draft."""
+        """True if the target is unknown, so that no data set can be read with the draft."""
         return self._target is None
 
     @property
     def _classes(self) -> ColumnProfile | None:
-        """Column of the classes that every site needs: the target, or the events of times. None for measurements."""
+        """Column with the classes that every site needs: the target, or the events that belong to times.
+
+        None for measurements.
+        """
         if self._event is not None:
             return self._event
         return self._target if self._task in CLASS_TASKS else None
@@ -166,7 +169,7 @@ class Draft:
             )
 
     def _ask_about_classes(self, target: ColumnProfile, classes: Mapping[str, int]) -> None:
-        """Ask about classes that may be marks of missing cells, or a row of totals."""
+        """Ask about classes that may be markers of missing cells or a row of totals."""
         if target.kind != "number" or len(classes) < 3:
             return
         numbers = dict(sorted((float(name), name) for name in classes))
@@ -218,8 +221,8 @@ class Draft:
                 self._say(subject, f"{lost} rows have no subject and are left out")
         elif option is None and doubtful:
             self.report.append(
-                f"subject: no column certainly names the subject of a row. {_list(doubtful)} may "
-                "(give --subject, or '' for none)"
+                f"subject: no column certainly names the subject of a row. {_list(doubtful)} may (add "
+                "--subject, or '' for none)"
             )
         dates = [c for c in survey.columns.values() if c.kind == "date" and c.name not in roles]
         came = [
@@ -301,7 +304,7 @@ class Draft:
         self._report_gaps(site)
 
     def _say_events(self, target: ColumnProfile) -> None:
-        """Ask about the rarest class: its rows by site, and the sites with few of them."""
+        """Ask about the rarest class: its rows by site, and the sites that have few of them."""
         counts = by_site.events(target, self._rows)
         totals = {name: sum(count[name] for count in counts.values()) for name in next(iter(counts.values()))}
         rare = min(totals, key=lambda name: totals[name])
@@ -375,7 +378,7 @@ class Draft:
 
     @staticmethod
     def _clashes(numbers: list[ColumnProfile]) -> dict[str, list[str]]:
-        """Return, for every number that means missing in one column, the columns in which it is an ordinary number."""
+        """Return, for each number that means missing in one column, the columns in which it is an ordinary number."""
         marks = {level for c in numbers for level in c.extremes}
         return {
             mark: [c.name for c in numbers if mark not in c.extremes and float(mark) in c.numbers] for mark in marks
@@ -426,9 +429,9 @@ class Draft:
             self._say(c, f"{_list(missing)} may mean missing. Name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
-        """Return the agreement that sites would sign, from the drafted data.
+        """Return the agreement that sites would sign, based on the drafted data.
 
-        Units stay open, and ranges come from the table.
+        Units are left open, and ranges are taken from the table.
 
         Args:
             data: data as read with the draft.
@@ -459,7 +462,7 @@ class Draft:
 
 
 def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
-    """Return a sentence on every column with levels that are missing in an agreement.
+    """Return a sentence for each column with levels that are missing from an agreement.
 
     Args:
         data: data with all levels.
@@ -477,7 +480,7 @@ def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
 
 
 def survey_levels(column: ColumnProfile, subject: ColumnProfile | None = None) -> dict[str, int]:
-    """Return the number of rows, or subjects, of every level of a column, by the name of the level in data sets."""
+    """Return the number of rows, or subjects, for each level of a column, by the level's name in data sets."""
     counts = Counter[str]()
     if subject is not None:
         pairs = {*zip(column.cells.tolist(), subject.cells.tolist(), strict=True)}

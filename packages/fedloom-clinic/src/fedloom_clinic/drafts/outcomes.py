@@ -1,4 +1,4 @@
-"""Outcome of a table: its target, and the event of a time.
+"""Outcome of a table: its target, and the event that belongs to a time.
 
 The outcome is chosen if the evidence is clear. Otherwise the draft asks for it.
 """
@@ -29,46 +29,46 @@ FOLLOW_UP = re.compile(
     r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration|[op]?fs|os)$",
     re.IGNORECASE,
 )
-"""Names of the time under observation, in contrast to other times such as the time from diagnosis to start."""
+"""Names for the time under observation, as opposed to other times such as the time from diagnosis to start."""
 BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
-"""Names of times that only survival tables contain. Besides other times, a column of deaths may be a class to
-predict."""
+"""Names of times that only survival tables contain. If a table contains only other times, a column of deaths may be a
+class to predict."""
 EVENT_PATTERN = re.compile(
     r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
     re.IGNORECASE,
 )
-"""Names of columns with 1 for an event. A column with `cens` in its name may have either meaning, so people must name
-it."""
+"""Names of columns with 1 for an event. A column with `cens` in its name may have either meaning, so people must
+specify the meaning."""
 CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
 INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
-"""Names that, by custom in survival data, mean 1 = event, 0 = censored. ``censored`` may mean the opposite."""
+"""Names that, by convention in survival data, mean 1 = event, 0 = censored. ``censored`` may mean the opposite."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Smallest probability that a censored time is longer than a time that ended by an event. It confirms the custom.
+"""Smallest probability of a longer censored time than event time at which the convention counts as confirmed.
 
-Of the 14 public tables with an event whose key was written first, the probability is at least this in 5. In no
-table is it equally far on the other side (it is 0.31 or more), where 0 and 1 would be confused.
+Among the 14 public tables with an event whose key was written beforehand, the probability is at least this high in 5.
+In no table is it equally far on the other side (it is 0.31 or more), where 0 and 1 would be confused.
 """
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Names of times at which observation starts."""
 MIN_ENTRY_SHARE = 0.99
-"""Smallest share of rows that must start before they end. Real tables contain typing errors."""
+"""Smallest share of rows whose start must be before their end. Real tables contain typing errors."""
 COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
 )
 """Names of counts."""
 MOST_CODES = 4
-"""Largest number of values of a column of events in codes other than 0 and 1: censored, and competing causes."""
+"""Largest number of values in a column of events with codes other than 0 and 1: censored, and competing causes."""
 
 CALENDAR_PATTERN = re.compile(
     r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE
 )
-"""Names of recording dates, which are seldom predicted."""
+"""Names of recording dates, which are rarely predicted."""
 TARGET_WORDS = words(
     "target targets label labels outcome outcomes y response dependent endog groundtruth "
     "ziel zielvariable zielgrosse cible objetivo"
 )
-"""Names that mark the predicted column, and mean nothing else in the usual place."""
+"""Names that identify the predicted column, and have no other meaning at the usual position."""
 OTHER_MEANING_WORDS = words("target targets label labels y")
 """Members of `TARGET_WORDS` that have other meanings inside a table: an aim, a caption, an income."""
 TRUTH_LEVELS = frozenset(TRUTH_WORDS) | words(
@@ -80,13 +80,13 @@ EVENT_WORDS = words(
     "died dead death deceased mortality survived readmitted readmission churn churned exited attrition defaulted "
     "relapse relapsed recurrence fraud isfraud verstorben tod deces gestorben fallecido"
 )
-"""Names of events in a person's life, which are mostly predicted."""
+"""Names of events in a person's life, which are usually the target."""
 RESULT_WORDS = words(
     "los lengthofstay class classes result results diagnosis category classification disease disorder "
     "severity quality choice output ill sick expire expired default price sales "
     "outcome target label death died mortality ergebnis diagnose"
 )
-"""Words in names of outcomes that names of features contain too."""
+"""Words that occur in names of outcomes but also in names of features."""
 
 (
     TARGET_NAME_POINTS,
@@ -97,20 +97,20 @@ RESULT_WORDS = words(
     LAST_PLACE_POINTS,
     ONLY_CANDIDATE_POINTS,
 ) = 4, 3, 3, 2, 1, 1, 4
-"""Points for a target: a name of `TARGET_WORDS`, of `EVENT_WORDS`, the name of the file, a name of `RESULT_WORDS` or
-the end of the file's name, a word of either, the last place, and being the only possible column. A time beside one
-event gets as many points as a name of `TARGET_WORDS`."""
+"""Points for a target, in this order: a name in `TARGET_WORDS`, a name in `EVENT_WORDS`, the name of the file, a name
+in `RESULT_WORDS` or the end of the file's name, a word of either, the last position, and being the only possible
+column. A time that occurs together with a single event receives as many points as a name in `TARGET_WORDS`."""
 SURE_POINTS = 3
-"""Number of points from which the first candidate is chosen, if it leads the next candidate by `MIN_LEAD_POINTS`
-or more."""
+"""Number of points from which on the first candidate is chosen, if it leads the next candidate by `MIN_LEAD_POINTS` or
+more."""
 MIN_LEAD_POINTS = 2
 """Smallest lead of the first candidate in points.
 
-With both limits, 21 of the 31 public tables whose key was written first are drafted correctly, 10 lead to a question
-and no draft is wrong.
+With both limits, 21 of the 31 public tables whose key was written beforehand are drafted correctly, 10 lead to a
+question, and no draft is wrong.
 """
 MAX_SHOWN_CANDIDATES = 6
-"""Largest number of candidates that a question names."""
+"""Largest number of candidates that a question lists."""
 
 
 class TableOutcome(NamedTuple):
@@ -118,9 +118,10 @@ class TableOutcome(NamedTuple):
 
     Attributes:
         target: column to predict. None if a question asks for it.
-        event: column with 1 if the target, a time, ended by an event, and 0 if it is censored. None for other tasks.
-        question: question that people must answer before the draft runs. "" if the evidence is clear.
-        note: sentence on another choice. "" if there is no other choice.
+        event: column with 1 if the target, which is a time, ended with an event, and 0 if it is censored. None for
+            other tasks.
+        question: question that people must answer before the draft can be run, or "" if the evidence is clear.
+        note: sentence about another possible choice, or "" if there is no other choice.
         alternatives: other columns that may be the target.
     """
 
@@ -137,13 +138,13 @@ def is_event(column: ColumnProfile) -> bool:
 
 
 def is_coded(column: ColumnProfile) -> bool:
-    """Return True if a column may contain events in other codes: 1 and 2, or competing causes."""
+    """Return True if a column may contain events with other codes: 1 and 2, or competing causes."""
     values = set(column.numbers.tolist())
     return column.whole and 2 <= len(values) <= MOST_CODES and not is_event(column) and min(values) in (0, 1)
 
 
 def is_time(column: ColumnProfile) -> bool:
-    """Return True if a column contains times: more than two numbers, from 0 on, and the name of a time."""
+    """Return True if a column contains times: more than two numbers, which are at least 0, and the name of a time."""
     numbers = column.numbers
     return bool(TIME_PATTERN.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
 
@@ -286,9 +287,9 @@ def _may_be_event(column: ColumnProfile) -> bool:
 
 
 def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
-    """Return True if a column of 0 and 1 marks events by custom and by its numbers.
+    """Return True if a 0/1 column marks events by convention and by its numbers.
 
-    Rows with 0 then have the longer times.
+    This means that rows with 0 have the longer times.
     """
     here = ~np.isnan(time.values) & ~np.isnan(column.values)
     if not INDICATOR_PATTERN.search(column.name) or not is_event(column) or len(set(column.values[here])) < 2:
@@ -299,7 +300,8 @@ def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
 def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
     """Return the points of possible target columns, in header order, and the columns that need an answer.
 
-    A name with other meanings inside a table, or a name of many features, is evidence only in the usual place.
+    A name that has other meanings inside a table, or that is common for features, is evidence only at the usual
+    position.
     """
     most = max(MAX_FEW_LEVELS, survey.rows // (5 * PER_LEVEL))
     stem = plain_name(survey.path.stem)
@@ -340,16 +342,16 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
         if last and score == RESULT_NAME_POINTS and not _tells_truth(c):
             doubtful.add(c.name)
         points[c.name] = score + LAST_PLACE_POINTS * last
-    others = [c for c in survey.columns.values() if fit and c is not fit[0]]
-    if len(fit) == 1 and all(c.constant or c.identifies or _is_known(c) for c in others) and not is_time(fit[0]):
+    rest = [c for c in survey.columns.values() if fit and c is not fit[0]]
+    if len(fit) == 1 and all(c.constant or c.identifies or _is_known(c) for c in rest) and not is_time(fit[0]):
         points[fit[0].name] += ONLY_CANDIDATE_POINTS
     return points, doubtful
 
 
 def _tells_truth(column: ColumnProfile) -> bool:
-    """Return True if a column contains yes-or-no values, as outcomes do.
+    """Return True if a column contains yes-or-no values, as outcomes often do.
 
-    Other texts and small sets of numbers are groups equally often.
+    Other texts and small sets of numbers are just as often groups.
     """
     return {level.lower() for level in column.levels} <= TRUTH_LEVELS
 
@@ -375,12 +377,12 @@ def quoted(name: str) -> str:
 
 
 def answer(survey: Survey) -> str:
-    """Return the start of the sentence on the answer to a question, before the options."""
+    """Return the start of the sentence on how to answer a question, before the options."""
     return f"answer it by: fedloom init {quoted(str(survey.path))} --force, with"
 
 
 def _answers(survey: Survey, flags: Sequence[str]) -> str:
-    """Return the sentence on the answer to a question."""
+    """Return the sentence on how to answer a question."""
     return f"{answer(survey)} {' or '.join(flags[:MAX_SHOWN_CANDIDATES])}"
 
 
@@ -391,7 +393,7 @@ def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -
 
 
 def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
-    """Render the sentence on a column that may contain the events of a time.
+    """Render the sentence about a column that may contain the events of a time.
 
     The column marks censored rows, or contains codes other than 0 and 1.
     """
@@ -413,7 +415,7 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
 
 
 def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> str:
-    """Render the sentence on a column that looks like the start of observation, or "" without one."""
+    """Render the sentence about a column that looks like the start of observation, or "" without such a column."""
     for column in survey.columns.values():
         if column.kind == "number" and ENTRY_PATTERN.search(column.name) and column not in (time, event):
             here = ~np.isnan(column.values) & ~np.isnan(time.values)

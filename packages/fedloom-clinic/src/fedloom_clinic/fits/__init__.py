@@ -1,1 +1,1 @@
-"""Fits of regressions by sums: likelihoods, penalties, separation, and vectors of whole numbers."""
+"""Fits of regressions by sums: likelihoods, penalties, separation, and vectors of integers."""

@@ -1,7 +1,7 @@
-"""Cox regression over sites by sums: the fit equals the pooled fit, and no row of a patient leaves a site.
+"""Cox regression over sites by sums: the fit equals the pooled fit, and no patient's row leaves a site.
 
-References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and
-B. Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
+References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and B.
+Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 
     paper     here     meaning
     beta      beta     coefficients
@@ -60,14 +60,14 @@ class SurvivalSite(NamedTuple):
 
 
 class RiskSums(NamedTuple):
-    """Sums of a site in a step, for J event times: over rows at risk, and over rows with the event.
+    """Sums of a site in one step, for J event times: over rows at risk, and over rows with the event.
 
     Attributes:
-        risk: ``[J]``, ``[J, p]`` and ``[J, p, p]`` sums of w, w x and w x x' over rows at risk, w = exp(x beta). With a
-            metric V, also ``[J]`` and ``[J, p]`` sums of w q and w q x, q = x' V x.
-        tied: the same sums over rows with the event at each time.
+        risk: sums of w, w x and w x x' over rows at risk, ``[J]``, ``[J, p]`` and ``[J, p, p]``, with w = exp(x beta).
+            With a metric V, also the sums of w q and w q x, ``[J]`` and ``[J, p]``, with q = x' V x.
+        tied: same sums over rows with the event at each time.
         deaths: ``[J]`` events.
-        total: ``[J, p]`` sum of x over events.
+        total: sum of x over events ``[J, p]``.
     """
 
     risk: tuple[Floats, ...]
@@ -85,13 +85,13 @@ class RiskSums(NamedTuple):
 
 
 class Wald:
-    """Intervals and tests of coefficients from their standard errors."""
+    """Intervals and tests of coefficients, computed from their standard errors."""
 
     beta: Floats
     se: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Return the Wald interval of every coefficient."""
+        """Return the Wald interval of each coefficient."""
         from scipy.special import ndtri  # slow to import
 
         reach = ndtri(0.5 + level / 2) * self.se
@@ -111,12 +111,13 @@ class CoxFit(Wald):
     """Coefficients of the unscaled columns.
 
     Attributes:
-        beta: ``[p]`` log hazard ratios per unit.
-        se: ``[p]`` standard errors of beta.
+        beta: log hazard ratios per unit ``[p]``.
+        se: standard errors of beta ``[p]``.
         likelihood: log partial likelihood at beta.
         events: number of events.
         rows: number of rows.
-        ridge: penalty, or None for an unpenalized fit. Standard errors then come from the penalized information.
+        ridge: penalty, or None for an unpenalized fit. Standard errors are then computed from the penalized
+            information.
     """
 
     beta: Floats
@@ -133,11 +134,11 @@ def risk_sums(
     """Return the sums that a site sends.
 
     Args:
-        site: rows of the site, with columns centered and scaled as at all sites.
+        site: rows of the site, with columns centered and scaled in the same way at all sites.
         beta: ``[p]`` coefficients.
-        times: ``[J]`` event times, ascending.
-        shift: number subtracted from every row's x beta. It does not change ratios of sums.
-        metric: ``[p, p]`` V of the sums for Firth's penalty. None: the sums are not needed.
+        times: event times ``[J]``, ascending.
+        shift: number that is subtracted from each row's x beta. It does not change ratios of sums.
+        metric: matrix V ``[p, p]`` for the sums of Firth's penalty. None: the sums are not needed.
     """
     weight = np.exp(site.x @ beta - shift)
     products = site.x[:, :, None] * site.x[:, None, :]
@@ -176,7 +177,7 @@ def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
 def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
     """Yield the sum of weights at risk and the means of the other sums.
 
-    They are yielded at the first, then the second, and at each further event of every time.
+    They are yielded for the first, the second, and each further event at every time.
     """
     for k in range(int(sums.deaths.max(initial=0))):
         some = sums.deaths > k
@@ -189,9 +190,10 @@ def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
 
 
 def firth_slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
-    """Return the vector ``[p]`` of tr(V dI / d beta_r) from sums with the metric V.
+    """Return the vector ``[p]`` of tr(V dI / d beta_r), computed from sums with the metric V.
 
-    At an event, the derivative of the information is the third central moment of the rows at risk, with m their mean:
+    At an event, the derivative of the information is the third central moment of the rows at risk, where m is their
+    mean:
     E (x - m)' V (x - m) (x - m) = (E q x - E q m) - 2 Cov V m.
     """
     slope: Floats = np.zeros(len(metric))
@@ -213,10 +215,10 @@ def fit_cox(
 ) -> CoxFit:
     """Return the Cox regression of all sites' rows together, fitted from sums that sites send.
 
-    Every site first sends counts, the sums of its columns and of their squares, and its event times. The sums center
-    and scale the columns of all sites alike. In every Newton step a site then sends its `risk_sums`. With `stratify` it
-    sends only the gradient and information of its own likelihood, which then has a separate baseline hazard. The result
-    equals the pooled (or stratified) fit.
+    Each site first sends counts, the sums of its columns and of their squares, and its event times. These sums are used
+    to center and scale the columns in the same way at all sites. In each Newton step, a site then sends its
+    `risk_sums`. With `stratify`, it sends only the gradient and information of its own likelihood, which then has a
+    separate baseline hazard. The result equals the pooled (or stratified) fit.
 
     Args:
         sites: rows of every site.
@@ -260,13 +262,13 @@ def fit_cox(
 
 
 def _strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[list[SurvivalSite], Floats]]:
-    """Yield sites with one baseline hazard, and their event times."""
+    """Yield the sites that share a baseline hazard, and their event times."""
     for group in [[site] for site in sites] if stratify else [list(sites)]:
         yield group, np.unique(np.concatenate([site.time[site.event == 1] for site in group]))
 
 
 def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: str, *, stratify: bool) -> At:
-    """Return the likelihood of some rows of every site."""
+    """Return the likelihood of some rows of each site."""
     chosen = [SurvivalSite(*(part[some] for part in site)) for site, some in zip(sites, rows, strict=True)]
     strata = list(_strata(chosen, stratify=stratify))
 
@@ -282,7 +284,7 @@ def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: st
 
 
 def _slopes(sites: Sequence[SurvivalSite], ties: str, stratify: bool, beta: Floats, metric: Floats) -> Floats:
-    """Return the slope of Firth's penalty over all sites."""
+    """Return the gradient of Firth's penalty over all sites."""
     total: Floats = np.zeros(len(beta))
     for group, times in _strata(sites, stratify=stratify):
         first_sums, *other_sums = (risk_sums(site, beta, times, metric=metric) for site in group)
@@ -299,23 +301,23 @@ def newton(
     penalty: PenaltyKind = "none",
     start: Floats | None = None,
 ) -> tuple[Floats, Likelihood]:
-    """Return the coefficients ``[p]`` of the largest likelihood, and the likelihood at these coefficients.
+    """Return the coefficients ``[p]`` that maximize the likelihood, and the likelihood at these coefficients.
 
-    Columns have unit spread. Linear dependence of columns is judged at coefficients of 0, where every row counts.
-    Separation is judged at the end of the steps, since only then has the information vanished: by the rows if they are
-    available, otherwise by the sums.
+    Columns must have unit spread. Linear dependence of columns is judged with all coefficients at 0, where every row
+    counts. Separation is judged at the end of the steps, because only then has the information vanished: from the rows
+    if they are available, otherwise from the sums.
 
     Args:
         at: function that returns the likelihood of all rows at some coefficients.
         names: names of the columns.
-        separation: function that finds a direction of separation by the rows. None: rows are not available.
-        intercepts: number of first columns that are intercepts.
+        separation: function that finds a direction of separation from the rows. None: rows are not available.
+        intercepts: number of leading columns that are intercepts.
         penalty: penalty in the likelihood. With a ridge, columns may depend on each other. With either penalty, rows
             may be separated.
         start: coefficients of the first step. None: 0.
 
     Raises:
-        DataError: no finite fit exists, columns depend on each other, or steps do not converge.
+        DataError: no finite fit exists, columns depend on each other, or the steps do not converge.
     """
     beta: Floats = np.zeros(len(names)) if start is None else start
     here = first = at(beta)
@@ -351,7 +353,7 @@ def newton(
 
 
 def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
-    """Return Newton's step, halved until the likelihood does not fall."""
+    """Return Newton's step, halved until the likelihood does not decrease."""
     for _ in range(MAX_HALVINGS):
         with np.errstate(all="ignore"):  # too long a step overflows, and is halved
             ahead = at(beta + step)
@@ -362,7 +364,7 @@ def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floa
 
 
 def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
-    """Raise if a column is the same in every row, judged by its values: rounding may leave it a spread.
+    """Raise if a column has the same value in every row, judged by its values, because rounding may leave a spread.
 
     Raises:
         DataError: a column is the same in every row, is not finite, or has numbers whose squares are not representable.
@@ -384,13 +386,14 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
 
 
 def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, Floats]:
-    """Return the differences of rows that decide on separation.
+    """Return the differences between rows that determine whether the rows are separated.
 
-    The first must not be negative, and the second must be 0, if the partial likelihood has no maximum.
+    The partial likelihood has no maximum if, in some direction, the first differences are not negative and the second
+    are 0.
 
-    The likelihood rises without limit in a direction b if, at every event time, the rows with the event have the
-    largest x b of the rows at risk. Rows at risk later are at risk earlier, so one row for each event time represents
-    them.
+    The likelihood increases without limit in a direction b if, at each event time, the rows with the event have the
+    largest x b among the rows at risk. Rows still at risk at a later time were also at risk earlier, so one row per
+    event time is enough to represent them.
     """
     gains, equal = list[Floats](), list[Floats]()
     for group in [[site] for site in sites] if stratify else [sites]:

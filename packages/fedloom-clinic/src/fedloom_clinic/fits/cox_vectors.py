@@ -1,7 +1,7 @@
-"""Vectors that sites send in a Cox regression: sums in agreed time bins, as whole numbers in which masks cancel.
+"""Vectors that sites send in a Cox regression: sums in agreed time bins, as integers in which masks cancel.
 
-Smallest counts: a site sends nothing for a bin with too few events. Bins are merged until each contains events of
-enough sites, so no difference of two sums comes from rows of fewer sites.
+Minimum counts: a site sends nothing for a bin with too few events. Bins are merged until each contains events of enough
+sites, so no difference between two sums comes from rows of fewer sites.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ Ring = NDArray[np.uint64]
 MOST_BINS = 10_000
 
 MAX_SITE_SUM = 2**56
-"""Largest sum of a site in multiples of the step. With it, 100 sites fit in 63 bits."""
+"""Largest sum of a site in multiples of the step. With this limit, the sum over 100 sites fits into 63 bits."""
 VECTOR_COUNTS = 6
-"""Number of counts at the end of a vector: `BinningLoss`, and the rows of the fit."""
+"""Number of counts at the end of a vector: `BinningLoss`, and the number of rows in the fit."""
 
 
 class CoxAgreement(NamedTuple):
     """Terms that sites agree on before any site sends a sum.
 
     Attributes:
-        ends: ``[J]`` ascending ends of the time bins. A time counts as the end of its bin. None for a stratified fit.
-        low: ``[p]`` smallest plausible value of every column.
-        high: ``[p]`` largest plausible value of every column.
-        least: smallest number of events of a site in a bin, and of its rows at risk there, with which it sends them.
+        ends: ends of the time bins ``[J]``, ascending. A time is treated as the end of its bin. None for a stratified
+            fit.
+        low: smallest plausible value of each column ``[p]``.
+        high: largest plausible value of each column ``[p]``.
+        least: smallest number of a site's events in a bin, and of its rows at risk there, for which the site sends
+            them.
         step: number to whose multiples sums are rounded.
-        ties: treatment of events in one bin, or at one time.
-        stratify: True if every site has a separate baseline hazard and times are exact.
-        ridge: strength of the penalty, see `fedloom_clinic.fits.penalty`. With it, sites also send sums of columns and
-            of their squares.
-        firth: True if sites also send the sums of Firth's penalty for a metric.
+        ties: treatment of events in the same bin, or at the same time.
+        stratify: True if each site has a separate baseline hazard and times are exact.
+        ridge: strength of the penalty (see `fedloom_clinic.fits.penalty`). If it is set, sites also send sums of
+            columns and of their squares.
+        firth: True if sites also send the sums that Firth's penalty needs for a metric.
     """
 
     ends: Floats
@@ -63,20 +65,20 @@ class CoxAgreement(NamedTuple):
         return (moments if self.stratify else bins * (2 * moments + 1 + p)) + scales + tilts + VECTOR_COUNTS
 
     def scaled(self, x: Floats) -> Floats:
-        """Return the columns ``[N, p]`` on [-1, 1]."""
+        """Return the columns ``[N, p]`` scaled to [-1, 1]."""
         scaled: Floats = (x - (self.high + self.low) / 2) / ((self.high - self.low) / 2)
         return scaled
 
 
 class BinningLoss(NamedTuple):
-    """Loss by bins and smallest counts, summed over sites.
+    """Losses caused by bins and minimum counts, summed over sites.
 
     Attributes:
         rows: number of rows of all sites.
         events: number of events of all sites.
-        uncovered: number of events after the last bin, or at times with too few rows of a site at risk.
-        rare: number of events in bins with too few events of a site, or of a stratified site with too few events.
-        left_out: number of omitted rows, with a missing cell or a number outside the agreed range.
+        uncovered: number of events after the last bin, or at times at which a site has too few rows at risk.
+        rare: number of events in bins in which a site has too few events, or at a stratified site with too few events.
+        left_out: number of rows omitted because of a missing cell or a number outside the agreed range.
     """
 
     rows: int
@@ -89,9 +91,9 @@ class BinningLoss(NamedTuple):
 def agreement_on(
     sites: Sequence[SurvivalSite], width: float, least: int, ties: str, ridge: float | None = None
 ) -> CoxAgreement:
-    """Return terms for simulations, with bins of one width up to the last time.
+    """Return terms for simulations, with bins of equal width up to the last time.
 
-    Ranges are as wide as the columns of all sites.
+    Ranges are as wide as the columns at all sites.
 
     Raises:
         ConfigError: the width is not above 0, or makes too many bins.
@@ -102,14 +104,14 @@ def agreement_on(
 
 
 def ranges_of(sites: Sequence[SurvivalSite]) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest value ``[p]`` of every column over all sites, at least 1e-9 apart."""
+    """Return the smallest and the largest value ``[p]`` of each column over all sites, at least 1e-9 apart."""
     x = np.concatenate([site.x for site in sites])
     low, high = x.min(0), x.max(0)
     return low, np.maximum(high, low + 1e-9)
 
 
 def bin_ends(width: float, last: float) -> Floats:
-    """Return the ends ``[J]`` of bins of one width, with the last end at or after `last`.
+    """Return the ends ``[J]`` of bins of equal width, with the last end at or after `last`.
 
     Raises:
         ConfigError: the width is not above 0, or makes too many bins.
@@ -123,7 +125,7 @@ def bin_ends(width: float, last: float) -> Floats:
 
 
 def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """Return the binned rows of a site: times move to the ends of bins, and rare events become censored.
+    """Return the binned rows of a site: times are moved to the ends of their bins, and rare events become censored.
 
     Rows beyond the last bin in which the site has `least` rows at risk are censored in that bin. A site without such a
     bin keeps no rows.
@@ -154,7 +156,7 @@ def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binn
 def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool_]:
     """Return the bins ``[J]`` in which a site has events that it may send.
 
-    In a stratified fit, return ``[1]``: True if it has enough events.
+    In a stratified fit, return ``[1]``: True if the site has enough events.
     """
     if terms.stratify:
         return np.array([int(site.event.sum()) >= terms.least])
@@ -165,7 +167,7 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
     """Return bins widened until each contains events of `fewest` sites, even if any `missing` sites are absent.
 
-    Every site finds the same bins. Bins after the last such bin belong to it.
+    Every site computes the same bins. Bins after the last such bin are merged into it.
 
     Args:
         terms: agreed terms.
@@ -185,8 +187,9 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
     if not ends:
         raise Refused(
             f"only {int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a "
-            f"bin, but {fewest} sites must have this number even if {missing} sites are missing. "
-            "Agree on wider bins or on a smaller minimum count"
+            f"bin, but {fewest} sites must have this number even if {missing} sites are missing",
+            rule="small-cells",
+            fix="agree on wider bins or on a smaller minimum count",
         )
     if terms.stratify:
         return terms
@@ -194,7 +197,7 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
 
 
 class SiteVectors:
-    """Vectors of one site in a fit, for each step.
+    """Vectors that one site sends in each step of a fit.
 
     Args:
         site: rows of the site, within the agreed ranges.
@@ -202,7 +205,7 @@ class SiteVectors:
         left_out: number of omitted rows of the site.
 
     Attributes:
-        losses: losses, see `BinningLoss`.
+        losses: losses of the site (see `BinningLoss`).
         rows: rows with which the site takes part in the fit.
     """
 
@@ -213,9 +216,9 @@ class SiteVectors:
         self._times = np.unique(used.time[used.event == 1])
 
     def largest_share(self, beta: Floats, rows: Mask | slice = slice(None), metric: Floats | None = None) -> float:
-        """Return the share of the heaviest of some rows in their weights, or 0 without rows.
+        """Return the share of the heaviest row in the total weight of some rows, or 0 without rows.
 
-        With a metric also in weights times lengths by the metric.
+        With a metric, also the share in the weights times the lengths by this metric.
         """
         x = self._site.x[rows] if len(self._site.x) else self._site.x
         if not len(x):
@@ -276,15 +279,15 @@ class SiteVectors:
 
 
 class Opened(NamedTuple):
-    """Contents of a sum of sites' vectors.
+    """Contents of a sum of the sites' vectors.
 
     Attributes:
         likelihood: likelihood at the coefficients.
         sums: sums over rows at risk. None for a stratified fit.
-        losses: losses, see `BinningLoss`.
+        losses: losses of all sites (see `BinningLoss`).
         rows: number of rows in the fit.
-        squares: ``[p]`` squared distances of each column from its mean, summed over the rows. None without a ridge.
-        slope: ``[p]`` slope of Firth's penalty for the metric of the sum. None without that penalty.
+        squares: squared distances of each column from its mean, summed over the rows ``[p]``. None without a ridge.
+        slope: gradient ``[p]`` of Firth's penalty, computed with the metric of the sum. None without that penalty.
     """
 
     likelihood: Likelihood
@@ -296,17 +299,17 @@ class Opened(NamedTuple):
 
 
 def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric: Floats | None = None) -> Opened:
-    """Return the contents of the sum of sites' vectors, after checks that the sum is possible.
+    """Return the contents of the sum of the sites' vectors, after checking that the sum is possible.
 
     Args:
         vector: sum of the vectors modulo 2^64.
         terms: agreed terms.
-        beta: ``[p]`` coefficients of the sum.
+        beta: coefficients at which the sum was computed ``[p]``.
         sites: number of sites in the sum.
-        metric: ``[p, p]`` metric of Firth's penalty. None without that penalty.
+        metric: metric of Firth's penalty ``[p, p]``. None without that penalty.
 
     Raises:
-        ConfigError: no rows of so many sites give the sum.
+        ConfigError: no rows of this number of sites can give the sum.
     """
     if len(vector) != terms.length:
         raise Refused(f"a sum of a Cox regression must have {terms.length} numbers, got {len(vector)}")
@@ -360,7 +363,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric
 
 
 def _plausible(sums: RiskSums, events: int, rows: int, error: float) -> bool:
-    """Return True if rows in [-1, 1] with weights of at most 1 can give the sums, each within an error."""
+    """Return True if rows in [-1, 1] with weights of at most 1 can give these sums, each to within an error."""
     bounded = all(
         bool((np.abs(one) <= zero[:, None] + error).all() and (np.abs(two) <= zero[:, None, None] + error).all())
         for zero, one, two in (sums.risk, sums.tied)

@@ -61,12 +61,13 @@ class GlmFit(Wald):
     """Coefficients of the unscaled columns.
 
     Attributes:
-        names: names of the coefficients, ``[q]``: an intercept (with `by_site` an intercept per site), then the
+        names: names of the coefficients ``[q]``: an intercept (with `by_site`, one intercept per site), followed by the
             columns.
         beta: ``[q]``.
-        se: ``[q]`` standard errors of the coefficients.
+        se: standard errors of the coefficients ``[q]``.
         rows: number of rows.
-        ridge: penalty, or None for an unpenalized fit. Standard errors then come from the penalized information.
+        ridge: penalty, or None for an unpenalized fit. Standard errors are then computed from the penalized
+            information.
     """
 
     names: list[str]
@@ -77,7 +78,7 @@ class GlmFit(Wald):
 
 
 def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
-    """Return a site's part of a step: log-likelihood up to a constant, gradient and information."""
+    """Return a site's contribution to a step: log-likelihood up to a constant, gradient and information."""
     cumulant, mean, variance, _ = GLM_FAMILIES[family]
     eta = site.x @ beta
     value = float((site.y * eta - cumulant(eta)).sum())
@@ -85,7 +86,7 @@ def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
 
 
 def firth_slope(site: GlmSite, beta: Floats, family: str, metric: Floats) -> Floats:
-    """Return a site's part of Firth's penalty, tr(V dI / d beta_r) ``[q]`` with V the metric."""
+    """Return a site's contribution to Firth's penalty, tr(V dI / d beta_r) ``[q]``, where V is the metric."""
     lengths = ((site.x @ metric) * site.x).sum(1)
     slope: Floats = site.x.T @ (GLM_FAMILIES[family][3](site.x @ beta) * lengths)
     return slope
@@ -102,23 +103,23 @@ def fit_glm(
 ) -> GlmFit:
     """Return the regression of all sites' rows together, fitted from sums that sites send.
 
-    The fit equals the pooled fit. Every site first sends counts and the sums of its columns, of its targets and of
-    their squares, which center and scale the columns of all sites alike. In every Newton step a site then sends its
-    `glm_sums`.
+    The fit equals the pooled fit. Each site first sends counts and the sums of its columns, of its targets and of their
+    squares, which are used to center and scale the columns in the same way at all sites. In each Newton step, a site
+    then sends its `glm_sums`.
 
     Args:
         sites: rows of every site.
-        family: family of the regression, a key of `GLM_FAMILIES`. Targets of logistic are 0 and 1, of poisson at least
-            0.
+        family: family of the regression, a key of `GLM_FAMILIES`. Targets must be 0 and 1 for logistic, and at least 0
+            for poisson.
         names: names of the columns.
-        by_site: names of the sites, each of which then gets a separate intercept.
+        by_site: names of the sites, each of which then has a separate intercept.
         penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for the scale of each.
         strength: strength of a ridge, above 0. "cv" or None: the strength with the largest cross-validated likelihood.
 
     Raises:
         ConfigError: the family or the penalty is unknown.
-        DataError: targets do not fit the family or do not vary, columns do not vary or depend on each other, or no
-            finite fit exists.
+        DataError: targets are incompatible with the family or do not vary, columns do not vary or depend on each other,
+            or no finite fit exists.
     """
     if family not in GLM_FAMILIES:
         raise unknown("regression", family, GLM_FAMILIES)
@@ -222,7 +223,7 @@ def _check(sites: Sequence[GlmSite], family: str) -> None:
 def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[str] | None) -> None:
     """Raise if an intercept has no finite value.
 
-    No penalty holds it, and all rows of its site have the outcome, or no row has it.
+    This happens if no penalty applies to the intercept, and all rows of its site have the outcome, or no row has it.
     """
     for name, site in zip(by_site or (), sites, strict=False):
         ends = {"logistic": (0.0, 1.0), "poisson": (0.0,)}.get(family, ())

@@ -1,11 +1,12 @@
-"""Penalties of regressions by sums: ridge, with its strength by cross-validated likelihood, and Firth's.
+"""Penalties for regressions by sums: ridge, with its strength chosen by cross-validated likelihood, and Firth's.
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. P. J. M. Verweij and H. C. van Houwelingen,
 "Cross-validation in survival analysis", Stat. Med. 1993. D. Firth, "Bias reduction of maximum likelihood estimates",
 Biometrika 1993. G. Heinze and M. Schemper, Biometrics 2001 (Cox) and Stat. Med. 2002 (logistic).
 
 A ridge of strength s maximizes the log-likelihood of N rows minus N s / 2 times the sum of squared coefficients, for
-columns with a standard deviation of 1 over all rows. Intercepts are free. Other libraries on such columns:
+columns with a standard deviation of 1 over all rows. Intercepts are free. Equivalent settings of other libraries for
+such columns:
 
     lifelines      CoxPHFitter(penalizer=s). It divides columns by the deviation with N - 1, and so does its penalty
     statsmodels    GLM.fit_regularized(alpha=s, L1_wt=0), with 0 in alpha for intercepts
@@ -31,12 +32,12 @@ Mask = NDArray[np.bool_]
 PenaltyKind = Literal["none", "ridge", "firth"]
 PENALTY_NAMES = ("none", "ridge", "firth")
 RIDGE_STRENGTHS = tuple(10.0 ** (k / 2) for k in range(2, -9, -1))
-"""Strengths that cross-validation compares, from 10 to 1e-4: from coefficients near 0 to nearly no penalty."""
+"""Strengths that cross-validation compares, from 10 to 1e-4: from coefficients near 0 to almost no penalty."""
 CV_FOLDS = 5
 MAX_PATH_STEPS, MAX_PATH_DECREMENT = 50, 1e-14
-"""Largest number of steps of all fits of a cross-validation, and gain below which a fit takes its last step."""
+"""Largest total number of steps for all fits of a cross-validation, and gain below which a fit takes its last step."""
 MAX_REFUSALS = 3
-"""Number of times that the steps are halved before the weakest strength is left out."""
+"""Number of times that the steps are halved before the weakest strength is dropped."""
 
 
 class Likelihood(NamedTuple):
@@ -52,7 +53,7 @@ At = Callable[[Floats], Likelihood]
 
 
 class Ridge(NamedTuple):
-    """Strength of a ridge, and the held-out log-likelihood of each compared strength.
+    """Strength of a ridge, and the held-out log-likelihood for each compared strength.
 
     None if the strength was given.
     """
@@ -62,7 +63,7 @@ class Ridge(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Sentence on the choice of the strength."""
+        """Sentence about how the strength was chosen."""
         if not self.held_out:
             return f"ridge of strength {self.strength:g}"
         low, high = min(s for s, _ in self.held_out), max(s for s, _ in self.held_out)
@@ -88,12 +89,17 @@ def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
         raise unknown("penalty", penalty, PENALTY_NAMES)
     if penalty != "ridge" and strength is not None:
         raise ConfigError(
-            f"penalty = {penalty!r} has no strength, got {strength!r}. Leave strength out, or use a ridge"
+            f"penalty = {penalty!r} has no strength, got {strength!r}",
+            rule="penalty-strength",
+            fix="leave strength out, or use a ridge",
         )
-    if isinstance(strength, str) and strength != "cv":
-        raise ConfigError(f"the strength of a ridge penalty must be a number greater than 0, or 'cv', got {strength!r}")
-    if isinstance(strength, float | int) and not 0 < strength < np.inf:
-        raise ConfigError(f"the strength of a ridge penalty must be greater than 0, got {strength!r}. Use 0.1, or 'cv'")
+    wrong = isinstance(strength, str) and strength != "cv"
+    if wrong or (isinstance(strength, float | int) and not 0 < strength < np.inf):
+        raise ConfigError(
+            f"the strength of a ridge penalty must be a finite number greater than 0, or 'cv', got {strength!r}",
+            rule="penalty-strength",
+            fix="use 0.1, or 'cv'",
+        )
 
 
 def ridged(at: At, weights: Floats) -> At:
@@ -113,7 +119,7 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
     Args:
         at: function that returns the likelihood.
         slope: function of coefficients and the inverse V of their information, which returns the vector ``[p]`` of tr(V
-            dI / d beta_r). None if it is not known there.
+            dI / d beta_r). None if it is unknown at these coefficients.
     """
 
     def penalized(beta: Floats) -> Likelihood:
@@ -133,15 +139,15 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
 def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) -> float:
     """Return the effect of rounding on the coefficients of a fit with Firth's penalty, to first order.
 
-    An error of the information moves its inverse by at most its own size over the least eigenvalue squared. Third
-    moments are at most ``reach`` times second moments. The factor 2 allows for Newton's matrix, which has no part
-    of the penalty.
+    An error in the information changes its inverse by at most the error's own size divided by the squared smallest
+    eigenvalue. Third moments are at most ``reach`` times the second moments. The factor 2 accounts for Newton's matrix,
+    which does not contain the penalty.
 
     Args:
         here: likelihood at the fit.
-        slack: ``[q]`` error of the gradient, and of the slope of the penalty.
+        slack: error of the gradient, and of the gradient of the penalty ``[q]``.
         matrix: error of the information, as a norm.
-        reach: ``[q]`` largest distance of a row from the mean of the rows.
+        reach: largest distance of a row from the mean of the rows ``[q]``.
     """
     least = float(np.linalg.eigvalsh(here.information)[0]) - matrix
     if least <= 0:
@@ -151,9 +157,9 @@ def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) ->
 
 
 def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
-    """Return the rows ``[N]`` of every site that are in each fold.
+    """Return the rows ``[N]`` of each site that belong to each fold.
 
-    Every site has about the same number of rows in each fold.
+    Each site has about the same number of rows in each fold.
     """
     drawn = [np.random.default_rng([size, place]).permutation(size) % CV_FOLDS for place, size in enumerate(sizes)]
     return [[folds == k for folds in drawn] for k in range(CV_FOLDS)]
@@ -168,17 +174,17 @@ def find_ridge(
 ) -> Ridge:
     """Return the given strength, or the strength with the largest held-out likelihood.
 
-    The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows that the
-    coefficients
-    were fitted to: for a partial likelihood this is Verweij and van Houwelingen's, for a regression it is the
-        likelihood of the held-out rows.
+    The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows to which the
+    coefficients were fitted. For a partial likelihood, this is the definition of Verweij and van Houwelingen. For a
+    regression, it
+        is the likelihood of the held-out rows.
 
     Args:
         strength: number, or "cv" or None to choose the strength.
         part: function that returns the likelihood of some rows ``[N]`` of every site.
-        sizes: numbers of rows of every site.
-        weights: ``[p]`` 1 for columns, 0 for intercepts.
-        fit: function that returns the coefficients of the largest likelihood from start coefficients.
+        sizes: numbers of rows at each site.
+        weights: 1 for columns, 0 for intercepts ``[p]``.
+        fit: function that returns the coefficients that maximize the likelihood, starting from given coefficients.
     """
     if isinstance(strength, float | int):
         return Ridge(float(strength))
@@ -199,14 +205,14 @@ def find_ridge(
 
 
 class FoldSums(NamedTuple):
-    """Sums for K = S (F + 1) fits: for each of S strengths, the rows without each of F folds, then all rows.
+    """Sums for K = S (F + 1) fits: for each of S strengths, the rows without each of F folds, followed by all rows.
 
     Attributes:
-        rows: ``[F + 1]`` rows of each set.
-        values: ``[K]`` log-likelihood of the rows of each fit.
-        everywhere: ``[K]`` log-likelihood of all rows at the same coefficients.
-        gradients: ``[K, q]`` gradients for the rows of each fit.
-        informations: ``[K, q, q]`` information matrices for the same rows.
+        rows: number of rows in each set ``[F + 1]``.
+        values: log-likelihood of the rows in each fit ``[K]``.
+        everywhere: log-likelihood of all rows at the same coefficients ``[K]``.
+        gradients: gradients for the rows in each fit ``[K, q]``.
+        informations: information matrices for the same rows ``[K, q, q]``.
     """
 
     rows: Floats
@@ -221,12 +227,13 @@ def find_ridge_by_sums(
 ) -> tuple[Ridge, Floats, Likelihood, Likelihood]:
     """Return the strength with the largest held-out likelihood, and its fit of all rows: with the ridge, and without.
 
-    All fits of all strengths take their Newton steps together, so a sum serves all of them. It is the choice of
-    `find_ridge`. Strengths at which clients cannot answer are not compared, the weakest first.
+    All fits for all strengths take their Newton steps together, so one sum serves all of them. The choice is the same
+    as `find_ridge` makes. If clients cannot answer for some strengths, these strengths are dropped, beginning with the
+    weakest.
 
     Args:
         ask: function of coefficients ``[K, q]`` that returns the sums. None if clients cannot answer.
-        weights: ``[q]`` penalty of each squared coefficient per row and strength, 0 for intercepts.
+        weights: penalty on each squared coefficient per row and strength, 0 for intercepts ``[q]``.
 
     Raises:
         DataError: clients cannot answer, or the fits do not converge.
@@ -273,7 +280,7 @@ def find_ridge_by_sums(
 
 
 def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Floats, Floats]:
-    """Return Newton's step ``[K, q]`` of every fit, and the gain ``[K]`` that it expects."""
+    """Return Newton's step ``[K, q]`` for each fit, and the gain ``[K]`` expected from it."""
     gradients = here.gradients - penalty * beta
     informations = here.informations + penalty[:, :, None] * np.eye(penalty.shape[1])
     steps: Floats = np.linalg.solve(informations, gradients[:, :, None])[:, :, 0].astype(float)
@@ -281,7 +288,7 @@ def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Flo
 
 
 def _merged(better: Mask, ahead: FoldSums, here: FoldSums) -> FoldSums:
-    """Return the new sums of fits whose step is taken, and the old sums of the other fits."""
+    """Return the new sums for fits whose step is accepted, and the old sums for the other fits."""
     parts = (
         np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         for new, old in zip(ahead[1:], here[1:], strict=True)

@@ -1,8 +1,8 @@
-"""Cox regression from secure sums: agreed time bins, smallest counts, and whole numbers in which masks cancel.
+"""Cox regression from secure sums: agreed time bins, minimum counts, and integers in which masks cancel.
 
-Every site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that a secure sum is exact.
-The server does not receive the sums of single sites. Agreed ranges put columns on [-1, 1], so no moment of a site is
-needed, and all weights are at most 1. A stratified fit needs no bins: a site sends the likelihood of its baseline
+Each site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that a secure sum is exact.
+The server does not receive the sums of single sites. Agreed ranges scale columns to [-1, 1], so no moment of a site is
+needed, and all weights are at most 1. A stratified fit needs no bins: a site sends the likelihood for its own baseline
 hazard, with gradient and information.
 
 References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two as in K. Bonawitz
@@ -39,17 +39,17 @@ from fedloom_clinic.fits.penalty import (
 )
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
-"""Function of a vector of every site that returns the sum of the vectors modulo 2^64, in which masks cancel."""
+"""Function of one vector per site that returns the sum of the vectors modulo 2^64, in which masks cancel."""
 
 
 class SecureCoxFit(NamedTuple):
-    """Fit, its largest distance from the exact fit of the same binned rows, and the losses before it.
+    """Fit, its largest distance from the exact fit of the same binned rows, and the losses incurred before it.
 
     Attributes:
         fit: coefficients and standard errors of the unscaled columns.
-        bound: ``[p]`` largest distance, by rounding and stopping, of a coefficient from the coefficient of the pooled
-            binned rows.
-        losses: losses, see `BinningLoss`.
+        bound: largest distance, due to rounding and stopping, between a coefficient and the coefficient of the pooled
+            binned rows ``[p]``.
+        losses: losses of all sites (see `BinningLoss`).
     """
 
     fit: CoxFit
@@ -68,7 +68,7 @@ def fit_secure_cox(
 ) -> SecureCoxFit:
     """Return the Cox regression of all sites' binned rows, fitted from secure sums.
 
-    It has one baseline hazard, or one per site.
+    It has a single baseline hazard, or one per site.
 
     Args:
         sites: rows of every site.
@@ -116,16 +116,17 @@ def fit_of_sums(
     sites: int,
     paths: Callable[[Floats], FoldSums | None] | None = None,
 ) -> SecureCoxFit:
-    """Return the fit of the Cox regression from the sums of all sites' vectors, each requested once.
+    """Return the fit of the Cox regression from the sums of all sites' vectors, each of which is requested once.
 
     Args:
-        total: function that returns the sum at coefficients ``[p]`` of the columns on [-1, 1], for a metric of Firth's
-            penalty. None if sites cannot answer, which must not happen at zeros. Newton's step is then halved.
+        total: function that returns the sum at coefficients ``[p]`` of the columns scaled to [-1, 1], for a metric of
+            Firth's penalty. None if sites cannot answer, which must not happen if all coefficients are 0. Newton's step
+            is then halved.
         terms: terms that the sites agree on.
         names: names of the columns, for messages.
         sites: number of sites in a sum.
         paths: function that returns the sums of a cross-validation at coefficients ``[K, p]``. None: the strength of a
-            ridge is the strength of the terms.
+            ridge is the strength in the terms.
 
     Raises:
         DataError: no event may be sent, or no finite fit exists.
@@ -148,7 +149,7 @@ def fit_of_sums(
         raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Leave this column out")
 
     def at(gamma: Floats) -> Likelihood:
-        """Return the likelihood at coefficients of columns of unit spread."""
+        """Return the likelihood at coefficients of columns with unit spread."""
         nonlocal last, here
         beta = gamma / spread
         if not np.array_equal(beta, last):
@@ -211,13 +212,13 @@ def fit_of_sums(
 
 
 def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weights: Floats) -> float:
-    """Return a bound of the coefficients' distance from the fit of exact sums.
+    """Return a bound on the distance of the coefficients from the fit of exact sums.
 
-    Each sum is within `error` of the exact sum.
+    Each sum is assumed to be within `error` of the exact sum.
 
     Exact sums have a gradient g and an information I at the fit. With rows in [-1, 1]^p, two rows are at most R = 2
-    sqrt(p) apart. The exact fit is then within -log(1 - R |g| / lambda) / R, with lambda the smallest eigenvalue of I.
-    A ridge, of ``weights [p]`` at coefficients ``beta [p]``, adds to both and has no third derivative.
+    sqrt(p) apart. The exact fit is then within -log(1 - R |g| / lambda) / R, where lambda is the smallest eigenvalue of
+    I. A ridge with ``weights [p]`` at coefficients ``beta [p]`` contributes to both and has no third derivative.
     """
     value, information = here.likelihood.gradient - weights * beta, here.likelihood.information + np.diag(weights)
     columns = len(value)

@@ -9,7 +9,7 @@ exponential family distributions", Scand. J. Stat. 1989 (Cox).
 A recession direction of the likelihood is a direction b of the coefficients along which no row is fitted worse and some
 row is fitted better. If rows are available, a linear program finds such a direction: maximize the sum of ``a_i b``
 subject to ``a_i b >= 0``, where ``a_i`` is a difference that the fit must not make negative. From sums alone, Newton's
-method reveals it, see `recession`.
+method reveals the direction (see `recession`).
 """
 
 from __future__ import annotations
@@ -24,42 +24,44 @@ from fedloom.errors import DataError
 Floats = NDArray[np.float64]
 
 MAX_CONDITION_NUMBER = 1e12
-"""Condition number of the information from which columns depend on each other: a correlation above 1 - 1e-12, of which
+"""Condition number of the information from which on columns count as dependent: a correlation above 1 - 1e-12, of which
 double precision leaves no digit."""
 MIN_LOADING = 1e-4
-"""Weight of a column in a dependence below which the column is not part of it.
+"""Weight of a column in a dependence below which the column does not count as part of it.
 
 Rounding leaves less than 1e-6 for such a column.
 """
 COLLAPSED_SHARE = 1e-6
-"""Share of the information at 0 below which a direction is suspect. If rows are separated, Newton's method ends with a
-share near 1e-12. An existing fit may also end with a share of 1e-11, if a column has a cell 1e6 spreads away from all
-others, so the share alone decides nothing."""
+"""Share of the information at 0 below which a direction is suspicious. If rows are separated, Newton's method ends with
+a share near 1e-12. A fit that exists may also end with a share of 1e-11, if a column has a cell that is 1e6 spreads
+away from all others, so the share alone decides nothing."""
 MIN_LIKELIHOOD_RISE = 1e-6
-"""Rise of the log-likelihood by a step below which the limit is near: no test of a coefficient notices such a small
-rise."""
+"""Increase of the log-likelihood by a step below which the limit is near: no test of a coefficient detects such a small
+increase."""
 STILL_MOVING = 0.5
-"""Length of the last step relative to the step before. If rows are separated, the likelihood's distance from its limit
-falls as exp(-length), and every step of Newton's method is as long as the step before. Otherwise steps shrink
-quadratically. In 1,590 random Cox, logistic and Poisson regressions, of which the linear program found 61 separated,
-the three conditions of `recession` named 58, left 3 as not converged, and named no regression that has a fit. Columns
-were normal, skewed, rare or with a cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
+"""Ratio of the length of the last step to the length of the step before. If rows are separated, the distance of the
+likelihood from its limit decreases as exp(-length), and every step of Newton's method is as long as the step before.
+Otherwise steps shrink quadratically. Among 1,590 random Cox, logistic and Poisson regressions, of which the linear
+program found 61 to be separated, the three conditions of `recession` identified 58, left 3 as not converged, and did
+not flag any regression that has a fit. Columns were normal, skewed, rare, or contained a cell up to 1e6 spreads away,
+on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
 """Smallest gain of the linear program in some row, and largest loss in any row, relative to the row's largest entry."""
 ROUNDING_SHARE = 1e-9
-"""Part of a row visible to the remaining directions, below which it is rounding alone."""
+"""Part of a row visible to the remaining directions below which it is only rounding."""
 PROGRAM_ROWS = 2000
-"""Number of rows of the linear program that are used first, and that are added at a time if some rows are violated."""
+"""Number of rows with which the linear program starts, and number of rows that are added at a time if some rows are
+violated."""
 MIN_SUPPORT_SHARE = 0.1
-"""Part of the largest entry from which a column counts in a direction that is known from sums alone."""
+"""Part of the largest entry from which on a column counts in a direction that is known only from sums."""
 
 
 def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[str]]:
-    """Return the groups of columns that depend on each other, by the null vectors of the information at 0.
+    """Return the groups of columns that depend on each other, given by the null vectors of the information at 0.
 
     Args:
-        information: ``[p, p]`` at coefficients of 0, where every row counts, so that it has a null vector only if a
-            combination of columns is the same in every row at risk.
+        information: information ``[p, p]`` at coefficients of 0, where every row counts, so that it has a null vector
+            only if a combination of columns has the same value in every row at risk.
         names: names of the columns.
     """
     size = np.sqrt(np.maximum(information.diagonal(), 0))
@@ -72,7 +74,7 @@ def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[st
 
 
 def _reduced(rows: Floats) -> Floats:
-    """Return a row space reduced to rows with few entries, each with an entry that the other rows lack."""
+    """Return a row space reduced to rows with few entries, each with an entry that the other rows do not have."""
     rows, done = rows.copy(), list[int]()
     for k in range(len(rows)):
         free = np.abs(rows[k:])
@@ -105,17 +107,17 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
 def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float) -> Floats | None:
     """Return, by sums alone, the direction of a rise without information, or None without one.
 
-    In this direction the likelihood still rises though its information has vanished.
+    In this direction, the likelihood still rises although its information has vanished.
 
     Three conditions must hold. In some direction, less than `COLLAPSED_SHARE` of the information at 0 remains. The
-    likelihood has almost reached its limit, so that the last step raised it by less than `MIN_LIKELIHOOD_RISE`. This
-    step of Newton's method was nevertheless at least `STILL_MOVING` times as long as the step before, by the
-    information at 0.
+    likelihood has almost reached its limit, so that the last step raised it by less than `MIN_LIKELIHOOD_RISE`.
+    Nevertheless, this step of Newton's method was at least `STILL_MOVING` times as long as the step before, measured by
+    the information at 0.
 
     Args:
-        first: information ``[p, p]`` at 0, which is regular.
+        first: information at 0 ``[p, p]``, which is regular.
         information: information at the end of the steps.
-        steps: last two steps, ``[p]`` each.
+        steps: last two steps, each ``[p]``.
         rise: rise of the log-likelihood in the last step, to second order.
     """
     before, last = steps
@@ -136,12 +138,12 @@ def is_suspect(first: Floats, information: Floats) -> bool:
 
 
 def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
-    """Return a direction of separation with as few columns as possible, by linear programs, or None without one.
+    """Return a direction of separation with as few columns as possible, found by linear programs, or None without one.
 
     Args:
-        gains: ``[m, p]`` differences that must not be negative, and at least one of which must be positive.
-        equal: ``[k, p]`` differences that must be 0.
-        free: number of first columns that are intercepts, which the search for the fewest columns keeps.
+        gains: differences that must not be negative, and at least one of which must be positive ``[m, p]``.
+        equal: differences that must be 0 ``[k, p]``.
+        free: number of leading columns that are intercepts, which are always kept in the search for the fewest columns.
     """
     size = np.array([np.median(np.abs(column[column != 0])) if column.any() else 1.0 for column in gains.T])
     direction = _direction(gains / size, equal / size)
@@ -161,7 +163,7 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
 
 
 def _direction(gains: Floats, equal: Floats) -> Floats | None:
-    """Return the direction of largest gain in the box [-1, 1]^p, or None without a gain."""
+    """Return the direction with the largest gain in the box [-1, 1]^p, or None without a gain."""
     from scipy.linalg import null_space  # slow to import
     from scipy.optimize import linprog
 
@@ -203,15 +205,15 @@ def _direction(gains: Floats, equal: Floats) -> Floats | None:
 def no_finite_fit(
     direction: Floats, names: Sequence[str], free: int = 0, least: float = 1e-9, *, exact: bool = True
 ) -> DataError:
-    """Return the error of separated rows, with the separating columns and the directions of their coefficients.
+    """Return the error for separated rows, with the separating columns and the directions of their coefficients.
 
     Args:
-        direction: ``[p]`` direction of the coefficients of columns of unit spread.
+        direction: direction of the coefficients of columns with unit spread ``[p]``.
         names: names of the columns.
-        free: number of first columns that are intercepts, which are named only if no column is named.
+        free: number of leading columns that are intercepts, which are named only if no column is named.
         least: part of the largest entry below which a column is not named.
-        exact: True if no row contradicts the direction. Otherwise some row contradicts it, but by so little that the
-            likelihood changes by rounding alone.
+        exact: True if no row contradicts the direction. Otherwise, some row contradicts it, but by so little that the
+            likelihood changes only by rounding.
     """
     without = "without limit" if exact else "until rounding hides the rest, since far cells alone contradict"
     part = np.abs(direction)

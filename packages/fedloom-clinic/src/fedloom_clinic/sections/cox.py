@@ -1,4 +1,4 @@
-"""Cox regression of a run: hazard ratios with intervals, and the losses by bins and smallest counts."""
+"""Cox regression of a run: hazard ratios with intervals, and the losses caused by bins and minimum counts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _rows(run: Run) -> list[dict[str, Any]]:
 
 
 def cox_words(row: dict[str, Any]) -> str:
-    """Return a sentence on the rows of a regression and its losses."""
+    """Return a sentence about the rows of a regression and its losses."""
     rows, events, beyond, rare, left_out, bins, least = (
         int(row[name]) for name in ("rows", "events", "late_lost", "rare_lost", "left_out", "bins", "least")
     )

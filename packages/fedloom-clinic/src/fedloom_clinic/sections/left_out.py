@@ -1,4 +1,4 @@
-"""A new client: results at every site by models that were trained without it."""
+"""A new client: results at each site of models that were trained without this site."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
 
 
 def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render an HTML table, for each run that omitted every site in turn, of each method with a global model."""
+    """Render, for each run that omitted every site in turn, an HTML table of each method with a global model."""
     text = ""
     for run in runs:
         table = read_columns(run.path / analysis_file("left-out"), LEFT_OUT_COLUMNS)
@@ -79,7 +79,7 @@ def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, se
 
 
 def write_left_out_csv(runs: list[Run]) -> str:
-    """Return every figure of every omitted site, by seed and unscaled."""
+    """Return each metric of each omitted site, by seed and unscaled."""
     lines = [
         (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in LEFT_OUT_COLUMNS))
         for run in runs

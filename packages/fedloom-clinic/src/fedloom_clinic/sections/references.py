@@ -1,4 +1,4 @@
-"""Reference models of scikit-learn beside the federation: a regression and a forest of every site."""
+"""Reference models from scikit-learn next to the federation: a regression and a forest for each site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``fedloom deploy``, and the results of a deployment's directory. Fedloom loads both by entry points."""
+"""Command ``fedloom deploy``, and the results in a deployment's directory. fedloom loads both through entry points."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ deploy = typer.Typer(
 app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
 FILE_COLUMNS = 120
-"""Columns of a table for a file or another program."""
+"""Columns of a table written to a file or for another program."""
 
 Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
 SiteFolder = Annotated[Path, typer.Argument(help="folder of a site, with its site.toml", show_default=False)]
@@ -107,7 +107,8 @@ def init(
 ) -> None:
     """Write the directory of a new deployment.
 
-    It contains certificates, keys, settings, systemd units, a reverse proxy, and the five commands to run it.
+    It contains certificates, keys, settings, systemd units, a reverse proxy, and the five commands with which to run
+    it.
 
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
@@ -189,8 +190,9 @@ def analyze(
 ) -> None:
     """Write the directory of a deployment for one analysis.
 
-    Options are those of the file's [[analysis]] of this kind, changed by --set and --rule. One round of the file's
-    first method comes before. For other options of a deployment, write [[analysis]] into the file and use init.
+    Options are taken from the file's [[analysis]] table of this kind, and can be changed with --set and --rule. One
+    round of the file's first method is run before the analysis. To set other options of a deployment, write
+    [[analysis]] into the file and use init.
 
     Example: fedloom deploy analyze table-1 hospitals.toml --own-data --sites 5 --secure-aggregation
     """
@@ -262,9 +264,9 @@ def check(
     site: SiteFolder,
     offline: Annotated[bool, typer.Option("--offline", help="do not start the server")] = False,
 ) -> None:
-    """Check the requirements of a site before it joins.
+    """Check whether a site meets the requirements before it joins.
 
-    Each finding is a sentence. The exit code is 1 if a finding is a refusal.
+    Each finding is a sentence. The exit code is 1 if a finding means that the site cannot take part.
 
     Example: fedloom deploy check /srv/fedloom/site
     """
@@ -286,11 +288,11 @@ def rehearse(
     site: SiteFolder,
     as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
 ) -> None:
-    """Attack a copy of a site, to see what a server could learn.
+    """Attack a copy of a site to see what a server could learn.
 
-    A dishonest server tries all known attacks. The table shows the information that the server learned. The exit code
-    is 1 if the server learned something about this site that it should not (OPEN). Nothing leaves the machine, and no
-    file of the site changes.
+    A dishonest server tries all known attacks. The table shows what information the server learned. The exit code is 1
+    if the server learned something about this site that it should not (OPEN). Nothing leaves the machine, and no file
+    of the site is changed.
 
     Example: fedloom deploy rehearse /srv/fedloom/site
     """
@@ -369,7 +371,7 @@ def status(
 ) -> None:
     """Show the progress of a deployment, or the alarms of one site.
 
-    The command reads the files of the folder, during the deployment and afterwards.
+    The command reads the files in the folder, during the deployment and afterwards.
 
     Example: fedloom deploy status hospitals
     """
@@ -427,8 +429,8 @@ def verify_log(
 ) -> None:
     """Check that no line of a log was changed, removed or inserted.
 
-    The log is audit.jsonl of a server, or sent.jsonl of a site. Note the printed digest elsewhere: only the digest
-    shows lines that are missing at the end.
+    The log is audit.jsonl of a server, or sent.jsonl of a site. Note the printed digest elsewhere: only this digest
+    reveals lines that are missing at the end.
 
     Example: fedloom deploy verify-log hospitals
     """

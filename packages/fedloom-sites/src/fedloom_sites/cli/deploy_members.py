@@ -20,9 +20,9 @@ def renew(
     ] = None,
     days: Annotated[int, typer.Option(help="how long the certificate is valid, in days")] = 365,
 ) -> None:
-    """Make another certificate of the server.
+    """Create another certificate for the server.
 
-    The same authority signs it. Sites need no new file.
+    It is signed by the same authority. Sites do not need a new file.
 
     Example: fedloom deploy renew hospitals
     """
@@ -53,9 +53,9 @@ def add(
         Path | None, typer.Option(help="folder of the programs on the machines (default: as in the deployment)")
     ] = None,
 ) -> None:
-    """Let a site join a deployment that has run.
+    """Let a site join a deployment that has already run.
 
-    A new agreement begins from the last round's model. Every site approves it for itself.
+    A new agreement begins with the model of the last round. Every site must approve it.
 
     Example: fedloom deploy add hospitals fichte
     """
@@ -83,7 +83,7 @@ def add(
 def upgrade(directory: Directory) -> None:
     """Agree on the installed patch release in a running experiment.
 
-    Checkpoints and the sites' state stay. Every site installs the release and approves the new agreement.
+    Checkpoints and the sites' state are kept. Every site installs the release and approves the new agreement.
 
     Example: fedloom deploy upgrade hospitals
     """
@@ -101,7 +101,7 @@ def rotate(
 ) -> None:
     """Give a site new keys within a running experiment.
 
-    The site's state and its memory of sums and budgets stay. Under secure aggregation every site approves.
+    The site's state and its memory of sums and budgets are kept. Under secure aggregation, every site must approve.
 
     Example: fedloom deploy rotate hospitals birke
     """
@@ -178,7 +178,7 @@ def approve(
 ) -> None:
     """Approve a run or a new agreement at a site.
 
-    The digest names the run or the agreement, and without --digest the command shows it.
+    The digest identifies the run or the agreement. Without --digest, the command shows it.
 
     Example: fedloom deploy approve /srv/fedloom/site --digest 3f2a...
     """
@@ -208,9 +208,9 @@ def snapshot(
     site: SiteFolder,
     date: Annotated[str | None, typer.Option(help="date of the data, such as 2026-12-01 (default: today)")] = None,
 ) -> None:
-    """Declare a dated snapshot of a site's data that grow.
+    """Declare a dated snapshot of a site's data, which grow over time.
 
-    The run of this experiment reads the snapshot, unless it has begun with other data.
+    The run of this experiment reads the snapshot, unless it has already begun with other data.
 
     Example: fedloom deploy snapshot /srv/fedloom/site
     """
@@ -229,7 +229,7 @@ def remove(
 ) -> None:
     """Take a site out of the server's settings.
 
-    This is done between two runs. The site's key stays registered.
+    This is only possible between two runs. The site's key stays registered.
 
     Example: fedloom deploy remove /srv/fedloom/server dorn
     """

@@ -1,4 +1,4 @@
-"""``fedloom deploy`` with the models of sites: ``models``, ``predict``, ``evaluate`` and ``export``."""
+"""``fedloom deploy`` commands for the models of sites: ``models``, ``predict``, ``evaluate`` and ``export``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def predict(
     set_threshold: SetThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Predict raw rows at a site by its own model.
+    """Predict raw rows at a site with the site's own model.
 
     Rows are scaled as the site scales them.
 
@@ -96,7 +96,7 @@ def evaluate(
         ),
     ] = False,
 ) -> None:
-    """Score a site's model, or find what drives it.
+    """Score a site's model, or find what drives its predictions.
 
     Rows are predicted as the site predicts them.
 
@@ -138,9 +138,9 @@ def export(
     threshold: ThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Write a site's model for other programs.
+    """Write a site's model for use in other programs.
 
-    The file is an ONNX or torch graph that takes raw rows and includes the site's scaling.
+    The file is an ONNX or torch graph that accepts raw rows and includes the site's scaling.
 
     Example: fedloom deploy export /srv/fedloom/site --out model.onnx
     """

@@ -1,1 +1,1 @@
-"""Real sites over TLS, on Flower: the algorithms that were simulated, unchanged."""
+"""Real sites over TLS, on Flower: the same algorithms as in simulations, unchanged."""

@@ -1,7 +1,7 @@
-"""Alarms of a site about refused and repeated messages of its server, in the site's log and status.
+"""Alarms of a site about refused and repeated messages from its server, in the site's log and status.
 
-An honest server repeats a message if an answer was lost, and sends a message that a site refuses only once. A server
-that probes the site does both many times. No alarm leaves the site.
+An honest server repeats a message only if an answer was lost, and sends a message that a site refuses only once. A
+server that probes the site does both many times. No alarm leaves the site.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of
 from fedloom_sites.deploy.settings import Site
 
 MAX_REFUSALS = 2  # one for a message that crosses a change of the run, one for its repetition
-"""Number of refused messages without an alarm."""
+"""Number of refused messages that do not raise an alarm."""
 MAX_REPEATS = 4  # a server asks again after each deadline, until its patience ends
-"""Number of answers to one message without an alarm."""
+"""Number of answers to one message that do not raise an alarm."""
 MAX_SESSIONS = 12  # a session for every site of a small run that drops out
-"""Number of sessions of secure aggregation in one round without an alarm, beside those of agreed questions."""
+"""Number of sessions of secure aggregation in one round that do not raise an alarm, in addition to those for agreed
+questions."""
 ALARM_ENTRY = "alarm"
-"""Kind of the lines of alarms in the log."""
+"""Kind of the log lines that contain alarms."""
 
 
 class Alarms:
-    """The messages that a site has answered or refused in one experiment, counted in its log.
+    """Messages that a site has answered or refused in one experiment, counted in its log.
 
     Args:
         folder: folder of the site's state in this experiment.
-        questions: returns the number of questions of analyses that the site has agreed to answer in a round.
+        questions: function that returns the number of analysis questions that the site has agreed to answer in a round.
     """
 
     def __init__(self, folder: Path, questions: Callable[[int], int] = lambda t: 0) -> None:
@@ -41,11 +42,11 @@ class Alarms:
     def note(self, line: Mapping[str, Any], reason: str) -> list[str]:
         """Count a message, and return the alarms that it raises.
 
-        An alarm is repeated each time its number has doubled.
+        An alarm is repeated each time its count has doubled.
 
         Args:
-            line: entry of the log about the message, see `Client`.
-            reason: reason of the refusal. Empty if the message was answered.
+            line: log entry about the message (see `Client`).
+            reason: reason for the refusal. Empty if the message was answered.
         """
         if not self._loaded:
             self._loaded = True

@@ -1,11 +1,12 @@
-"""Analyses by sums at real sites: the agreement before the first question, and answers as whole numbers.
+"""Analyses by sums at real sites: the agreement before the first question, and answers as integers.
 
-Columns, ranges, bins and rules come from the agreed experiment file. A message of the server contains a question and
-the public numbers of the sites, and every site checks its own numbers. This module knows no analysis by name.
+Columns, ranges, bins and rules are defined in the agreed experiment file. A message from the server contains a question
+and the public numbers of the sites, and every site checks its own numbers. This module does not know any analysis by
+name.
 
-A number of an answer is sent as a multiple of its step, modulo 2^64. The step is a power of two. If 64 bits are too few
-for the range of the sum, the multiple is written as several limbs of 40 bits, and the last limb carries the sign.
-Therefore the sum of answers is exact for every range.
+Each number in an answer is sent as a multiple of its step, modulo 2^64. The step is a power of two. If 64 bits are not
+enough for the range of the sum, the multiple is written as several limbs of 40 bits, and the last limb carries the
+sign. The sum of answers is therefore exact for every range.
 """
 
 from __future__ import annotations
@@ -37,38 +38,38 @@ from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
 from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, Terms
 
 LIMB_BITS, MAX_LIMBS = 40, 4
-"""Number of bits of a limb, and largest number of limbs of a number. Sums of 100 limbs and of 100 signed last limbs
-fit into 63 bits."""
+"""Number of bits per limb, and largest number of limbs per number. Sums of 100 limbs and of 100 signed last limbs fit
+into 63 bits."""
 SUM_BITS = 62
-"""Largest number of bits of a sum of all sites, including its sign, for which one limb is enough."""
+"""Largest number of bits of a sum over all sites, including its sign, for which one limb is enough."""
 FACT_COUNT = 2
-"""Number of whole numbers at the end of an answer: the count of clipped numbers, and the rows of the site."""
+"""Number of integers at the end of an answer: the count of clipped numbers, and the number of the site's rows."""
 DEFAULT_LEAST = 5
-"""Smallest number of subjects of a site, and of a cell there, if the agreement of an analysis contains no rules."""
+"""Smallest number of subjects at a site, and in a cell there, if the agreement on an analysis contains no rules."""
 
 
 MAX_VERDICTS = 1024
-"""Number of newest verdicts on sets of rows that a site remembers, with the subjects of these sets."""
+"""Number of most recent verdicts on sets of rows that a site remembers, with the subjects of these sets."""
 MIN_APART_SUBJECTS = 2
 """Smallest number of subjects in which two sets must differ, regardless of the agreed smallest count."""
 SUBJECT_BYTES = 8
 
 
 class TooLarge(Refused):
-    """A question whose answers do not fit into the limbs, for example if a step of a fit is far too long."""
+    """Error: answers to a question do not fit into the limbs, for example because a step of a fit is much too long."""
 
 
 @dataclass(frozen=True, eq=False)
 class AgreedAnalysis:
-    """An analysis that server and sites have agreed on.
+    """Analysis on which server and sites have agreed.
 
     Args:
         name: name of the analysis.
         analysis: the value.
         schema: columns and agreed ranges.
         clients: number of sites.
-        threshold: smallest number of sites of a sum. None without masks.
-        first: position of its flags among the bits of a site.
+        threshold: smallest number of sites in a sum. None without masks.
+        first: position of the analysis' flags among the bits of a site.
     """
 
     name: str
@@ -80,9 +81,9 @@ class AgreedAnalysis:
 
     @cached_property
     def rules(self) -> Rules:
-        """Rules before the number of absent sites is known.
+        """Rules that apply before the number of absent sites is known.
 
-        A value of 1 never stands for itself, see `check_rules`.
+        The value 1 is never taken literally (see `check_rules`).
         """
         rules = self.analysis.rules or Rules()
         agreed = _stated_rules(rules)
@@ -98,12 +99,12 @@ class AgreedAnalysis:
 
     @cached_property
     def before(self) -> AnalysisTerms:
-        """Terms by which a site computes its flags, without the sizes of others, which are not known yet."""
+        """Terms by which a site computes its flags, without the sizes of other sites, which are not known yet."""
         return AnalysisTerms(self.schema, torch.zeros(self.clients, dtype=torch.long), self.rules)
 
     @cached_property
     def flags(self) -> int:
-        """Number of the flags that a site publishes."""
+        """Number of flags that a site publishes."""
         return len(self.analysis.publish(empty_rows(self.schema), self.before))
 
     def publish(self, rows: ClientRows) -> int:
@@ -112,7 +113,7 @@ class AgreedAnalysis:
         return sum(bool(one) << k for k, one in enumerate(flags.tolist()))
 
     def terms(self, terms: Terms) -> AnalysisTerms:
-        """Return the public facts of an analysis under the terms of its session.
+        """Return the public facts about an analysis under the terms of its session.
 
         Raises:
             FedloomError: too few sites reach the cells.
@@ -123,10 +124,10 @@ class AgreedAnalysis:
         )
 
     def public(self, sizes: Sequence[int], bits: Mapping[int, int], missing: int) -> AnalysisTerms:
-        """Return the public facts of an analysis.
+        """Return the public facts about an analysis.
 
         Args:
-            sizes: number of rows of every site.
+            sizes: number of rows at each site.
             bits: bits of the sites that are asked, by number.
             missing: number of these sites that may be absent from a sum.
         """
@@ -137,11 +138,11 @@ class AgreedAnalysis:
         return AnalysisTerms(self.schema, torch.tensor(sizes), self.rules.with_(missing=missing), published)
 
     def read_question(self, step: int, message: bytes, terms: AnalysisTerms) -> tuple[Question, Bounds]:
-        """Return the question of a step, if it is allowed there, and the bounds of an answer.
+        """Return the question of a step, if it is allowed at this step, and the bounds of an answer.
 
         Raises:
             WireError: the bytes are not a question.
-            Refused: the question does not belong to this step, the rules do not lead to it, or it is one step too many.
+            Refused: the question does not belong to this step, the rules do not allow it, or it is one step too many.
         """
         analysis, order = self.analysis, self.analysis.order
         if step >= self.rules.questions:
@@ -157,7 +158,7 @@ class AgreedAnalysis:
     def answer(
         self, question: Question, bounds: Bounds, form: AnswerForm, rows: ClientRows, terms: AnalysisTerms
     ) -> tuple[Integers, int, bool]:
-        """Return a site's answer as whole numbers, its count of clipped values, and whether it has a part in the sum.
+        """Return a site's answer as integers, its count of clipped values, and whether it contributes to the sum.
 
         Raises:
             Refused: the site has no answer, for example because it has too few subjects.
@@ -170,11 +171,11 @@ class AgreedAnalysis:
 
 
 class AnswerForm:
-    """Form in which answers within given bounds, and sums of them, are written as whole numbers.
+    """Form in which answers within given bounds, and sums of answers, are written as integers.
 
     Args:
         bounds: bounds of one site's answer.
-        sites: largest number of sites of a sum.
+        sites: largest number of sites in a sum.
 
     Raises:
         TooLarge: the range of a number is too large for its step.
@@ -198,7 +199,7 @@ class AnswerForm:
         self.length = int(limbs.sum()) + FACT_COUNT
 
     def encode(self, values: Tensor, clipped: int, rows: int) -> Integers:
-        """Return an answer ``[k]`` within the bounds as whole numbers modulo 2^64."""
+        """Return an answer ``[k]`` within the bounds as integers modulo 2^64."""
         multiples = np.rint(np.ldexp(values.numpy(), -self._exponents))
         digits = np.zeros((MAX_LIMBS, len(multiples)), dtype=np.int64)
         rest = multiples
@@ -215,14 +216,14 @@ class AnswerForm:
 
     @property
     def zeros(self) -> Integers:
-        """Zeros, as the answer of a site without an answer."""
+        """Zeros, which are sent in place of an answer by a site that has no answer."""
         return np.zeros(self.length, dtype=np.uint64)
 
     def decode(self, total: Integers, sites: int) -> tuple[Tensor, int, int]:
         """Return the sum ``[k]`` of the answers of some sites, the number of clipped values, and the number of rows.
 
         Raises:
-            Broken: no answers within the bounds from this number of sites have this sum.
+            Broken: no answers within the bounds from this number of sites can have this sum.
         """
         if len(total) != self.length:
             raise Broken(f"a sum for this question must have {self.length} numbers, got {len(total)}")
@@ -247,7 +248,7 @@ class AnswerForm:
 
 
 def _scaled(multiple: int, exponent: int) -> float:
-    """Return a whole number times a power of two, rounded once."""
+    """Return an integer times a power of two, rounded once."""
     whole = float(multiple)
     return math.ldexp(whole, exponent)
 
@@ -255,14 +256,14 @@ def _scaled(multiple: int, exponent: int) -> float:
 def agreed_analyses(
     experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
 ) -> dict[str, AgreedAnalysis]:
-    """Return the analyses by sums that server and sites have agreed on, by name.
+    """Return the analyses by sums on which server and sites have agreed, by name.
 
     Args:
         experiment: agreed experiment.
         samples: form of a sample.
         clients: number of sites.
-        threshold: smallest number of sites of a sum. None without masks.
-        first: number of bits of a site before the bits of the first analysis.
+        threshold: smallest number of sites in a sum. None without masks.
+        first: number of a site's bits that precede the bits of the first analysis.
     """
     schema, agreed = schema_of_samples(experiment, samples), dict[str, AgreedAnalysis]()
     for analysis in experiment.analyses:
@@ -279,20 +280,20 @@ def count_questions(experiment: Experiment) -> int:
 
 
 def _most_questions(analysis: Analysis) -> int:
-    """Return the agreed number of questions of an analysis, or the number for real sites if none was agreed on."""
+    """Return the agreed number of questions of an analysis, or the number for real sites if no number was agreed."""
     rules = analysis.rules or Rules()
     return rules.questions if "questions" in _stated_rules(rules) else analysis.most_questions
 
 
 def _stated_rules(rules: Rules) -> set[str]:
-    """Return the names of the rules that were agreed on. Older agreements contain every rule of a simulation."""
+    """Return the names of the agreed rules. Older agreements contain every rule of a simulation."""
     unchanged = {name for name in Rules.model_fields if getattr(rules, name) == getattr(Rules(), name)}
     is_older = rules.model_fields_set == {*Rules.model_fields}
     return {*rules.model_fields_set} - (unchanged if is_older else {name for name in unchanged if name != "questions"})
 
 
 def check_rules(analysis: Analysis) -> None:
-    """Raise if an agreement would switch off a rule of real sites.
+    """Raise if an agreement would switch off a rule that real sites need.
 
     Raises:
         ConfigError: ``min_subjects`` or ``min_clients`` is 1.
@@ -345,18 +346,18 @@ def check_analyses(
 def judge_row_sets(
     memory: dict[str, Any], name: str, sets: Sequence[ClientRows], columns: str, salt: bytes, least: int
 ) -> bool:
-    """Remember sets of rows with a verdict on each, and return True if a site may answer an analysis of these sets.
+    """Remember sets of rows with a verdict on each, and return True if a site may answer an analysis on these sets.
 
-    A set may be answered if it equals every set of other answered analyses, or differs from it in at least ``least``
+    A set may be answered if it equals every set of other answered analyses, or differs from each in at least ``least``
     subjects. Sets of other columns cannot be compared subject by subject, so their numbers of subjects must be equal or
-    differ as much. A verdict never changes.
+    differ by at least as much. A verdict never changes.
 
     Args:
-        memory: what the site remembers: subjects and columns of ``sets``, and ``verdicts``. It is changed.
+        memory: memory of the site: subjects and columns of ``sets``, and ``verdicts``. It is changed.
         name: name of the analysis in its experiment. Sets of one analysis are not compared with each other.
-        sets: sets of rows that the analysis sums, see `Analysis.row_sets`.
+        sets: sets of rows that the analysis sums (see `Analysis.row_sets`).
         columns: digest of the columns of the rows.
-        salt: key of the digests, known to the site alone.
+        salt: key for the digests, which only the site knows.
         least: smallest number of subjects.
     """
     remembered, verdicts = memory.setdefault("sets", {}), memory.setdefault("verdicts", [])
@@ -390,7 +391,7 @@ def columns_digest(schema: Schema) -> str:
 
 
 def _subject_digests(rows: ClientRows, salt: bytes) -> list[str]:
-    """Return the digest of every subject: of all its rows, in any order."""
+    """Return the digest of each subject, computed from all its rows, in any order."""
     cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1).numpy()
     order, states = np.lexsort((*cells.T, rows.subjects.numpy())), dict[int, Any]()
     for k in order.tolist():
@@ -400,7 +401,7 @@ def _subject_digests(rows: ClientRows, salt: bytes) -> list[str]:
 
 
 def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
-    """Return the columns, levels and ranges that the sites have agreed on."""
+    """Return the columns, levels and ranges on which the sites have agreed."""
     agreement = getattr(experiment.source, "agreement", None)
     if agreement is not None:
         return schema_of_agreement(agreement, experiment.head.name, experiment.kept_columns)
@@ -416,7 +417,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
     """Return the columns, levels and ranges of an agreement.
 
     Args:
-        agreement: the agreement that people have signed.
+        agreement: agreement that people have signed.
         name: name of the data.
         kept: columns whose levels are kept in addition to the columns of models.
     """

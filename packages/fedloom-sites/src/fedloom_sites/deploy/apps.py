@@ -1,6 +1,6 @@
 """The two apps that Flower runs: the server's app (`fedloom_sites.deploy.server.run`), and a site's app.
 
-Flower imports this module for every message to a site, so the module imports PyTorch for the server only.
+Flower imports this module for every message to a site, so the module imports PyTorch only for the server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ client_app = ClientApp()
 
 @server_app.main()
 def run_server(grid: Grid, context: Context) -> None:
-    """Run the server. The run configuration names the file with the server's settings.
+    """Run the server. The run configuration names the file that contains the server's settings.
 
     Raises:
         FedloomError: the run did not reach its end. Flower records the run as failed after the message has been
@@ -59,7 +59,7 @@ def _say(line: str) -> None:
 def answer(message: Message, context: Context) -> Message:
     """Answer a message as a site, and return the reply.
 
-    The node configuration names the file with the site's settings.
+    The node configuration names the file that contains the site's settings.
     """
     reply = hand_over(_file(context.node_config, SITE_KEY, "node"), encode_records(message.content))
     return Message(decode_records(reply), reply_to=message)

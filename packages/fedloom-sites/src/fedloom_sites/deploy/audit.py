@@ -1,10 +1,10 @@
 """Audit: an append-only log of every reply, accepted or rejected, with the reason.
 
-The log contains one JSON object per line, which is on disk before the reply is used.
+The log contains one JSON object per line, which is written to disk before the reply is used.
 
-Each line contains its number and the SHA-256 of the previous line, so that a changed, removed or inserted line is found
-(`verify_log`). A line that a crash truncated stays in this chain: the next line contains the digest of its bytes. Only
-a digest that was noted elsewhere shows lines that are missing at the end.
+Each line contains its number and the SHA-256 of the previous line, so that a changed, removed or inserted line is
+detected (`verify_log`). A line that was truncated by a crash stays in this chain, because the next line contains the
+digest of its bytes. Only a digest that was noted elsewhere reveals lines that are missing at the end.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fedloom.storage.files import append_line, create_file
 SENT_FILE = "sent.jsonl"
 """Log of everything that has left the site, in the folder of the site's state."""
 TAIL_BYTES = 1 << 16
-"""Number of bytes at the end of a log in which its last line is searched. A line has a few hundred bytes."""
+"""Number of bytes at the end of a log that are searched for its last line. A line has a few hundred bytes."""
 
 
 class LogEnd(NamedTuple):
-    """End of a log with an intact chain.
+    """End of a log whose chain is intact.
 
     Attributes:
-        lines: number of lines, including lines that a crash truncated.
+        lines: number of lines, including lines that were truncated by a crash.
         digest: SHA-256 of the last line. Empty for an empty log.
     """
 
@@ -55,7 +55,7 @@ class Audit:
         self._path = path
 
     def write(self, what: str, **facts: Any) -> None:
-        """Append one line: time, event, and facts (plain values, where None is left out)."""
+        """Append one line: time, event, and facts (plain values; facts that are None are omitted)."""
         line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what}
         line |= {k: v for k, v in facts.items() if v is not None}
         end = self._end()
@@ -75,12 +75,12 @@ class Audit:
         return LogEnd(len(lines), _digest(lines[-1]) if lines else "")
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return all entries of the log, see `lines_of`."""
+        """Return all entries of the log (see `lines_of`)."""
         return lines_of(self._path)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return all entries of a log, which may be in use by a writer. Truncated lines are left out.
+    """Return all entries of a log, which may be in use by a writer. Truncated lines are omitted.
 
     Raises:
         RunDirError: the path is not a regular file, or cannot be read.
@@ -92,8 +92,8 @@ def verify_log(path: Path) -> LogEnd:
     """Check that no line of a log was changed, removed or inserted since it was written, and return the end of the log.
 
     Raises:
-        RunDirError: the log does not exist, or a line was changed, removed or inserted. The message names the first
-            line that shows the change.
+        RunDirError: the log does not exist, or a line was changed, removed or inserted. The message states the first
+            line that reveals the change.
     """
     if not path.exists():
         raise RunDirError(f"there is no log {path}. Name a log, or the folder of a server or of a site that has run")

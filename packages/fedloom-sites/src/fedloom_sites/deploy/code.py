@@ -1,8 +1,8 @@
 """User code of a deployment: the modules that its experiment names by import path, identical on all machines.
 
-Modules of a folder are copied, with all that they import from this folder, into a folder `code` next to the settings. A
-module of an installed package stays in its package. The SHA-256 of both kinds is agreed on, and compared before the
-modules run. No other file of the folder is imported, and no compiled file.
+Modules in a folder are copied, together with everything that they import from this folder, into a folder `code` next to
+the settings. A module of an installed package stays in its package. The SHA-256 of both kinds of modules is part of the
+agreement, and is compared before the modules run. No other file in the folder is imported, and no compiled file either.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fedloom_sites.deploy.settings import Shared, check_agreed, check_fingerprin
 
 CODE_FOLDER = "code"
 INITIAL_MODEL_FILE = "weights.safetensors"
-"""File of the initial model, next to the experiment file, if an initial model was agreed on."""
+"""File of the initial model, next to the experiment file, if an initial model is part of the agreement."""
 IMPORT_PATH_KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
 """Keys of an experiment file whose values are import paths."""
 MAX_CODE_BYTES = 4 << 20
-"""Number of bytes from which user code has to be installed. Such a size suggests a folder that also contains other
-things."""
+"""Number of bytes from which on user code must be installed instead of being copied. A size like this suggests a folder
+that also contains other things."""
 
 
 @dataclass(frozen=True)
 class Code:
     """User code.
 
-    files: contents by path below `CODE_FOLDER`. installed: SHA-256 by name of the source of modules of installed
-    packages.
+    files: contents by path below `CODE_FOLDER`. installed: SHA-256 of the source, by module name, of modules from
+    installed packages.
     """
 
     files: dict[str, bytes]
@@ -56,7 +56,8 @@ def code_of(settings: Mapping[str, object]) -> Code:
     """Return the user code of an experiment that has been read, so that its modules are imported.
 
     Raises:
-        ConfigError: a module has no source, two folders contain files of one name, or the code is too long to copy.
+        ConfigError: a module has no source, two folders contain files with the same name, or the code is too long to
+            copy.
     """
     files: dict[str, bytes] = {}
     installed: dict[str, str] = {}
@@ -88,10 +89,10 @@ def code_of(settings: Mapping[str, object]) -> Code:
 
 
 def check_code(shared: Shared) -> None:
-    """Raise if the user code differs from the agreed user code. No module of it is imported.
+    """Raise if the user code differs from the agreed user code. None of its modules is imported.
 
     Raises:
-        ConfigError: a file or a module is missing or differs. The message names both digests.
+        ConfigError: a file or a module is missing or differs. The message states both digests.
     """
     for path, wanted in shared.code.items():
         file = shared.experiment.parent / CODE_FOLDER / path
@@ -108,11 +109,11 @@ def check_code(shared: Shared) -> None:
 
 
 def read_agreed(shared: Shared, **engine: Any) -> Experiment:
-    """Return the agreed experiment of a server or a site after a check that its user code is the agreed code.
+    """Return the agreed experiment of a server or a site, after checking that its user code is the agreed code.
 
     Raises:
         ConfigError: the experiment or the code differs from the agreement. The same error is raised if the user code
-            does not import.
+            cannot be imported.
     """
     document = document_of(check_fingerprint(shared), shared.experiment)
     check_code(shared)
@@ -156,7 +157,7 @@ class _Finder:
 class _Loader(SourceFileLoader):
     """Loader of a module from source with the agreed SHA-256.
 
-    It never reads a compiled file, whose content may differ.
+    It never reads a compiled file, because its content might differ.
     """
 
     def __init__(self, name: str, path: str, wanted: str) -> None:

@@ -1,8 +1,8 @@
 """Groups of patients at sites: sums of each group, for the metrics of all sites together and of each site.
 
-A site publishes a group only if its published numbers reveal no set of fewer rows than agreed
-(`fedloom.data.groups.published`). Under secure sums the server receives the sums of all sites and no number of a single
-site.
+A site publishes a group only if its published numbers do not reveal any set with fewer rows than agreed
+(`fedloom.data.groups.published`). Under secure sums, the server receives the sums over all sites but no number of a
+single site.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
 
 
 def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str, str]]:
-    """Return choice and name of every group, as at server and sites.
+    """Return the choice and name of each group, in the same way at the server and the sites.
 
     Raises:
         ConfigError: the levels of a column were not agreed on.
@@ -56,7 +56,7 @@ def min_rows(experiment: Experiment) -> int:
 
 
 def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
-    """Raise if there are more groups than fit into a message.
+    """Raise if there are more groups than a message can contain.
 
     Raises:
         ConfigError: the number of groups is too large, and the message states it.
@@ -69,7 +69,7 @@ def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
 
 
 class GroupSums:
-    """The sums and metrics of a run's groups.
+    """Sums and metrics of a run's groups.
 
     Args:
         job: the run.
@@ -88,14 +88,14 @@ class GroupSums:
 
     @property
     def names(self) -> set[str]:
-        """Names of all numbers of `as_metrics`."""
+        """Names of all numbers that `as_metrics` returns."""
         figures = [*(f"{k}" for k in range(self._width)), *metric_names(self._task)] if self.groups else []
         return {_name(kind, k, figure) for kind in SCORED_MODELS for k in range(len(self.groups)) for figure in figures}
 
     def members(self, fed: Federation, client: int) -> dict[str, Tensor]:
         """Return a bool ``[N]`` mask of a site's test samples for each group that the site may publish.
 
-        A group that it may not publish is left out.
+        A group that the site may not publish is omitted.
 
         Raises:
             ConfigError: the data lack a column of the groups.
@@ -176,13 +176,13 @@ class GroupSums:
         return sum((name in members) << k for k, name in enumerate(self.groups))
 
     def summed(self, bits: Sequence[int], threshold: int) -> list[bool]:
-        """Return whether each group is summed: no sum and no remainder is of fewer than `MIN_SITES` sites.
+        """Return whether each group is summed: every sum and every remainder must cover at least `MIN_SITES` sites.
 
-        This holds for every sum of at least ``threshold`` sites.
+        This must hold for every sum of at least ``threshold`` sites.
 
         Args:
             bits: bits of the sites that are asked.
-            threshold: smallest number of sites of a sum.
+            threshold: smallest number of sites in a sum.
         """
         lacking = [sum(not one >> k & 1 for one in bits) for k in range(len(self.groups))]
         is_summed = [threshold - lack >= MIN_SITES for lack in lacking]

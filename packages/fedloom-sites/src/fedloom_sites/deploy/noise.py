@@ -3,21 +3,21 @@
 Real numbers are rounded to a grid before noise from the same grid is added in integers, so the floating-point form of
 the result reveals nothing about the numbers without noise (Mironov, CCS 2012). OpenDP samples the discrete Gaussian
 exactly, in integer arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits. No
-generator of PyTorch or numpy takes part.
+generator of PyTorch or numpy is involved.
 
-The multiplier is exactly the multiplier in the settings: rows are clipped, then rounded toward zero, and the integers'
-Euclidean norm is at most t / sigma, compared in exact arithmetic, where t is the scale passed to OpenDP. Adding or
-removing a row therefore changes the sum of integers by at most t / sigma, and replacing a row by at most 2 t / sigma.
-The mechanism is rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14): 1 / (2 sigma^2) or 2 / sigma^2, in
-any dimension. Everything after the integers is post-processing.
+The multiplier is exactly the multiplier in the settings: rows are clipped, then rounded toward zero, and the Euclidean
+norm of the integers is at most t / sigma, compared in exact arithmetic, where t is the scale passed to OpenDP. Adding
+or removing a row therefore changes the sum of integers by at most t / sigma, and replacing a row by at most 2 t /
+sigma. The mechanism is rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14): 1 / (2 sigma^2) or 2 /
+sigma^2, in any dimension. Everything that follows the integers is post-processing.
 
-Under secure aggregation no single party adds the noise of a sum: each site adds its share, of scale s = t (1 + 2^-20) /
+Under secure aggregation, no single party adds the noise of a sum: each site adds a share with scale s = t (1 + 2^-20) /
 sqrt(T), where T is the smallest number of sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete
 Gaussians is close to a discrete Gaussian, but not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) +
-tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). As s is at
-least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most the rho of the central noise.
-More survivors add more noise. A party with the shares of c sites still faces the noise of T - c sites. Epsilon is
-recorded for c = 0 and for c = T - 1 (`remaining_noise`).
+tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). Because s is
+at least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most the rho of the central noise.
+If more sites survive, more noise is added. A party that knows the shares of c sites still faces the noise of T - c
+sites. Epsilon is recorded for c = 0 and for c = T - 1 (`remaining_noise`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from fedloom.rows.channels import GaussianNoise
 from fedloom.rows.context import Cohort
 
 MIN_NOISE_STEPS = 2.0**6
-"""Smallest scale of a site's noise in steps of the grid for which the bound of the sum of several holds."""
+"""Smallest scale of a site's noise, in steps of the grid, for which the bound on the sum of several holds."""
 _CLIP_BITS, _SUM_BITS = 30, 52
-"""Largest powers of two of the clip and of the noise's scale in steps of the grid. Sums stay far inside 64 bits."""
+"""Largest powers of two for the clip and for the noise scale, in steps of the grid. Sums then stay well within 64
+bits."""
 
 
 def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
-    """Return the sum of clipped rows plus discrete Gaussian noise of standard deviation ``sigma * clip``.
+    """Return the sum of clipped rows plus discrete Gaussian noise with standard deviation ``sigma * clip``.
 
     Args:
         rows: ``[m, D]``. A row that is not finite counts as zero, so that there is always a result.
@@ -55,7 +56,7 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
         sigma: noise multiplier, above 0.
 
     Returns:
-        ``[D]`` float64 on the CPU, multiples of the grid.
+        ``[D]`` float64 on the CPU, in multiples of the grid.
     """
     exponent, scale, bound = _grid(clip, sigma)
     total = np.zeros(rows.shape[1], dtype=np.int64)
@@ -66,7 +67,7 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
 
 
 def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
-    """Return the exponent e of the grid 2^e, the noise's scale t, and the largest squared norm of a row.
+    """Return the exponent e of the grid 2^e, the noise scale t, and the largest squared norm of a row.
 
     Scale and norm are in steps of the grid.
     """
@@ -128,7 +129,7 @@ class SharedMean(PrivateMean):
         """Return steps modulo 2^64 as the noisy sum ``[D]`` of ``count`` sites' differences.
 
         Raises:
-            Refused: the sum is further from zero than 40 standard deviations of the noise allow.
+            Refused: the sum is farther from zero than 40 standard deviations of the noise allow.
         """
         exponent, _, bound = _grid(self.clip, self.sigma)
         totals = steps.view(np.int64)
@@ -144,7 +145,7 @@ class SharedMean(PrivateMean):
 def remaining_noise(noise: object) -> SharedMean | None:
     """Return the noise that remains after T - 1 of the T sites subtract their noise: the share of the last site.
 
-    The result is None if sites add no shares of a common noise.
+    The result is None if sites do not add shares of a common noise.
     """
     if not isinstance(noise, SharedMean):
         return None
@@ -153,9 +154,9 @@ def remaining_noise(noise: object) -> SharedMean | None:
 
 
 class ReleasedNoise(GaussianNoise):
-    """The channel `GaussianNoise` of a deployed site.
+    """Channel `GaussianNoise` of a deployed site.
 
-    It is accounted for by Renyi divergences, which hold for this noise.
+    It is accounted for with Renyi divergences, which hold for this noise.
     """
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
@@ -166,9 +167,9 @@ class ReleasedNoise(GaussianNoise):
 
 
 class ReleasedMean(PrivateMean):
-    """The aggregator `PrivateMean` of a deployed server.
+    """Aggregator `PrivateMean` of a deployed server.
 
-    It is accounted for by Renyi divergences, which hold for this noise.
+    It is accounted for with Renyi divergences, which hold for this noise.
     """
 
     def combine(
@@ -183,14 +184,14 @@ class ReleasedMean(PrivateMean):
 
 
 def deployed(setting: Setting, survivors: int | None = None) -> Setting:
-    """Return a run's setting with channel and aggregator in their deployed form, see `released`."""
+    """Return a run's setting with channel and aggregator in their deployed form (see `released`)."""
     return setting.with_(
         upload_transform=released(setting.upload_transform), aggregator=released(setting.aggregator, survivors)
     )
 
 
 def noise_of_site(setting: Setting) -> Noise | None:
-    """Return the noise behind a site's epsilon, or None without noise.
+    """Return the noise on which a site's epsilon is based, or None without noise.
 
     Noise of the server does not protect a site from the server.
     """
@@ -203,8 +204,8 @@ def released(part: Any, survivors: int | None = None) -> Any:
     """Return a channel or aggregator in its deployed form. The noise comes from the operating system.
 
     Args:
-        part: channel or aggregator of a run. All parts except the two mechanisms of noise stay unchanged.
-        survivors: smallest number of sites of a sum under secure aggregation. None without it.
+        part: channel or aggregator of a run. All parts except the two noise mechanisms stay unchanged.
+        survivors: smallest number of sites in a sum under secure aggregation. None without it.
     """
     rdp = {} if getattr(part, "delta", None) is None else {"accountant": "rdp"}
     if isinstance(part, PrivateMean) and survivors is not None:

@@ -1,7 +1,7 @@
-"""Settings of a deployed server and of a deployed site, as two small TOML files.
+"""Settings of a deployed server and of a deployed site, stored in two small TOML files.
 
-Both name the same experiment file (one method, one seed) and contain its SHA-256, so that two sides can check before
-training that they mean the same experiment. Paths in a file are relative to the folder of that file.
+Both refer to the same experiment file (one method, one seed) and contain its SHA-256, so that both sides can check
+before training that they mean the same experiment. Paths in a file are relative to the folder of that file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_thres
 
 V = TypeVar("V", bound=Value)
 SNAPSHOTS_FOLDER = "snapshots"
-"""Folder of the snapshots in the memory of a site's data."""
+"""Folder for snapshots in the site's memory of its data."""
 
 
 def _public_key(text: str) -> str:
@@ -43,7 +43,7 @@ def _public_key(text: str) -> str:
 
 
 def _address(text: str) -> str:
-    """Return host and port of a server after a check."""
+    """Check a server's address, and return its host and port."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch(r"[^\s/]+", host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
         raise ValueError(f"must be host:port, as fl.example.org:8443, got {text!r}")
@@ -54,30 +54,33 @@ PublicKey = Annotated[str, AfterValidator(_public_key)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 CodePath = Annotated[str, Field(pattern=r"^\w[\w. -]*(/\w[\w. -]*)*\.py$")]
-"""Path of a file below the folder of user code."""
+"""Path of a file inside the folder with user code."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 NormBound = PositiveFloat | dict[str, PositiveFloat]
-"""Longest difference of every field of an upload, or of each field by its name."""
+"""Largest length of the difference in every field of an upload, or in each field by its name."""
 
 
 def bound_of(bound: NormBound | None, field: str) -> float:
-    """Return the longest allowed difference of a field of an upload. The result is infinite without a bound."""
+    """Return the largest allowed length of the difference in a field of an upload.
+
+    The result is infinite if there is no bound.
+    """
     return math.inf if bound is None else bound.get(field, math.inf) if isinstance(bound, dict) else bound
 
 
 def case_twin(name: str, names: Iterable[str]) -> str | None:
-    """Return another name with the same folder on a disk that ignores case, or None if there is no such name."""
+    """Return a different name that has the same folder on a case-insensitive disk, or None if there is none."""
     return next((one for one in names if one.casefold() == name.casefold()), None)
 
 
 MAX_SAFE_SHARE = 0.8  # the other sites hide a fifth of the sum at least
-"""Share of one site in the weight of a sum above which the sum nearly reveals the site's upload."""
+"""Share of a sum's weight above which the sum nearly reveals a site's upload."""
 
 
 class Secure(Value):
-    """Secure aggregation: the server receives masked sums (`fedloom_sites.deploy.secure.protocol`)."""
+    """Secure aggregation: the server receives masked sums (see `fedloom_sites.deploy.secure.protocol`)."""
 
     threshold: int = Field(
         ge=MIN_SITES,
@@ -132,7 +135,7 @@ class Secure(Value):
 
     @property
     def steady_sites(self) -> int:
-        """Number of sites of every sum that have never left the sums over the same data."""
+        """Number of sites in every sum that must never have left the sums over the same data."""
         return self.threshold if self.steady is None else self.steady
 
     def digest(self, fingerprint: str) -> bytes:
@@ -189,18 +192,18 @@ class Shared(Value):
 
     @property
     def survivors(self) -> int | None:
-        """Smallest number of sites of a sum under secure aggregation. None without it."""
+        """Smallest number of sites in a sum under secure aggregation. None without it."""
         return None if self.secure is None else self.secure.threshold
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the complete agreement, by which people name a run. It is the same on every machine."""
+        """SHA-256 of the complete agreement, by which people refer to a run. It is the same on every machine."""
         agreed = self.model_dump(mode="json", include={*Shared.model_fields} - {"experiment"})
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
 
 class Site(Shared):
-    """A site: its data, its state, its keys, and the address of the server."""
+    """A site with its data, state and keys, and the address of the server."""
 
     site: Name = Field(description="name of the site")
     client: int = Field(ge=0, description="number of this site, counted from 0")
@@ -273,12 +276,12 @@ class Site(Shared):
 
     @property
     def folder(self) -> Path:
-        """Folder of the site's files of this experiment."""
+        """Folder with the site's files for this experiment."""
         return self.state / self.fingerprint[:16]
 
     @property
     def memory_folder(self) -> Path:
-        """Folder of the site's memory of this experiment's data, over all experiments on these data."""
+        """Folder with the site's memory of this experiment's data, across all experiments on these data."""
         return (self.memory or self.state) / f"data-{self.data_name}"
 
     @field_validator("data")
@@ -305,7 +308,7 @@ class Member(Value):
 
 
 class Server(Shared):
-    """Settings of the server: sites, waiting times, accepted messages, folders."""
+    """Settings of the server: sites, waiting times, accepted messages and folders."""
 
     sites: tuple[Member, ...] = Field(min_length=1, description="sites that may take part")
     quorum: int = Field(ge=1, description="number of accepted replies that a round needs")
@@ -370,12 +373,12 @@ class Server(Shared):
 
     @property
     def entrance(self) -> str:
-        """Address that sites connect to, host:port."""
+        """Address that sites connect to, as host:port."""
         return self.public or f"{self.address}:{self.port}"
 
     @property
     def host(self) -> str:
-        """Name or address that sites connect to."""
+        """Host name or address that sites connect to."""
         return self.entrance.rpartition(":")[0].strip("[]")
 
     @model_validator(mode="after")
@@ -402,11 +405,11 @@ class Server(Shared):
 
 
 def read_site(path: Path, *, live: bool = False) -> Site:
-    """Return the settings in a site's TOML file with absolute paths, including the paths of its data.
+    """Return the settings in a site's TOML file with absolute paths, including those of its data.
 
     Args:
         path: the file.
-        live: True for the data of the site although it reads a snapshot.
+        live: True for the site's current data even if it reads a snapshot.
 
     Raises:
         ConfigError: the file is missing or contains an invalid value.
@@ -435,7 +438,7 @@ def read_server(path: Path) -> Server:
 
 
 def check_version(shared: Shared) -> None:
-    """Raise if the version of fedloom differs from the agreed version.
+    """Raise an error if the version of fedloom differs from the agreed version.
 
     Raises:
         ConfigError: the versions differ. The message names both.
@@ -451,7 +454,7 @@ def placed(value: V, folder: Path) -> V:
     """Return settings with their relative paths resolved from ``folder``.
 
     Raises:
-        ConfigError: a path contains the character NUL.
+        ConfigError: a path contains a NUL character.
     """
     paths = {name: folder / v for name in type(value).model_fields if isinstance(v := getattr(value, name), Path)}
     for name, path in paths.items():
@@ -464,19 +467,19 @@ def placed(value: V, folder: Path) -> V:
 
 
 def text_of(value: Value) -> str:
-    """Return a value as TOML. Reading the text yields the same value.
+    """Return a value as TOML. Parsing the text gives the same value.
 
-    The table of the data is first, since a site edits this table.
+    The table with the data comes first, since a site edits this table.
     """
     tables = value.model_dump(mode="json", exclude_none=True)
     return tomli_w.dumps({key: tables.pop(key) for key in ("data",) if key in tables} | tables)
 
 
 def check_fingerprint(shared: Shared) -> bytes:
-    """Return the content of the experiment file, and raise if the file differs from the agreed file.
+    """Return the content of the experiment file, and raise an error if it differs from the agreed file.
 
     Returns:
-        The content in the form in which it was compared.
+        Content in the form in which it was compared.
 
     Raises:
         ConfigError: the file cannot be read, or the digests differ. The message names both.
@@ -494,7 +497,7 @@ def digest(content: bytes) -> str:
 def check_agreed(
     what: str, kind: str, content: bytes, wanted: str, cure: str = "Get the file from the server again"
 ) -> None:
-    """Raise if the SHA-256 of a content differs from the agreed SHA-256.
+    """Raise an error if the SHA-256 of a file's content differs from the agreed SHA-256.
 
     Raises:
         ConfigError: the digests differ. The message names both.

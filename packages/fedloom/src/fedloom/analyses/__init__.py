@@ -1,4 +1,4 @@
-"""Analyses: questions to all clients whose answers are sums, and results that are read from the models of a run.
+"""Analyses: questions to all clients whose answers are summed, and results that are read from the models of a run.
 
 Names are imported on first use, so the registry lists analyses without importing torch.
 """

@@ -30,7 +30,7 @@ _LENGTH_STRUCT = struct.Struct("<I")
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Public numbers that are sent to every client.
+    """Public numbers that are sent to all clients.
 
     Args:
         name: a key of the analysis' `questions`.
@@ -59,10 +59,10 @@ class Question:
 
         Args:
             content: the bytes.
-            forms: fields of every question with their numbers of dimensions, see `Analysis.questions`.
+            forms: fields of each question with their numbers of dimensions (see `Analysis.questions`).
 
         Raises:
-            WireError: the bytes are not a question of these forms.
+            WireError: the bytes are not a question in one of these forms.
         """
         try:
             if len(content) > MAX_QUESTION_BYTES:
@@ -91,12 +91,13 @@ class Question:
 
 
 class Bounds(NamedTuple):
-    """Range and step of every number of a client's answer. They depend only on public numbers.
+    """Range and step of each number in a client's answer. They depend only on public numbers.
 
     Attributes:
-        low: ``[k]`` smallest possible value.
+        low: smallest possible values ``[k]``.
         high: ``[k]`` largest.
-        step: ``[k]`` > 0. Under masks a number is rounded to a multiple of it. In one process nothing is rounded.
+        step: steps ``[k]``, > 0. Under masks, a number is rounded to a multiple of its step. If everything runs in one
+            process, nothing is rounded.
     """
 
     low: Tensor
@@ -110,28 +111,28 @@ class Bounds(NamedTuple):
 
     @classmethod
     def between(cls, low: Tensor, high: Tensor, step: float = 2.0**-36) -> Bounds:
-        """Return the bounds of numbers ``[k]`` with one step."""
+        """Return the bounds of numbers ``[k]`` with the same step."""
         return cls(low.double(), high.double(), torch.full((len(low),), step, dtype=torch.float64))
 
     @classmethod
     def join(cls, parts: Sequence[Bounds]) -> Bounds:
-        """Return the bounds of the parts of an answer, one after the other."""
+        """Return the bounds of an answer that consists of several parts, one part after the other."""
         return cls(*(torch.cat(sides) for sides in zip(*parts, strict=True)))
 
     def project(self, answer: Tensor) -> tuple[Tensor, int]:
-        """Return an answer ``[k]`` within the bounds, and how many of its numbers were outside."""
+        """Return an answer ``[k]`` clipped to the bounds, and how many of its numbers were outside."""
         inside = answer.clamp(self.low, self.high)
         return inside, int((inside != answer).sum())
 
 
 class Info(NamedTuple):
-    """Facts about a sum, beside its numbers.
+    """Facts about a sum, in addition to its numbers.
 
     Attributes:
-        clients: number of summed clients.
-        clipped: number of values that were outside their bounds. A result requires 0.
-        neutral: number of clients with rows that answered zeros, because they have fewer rows than the agreed minimum,
-            or decline.
+        clients: number of clients in the sum.
+        clipped: number of values that were outside their bounds. A result requires that this number is 0.
+        neutral: number of clients with rows that answered zeros, because they have fewer rows than the agreed minimum
+            or declined to answer.
         rows: number of rows of the clients that answered.
     """
 
@@ -162,19 +163,20 @@ class Rules(Value):
 
     @model_serializer(mode="wrap")
     def _stated(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write the stated rules only: every place has its own value for the others."""
+        """Write only the rules that are set: every party uses its own values for the others."""
         return {name: value for name, value in write(self).items() if name in self.model_fields_set}
 
 
 @dataclass(frozen=True, eq=False)
 class AnalysisTerms:
-    """Everything that is public before the first question, equal for all parties.
+    """Everything that is public before the first question, and equal for all parties.
 
     Args:
         schema: columns, levels and agreed ranges.
-        sizes: numbers of rows of all clients ``[n]`` int64.
+        sizes: number of rows of each client ``[n]`` int64.
         rules: the agreed rules.
-        published: numbers ``[c]`` of `Analysis.publish` for every client. The tensors are empty if there are none.
+        published: numbers ``[c]`` that `Analysis.publish` returns for each client. The tensors are empty if nothing is
+            published.
     """
 
     schema: Schema
@@ -189,12 +191,12 @@ class AnalysisTerms:
 
 
 class FurtherRun(NamedTuple):
-    """A run that an analysis needs, and the use of its result.
+    """Run that an analysis needs, and how its result is used.
 
     Attributes:
         setting: setting of the run.
         fed: its clients.
-        measure: returns the rows of the analysis' table.
+        measure: function that returns the rows of the analysis' table.
     """
 
     setting: Setting
@@ -203,51 +205,53 @@ class FurtherRun(NamedTuple):
 
 
 class Analysis(Value):
-    """A question about a whole federation, as a frozen value: options are its fields, and its functions are pure.
+    """Question about a whole federation, as a frozen value whose fields are its options and whose functions are pure.
 
-    An analysis by sums has `start`, `question`, `bounds`, `answer`, `step` and `result`, and runs in process, at sites
-    (plain or masked) and in a Flower app, with the same result. An analysis of a run has `measure`: it reads the models
-    of a `fedloom.engine.result.Result`. An analysis that needs further runs has `units`.
+    An analysis by sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`, and runs in one process,
+    at sites (plain or masked) and in a Flower app, with the same result. An analysis of a run defines `measure`, which
+    reads the models of a `fedloom.engine.result.Result`. An analysis that needs further runs defines `units`.
     """
 
     kind: ClassVar[str]
-    """The name in files and in `fl.analyze`. For user code it is the import path."""
+    """Name in files and in `fl.analyze`. For user code, it is the import path."""
     questions: ClassVar[Mapping[str, Mapping[str, int]]] = {}
-    """Declared form of every question: its fields by name, with their numbers of dimensions.
+    """Declared form of each question: its fields by name, with their numbers of dimensions.
 
-    Questions are asked in this order. Real sites answer no other order. The last question may be repeated.
+    Questions are asked in this order. Real sites do not answer questions in any other order. The last question may be
+    repeated.
     """
     retried: ClassVar[Collection[str]] = ()
-    """Questions that a client may be unable to answer, for instance because a step is too long. `step` then tries
-    another one."""
+    """Questions that a client may be unable to answer, for instance because a step is too long. In this case, `step`
+    tries a different question."""
     suppresses: ClassVar[bool] = False
-    """True if a client omits its rare cells from every answer itself, so that they need no merging without masks."""
+    """True if clients remove their rare cells from every answer themselves, so that rare cells need not be merged
+    without masks."""
     uses_models: ClassVar[bool] = False
-    """True if an answer reads `ClientRows.models`, so a run must come first."""
+    """True if an answer reads `ClientRows.models`, so that a run must come first."""
     wider: ClassVar[str] = "Agree on wider ranges"
-    """What to do if numbers of an answer are outside their bounds."""
+    """Advice if numbers of an answer are outside their bounds."""
     tasks: ClassVar[Collection[str]] = ()
-    """Tasks of the data that the analysis can read. Empty: every task."""
+    """Tasks whose data the analysis can read. Empty: every task."""
     needs_table: ClassVar[bool] = False
     """True if the analysis reads the columns of a table."""
     per: ClassVar[str] = "run"
-    """Scope of a table of `measure`: "run", or "seed" if it is the same for all methods."""
+    """Scope of a table that `measure` returns: "run", or "seed" if the table is the same for all methods."""
 
     rules: Rules | None = Field(
         None, description="limits that all clients agree on (default: the limits of a simulation or of real sites)"
     )
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        """Raise if the analysis does not fit the data or the setting. Called before any work.
+        """Raise if the analysis is incompatible with the data or the setting. This method is called before any work.
 
-        An analysis with further conditions calls this method first.
+        An analysis with further conditions should call this base method first.
 
         Args:
             schema: schema of the data.
             setting: setting of the run whose models are analyzed. None without one.
 
         Raises:
-            ConfigError: the message says what is wrong, where, and what to do.
+            ConfigError: the message states what is wrong, where, and what to do.
             Refused: the analysis makes no sense for these data.
         """
         what = f"the analysis {kind_of(self)}"
@@ -268,18 +272,20 @@ class Analysis(Value):
             )
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Raise if the analysis does not fit a federation, see `check`."""
+        """Raise if the analysis is incompatible with a federation (see `check`)."""
         self.check(schema_of(fed.data), setting)
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
-        """Raise if real sites cannot answer by an agreement. It is called when they agree, after `check`.
+        """Raise if an agreement does not allow real sites to answer.
+
+        This method is called when the sites agree, after `check`.
 
         Args:
             schema: schema with the agreed ranges.
             masked: True if answers are summed under masks.
 
         Raises:
-            ConfigError: the analysis shows figures of individual clients, or a number has no agreed range.
+            ConfigError: the analysis shows values of individual clients, or a number has no agreed range.
         """
         if masked and self.shows_rows:
             raise ConfigError(
@@ -299,17 +305,17 @@ class Analysis(Value):
 
     @property
     def most_questions(self) -> int:
-        """Largest number of questions that a real site answers, if no rules state it."""
+        """Largest number of questions that a real site answers, if no rules state a number."""
         return 24
 
     @property
     def kept_columns(self) -> Sequence[str]:
-        """Return columns, or bounds of them, that a table must keep beside the models' inputs."""
+        """Return columns, or thresholds on columns, that a table must keep in addition to the models' inputs."""
         return ()
 
     @property
     def shows_rows(self) -> bool:
-        """True if `publish` contains figures of individual rows, which a plain agreement allows and masks do not."""
+        """True if `publish` returns values of individual rows, which a plain agreement allows but masks do not."""
         return False
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
@@ -317,22 +323,22 @@ class Analysis(Value):
 
         Most analyses publish nothing.
 
-        At real sites these are only flags: 1 for a cell that reaches the minimum at the client, else 0. The sizes of
-        other clients are unknown at that time.
+        At real sites, these numbers are only flags: 1 for a cell that reaches the minimum at the client, else 0. The
+        sizes of other clients are unknown at this time.
         """
         return torch.zeros(0, dtype=torch.float64)
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
-        """Return the rows of a client that sums include. The default is all rows.
+        """Return the rows of a client that sums include. By default, these are all rows.
 
         A client with fewer subjects than agreed in these rows answers zeros.
         """
         return client
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
-        """Return the sets of a client's rows that sums cover. The default is one set: `used`.
+        """Return the sets of a client's rows that sums cover. By default, there is one set: `used`.
 
-        A site does not answer for a set that differs from an earlier set in few subjects.
+        A site does not answer for a set that differs from an earlier set in only a few subjects.
         """
         return [self.used(client, terms)]
 
@@ -345,10 +351,12 @@ class Analysis(Value):
         raise NotImplementedError
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        """Raise if a client should not answer a question. It is called at the client, with public arguments only.
+        """Raise if a client should not answer a question.
+
+        This method is called at the client, with public arguments only.
 
         Raises:
-            ConfigError: the rules do not lead to this question.
+            ConfigError: the rules do not allow this question.
         """
 
     @property
@@ -363,8 +371,8 @@ class Analysis(Value):
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         """Return the client's answer, float64 ``[k]``: a sum over its rows. Zeros without rows.
 
-        None stands for zeros of a client whose rows are a reason not to answer, for instance because a single row
-        decides the sum. Such a client counts as neutral, and nobody learns which client it is.
+        None stands for zeros. It is returned if the client's rows are a reason not to answer, for instance because a
+        single row would determine the sum. Such a client counts as neutral, and nobody learns which client it is.
         """
         raise NotImplementedError
 
@@ -386,18 +394,18 @@ class Analysis(Value):
         raise NotImplementedError
 
     def model(self, state: State) -> nn.Module | None:
-        """Return the predictor of a finished analysis, or None if it has none.
+        """Return the predictor of a finished analysis, or None if the analysis does not make a predictor.
 
-        It maps inputs ``[b, *shape]``, in the form of the federation's models, to outputs ``[b, c]``.
+        The predictor maps inputs ``[b, *shape]``, in the form of the federation's models, to outputs ``[b, c]``.
         """
         return None
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
-        """Return the table of an analysis that reads a run, and notes on it."""
+        """Return the table of an analysis that reads a run, and notes about the table."""
         raise NotImplementedError
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
-        """Yield the further runs that the analysis needs for a method and seed.
+        """Yield the further runs that the analysis needs for a method and a seed.
 
         Args:
             setting: setting of the run.
@@ -408,7 +416,7 @@ class Analysis(Value):
 
     @property
     def runs_further(self) -> bool:
-        """True if the analysis has further runs."""
+        """True if the analysis needs further runs."""
         return type(self).units is not Analysis.units
 
     @property
@@ -417,7 +425,7 @@ class Analysis(Value):
         return type(self).answer is not Analysis.answer
 
     def named(self) -> str:
-        """Return the name in files, for user code without its module."""
+        """Return the name in files, for user code without the module."""
         return kind_of(self).rpartition(":")[2]
 
 
@@ -425,14 +433,14 @@ def require_questions(analysis: Analysis) -> None:
     """Raise if an analysis does not work by sums.
 
     Raises:
-        ConfigError: it has no answer.
+        ConfigError: the analysis does not define `answer`.
     """
     if not analysis.by_sums:
         raise needs_run(analysis)
 
 
 def needs_run(analysis: Analysis) -> ConfigError:
-    """Return the error of an analysis of models where there is no run."""
+    """Return the error for an analysis of models if there is no run."""
     return ConfigError(
         f"the analysis {kind_of(analysis)} needs the trained models of a run, but there is no run here",
         rule="analysis-needs-a-run",
@@ -442,7 +450,7 @@ def needs_run(analysis: Analysis) -> ConfigError:
 
 
 def _fitting(schema: Schema) -> str:
-    """Return the names of the analyses of rows that fit the data."""
+    """Return the names of the analyses of rows that can read the data."""
     from fedloom.analyses.registry import ANALYSES
 
     entries = {name: ANALYSES[name] for name in ANALYSES}

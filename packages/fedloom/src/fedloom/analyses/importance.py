@@ -1,6 +1,7 @@
-"""Permutation importance of a table's columns at every client.
+"""Permutation importance of a table's columns at each client.
 
-Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10, by scikit-learn's `permutation_importance`.
+Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10, computed with scikit-learn's
+`permutation_importance`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from fedloom.tasks import Task
 PERMUTATION_REPEATS = 5
 """Number of times that a column is permuted, as in scikit-learn's ``permutation_importance``."""
 MIN_IMPORTANCE_SAMPLES = 10
-"""Smallest number of test samples of a client."""
+"""Smallest number of test samples for a client to be analyzed."""
 
 
 class Importance(Analysis):
-    """Loss of every client's leading metric when a column of its test part is permuted, after the last round."""
+    """Loss in each client's leading metric when a column of its test part is permuted, after the last round."""
 
     kind: ClassVar[str] = "importance"
 
@@ -49,10 +50,10 @@ class Importance(Analysis):
 
 
 class PooledImportance(Analysis):
-    """Loss of accuracy and Brier score over all clients' test rows when a column is permuted within every client.
+    """Loss in accuracy and Brier score over all clients' test rows when a column is permuted within each client.
 
-    Both metrics are sums over rows, so real sites answer too. Metrics that rank rows, such as AUROC, are no sums:
-    `Importance` has them in a simulation.
+    Both metrics are sums over rows, so real sites can answer too. Metrics that rank rows, such as AUROC, are not sums:
+    `Importance` computes them in a simulation.
     """
 
     kind: ClassVar[str] = "pooled-importance"
@@ -114,7 +115,7 @@ class PooledImportance(Analysis):
         return table_of(lines, column=TEXT_TYPE, metric=TEXT_TYPE, **numbers)
 
     def _scores(self, rows: ClientRows, inputs: Tensor, classes: int) -> Tensor:
-        """Return the number of hits, and the sum of squared errors of probabilities (half of it for two classes)."""
+        """Return the number of hits, and the sum of squared errors of probabilities (halved for two classes)."""
         outputs, label = outputs_of(rows, self.model_kind, inputs), rows.y[:, 0].long()
         if classes == 2 and outputs.shape[1] == 1:
             outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
@@ -151,11 +152,11 @@ def check_importance(fed: Federation) -> Table:
 
 
 def importance(result: Result) -> pa.Table:
-    """Measure how much a client's leading test metric worsens when a column is permuted there.
+    """Measure how much a client's leading test metric worsens when a column is permuted at this client.
 
-    A column is permuted together with all its features: levels, and the flag of missing cells. Columns client, model,
-    column,
-    metric, value (mean over `PERMUTATION_REPEATS` permutations), spread (their standard deviation).
+    A column is permuted together with all features derived from it: levels, and the flag of missing cells. Table with
+    the columns client, model, column, metric, value (mean over `PERMUTATION_REPEATS` permutations), and spread (their
+    standard deviation).
     """
     job = result.job
     check_importance(job.eval_fed)
@@ -181,7 +182,7 @@ class Scored:
     """A client's model in scikit-learn's form: row ``[i, j]`` of X is the row from which column j of sample i comes.
 
     Args:
-        run: outputs ``[N, k]`` of the model on features.
+        run: function that returns outputs ``[N, k]`` of the model on features.
         task: task with the metrics.
         fed: the samples of a table.
         index: samples of the client.
@@ -212,7 +213,7 @@ class Scored:
 
 
 def permuted(scored: Scored, seed: int, client: int) -> list[tuple[str, str, float, float]]:
-    """Return each column's name, the metric, and mean and standard deviation of its loss by permutation.
+    """Return each column's name, the metric, and the mean and standard deviation of its loss under permutation.
 
     Args:
         scored: the client's model on its samples.

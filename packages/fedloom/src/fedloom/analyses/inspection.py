@@ -1,4 +1,4 @@
-"""Models at single clients after the last round: confusion counts, and representations in the plane."""
+"""Models at single clients after the last round: confusion counts, and representations projected onto the plane."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fedloom.seeds import generator, random_state
 FEWEST_SAMPLES = 5
 """Smallest number of test samples of a client for t-SNE."""
 TSNE_PERPLEXITY = 30.0
-"""Perplexity of t-SNE, as scikit-learn's default. Smaller if a client has few samples."""
+"""Perplexity of t-SNE, which is scikit-learn's default. It is smaller if a client has few samples."""
 
 
 class Confusion(Analysis):
-    """Counts of predicted classes by true class on every client's test part, after the last round."""
+    """Counts of predicted classes by true class on each client's test part, after the last round."""
 
     kind: ClassVar[str] = "confusion"
 
@@ -47,7 +47,7 @@ class Confusion(Analysis):
 
 
 class Tsne(Analysis):
-    """Test samples of some clients in the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
+    """Test samples of some clients, projected onto the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
 
     kind: ClassVar[str] = "tsne"
     clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="numbers of the selected clients")
@@ -73,9 +73,9 @@ class Tsne(Analysis):
 
 
 def confusion(result: Result) -> pa.Table:
-    """Return confusion counts on every client's test part: client, model, true, predicted, count.
+    """Return confusion counts on each client's test part: client, model, true, predicted, count.
 
-    Classes are their codes. Cells without a sample are omitted. Rows are sorted.
+    Classes are given by their codes. Cells without a sample are omitted. Rows are sorted.
     """
     oracle, fed = result.job.oracle, result.job.eval_fed
     classes = max(len(fed.data.classes), 2)
@@ -104,12 +104,13 @@ def confusion(result: Result) -> pa.Table:
 
 
 def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
-    """Return t-SNE of the head's inputs for clients' test samples: client, model, label, x, y.
+    """Return t-SNE coordinates of the head's inputs for clients' test samples: client, model, label, x, y.
 
-    Also return notes on omitted clients.
+    Also return notes about omitted clients.
 
-    The model is the client's personal model, or the global model if there is none (FedSLR, Fig. 4). Every client has
-    its own plane, determined by the run's seed. A label is a class's code, or NaN without classes.
+    The model is the client's personal model, or the global model if there are no personal models (FedSLR, Fig. 4). Each
+    client has a separate projection, determined by the run's seed. A label is the code of a class, or NaN without
+    classes.
     """
     from sklearn.manifold import TSNE  # slow to import, needed where it is asked for
 

@@ -1,4 +1,4 @@
-"""Models of a run as functions of inputs, client by client, for analyses that read them."""
+"""Models of a run as functions of inputs, client by client, for analyses that read models."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MODELS_TOGETHER = 32
 
 
 def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield clients and their model, with its normalization statistics set.
+    """Yield clients and their models, with the models' normalization statistics set.
 
     Nothing is yielded if there is no such model.
 
-    The statistics of the global model are the cohort's or the client's own, see `Evaluate.batchnorm_stats`.
+    The statistics of the global model are the cohort's or the client's own (see `Evaluate.batchnorm_stats`).
     """
     oracle, separately = result.job.oracle, result.job.setting.evaluate.batchnorm_stats == "own"
     if model not in result.models.kinds():
@@ -45,7 +45,7 @@ def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Te
 
 
 def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tensor], Tensor]]]:
-    """Return a function from a client's number to its models by kind, each a function from inputs to outputs."""
+    """Return a function from a client's number to its models by kind, each of which maps inputs to outputs."""
     kinds = [kind for kind in ("global", "personal") if kind in result.models.kinds()]
 
     def function_of(kind: str, client: int) -> Callable[[Tensor], Tensor]:
@@ -59,9 +59,10 @@ def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tens
 
 
 def outputs_of(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
-    """Return outputs ``[N, k]`` of a model on inputs ``[N, *shape]`` of a client's rows, float64.
+    """Return outputs ``[N, k]`` of a model for inputs ``[N, *shape]`` of a client's rows, float64.
 
-    They are computed in the order of the rows' cells. Otherwise float32 sums of a batch would depend on the order.
+    They are computed with the rows ordered by their cells. Otherwise, float32 sums over a batch would depend on the
+    order.
 
     Args:
         client: rows of the client.

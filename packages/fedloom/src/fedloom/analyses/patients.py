@@ -21,18 +21,18 @@ from fedloom.errors import Refused
 from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
 
 GroupScore = tuple[int, str, str, str, float]
-"""Client (-1: all together), model, group, metric and value."""
+"""Client (-1: all clients together), model, group, metric and value."""
 MAX_OUTPUTS = 64
-"""Largest number of outputs of a sample whose prediction is stored."""
+"""Largest number of outputs per sample for which predictions are stored."""
 
 
 class KeptPredictions(Analysis):
-    """Prediction of every test sample, after the last round: calibration, net benefit, who gains."""
+    """Prediction of each test sample, after the last round: for calibration, net benefit, and who gains."""
 
     kind: ClassVar[str] = "predictions"
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Raise if a federation has too many outputs.
+        """Raise if a federation's models have too many outputs.
 
         Raises:
             ConfigError: a sample has a label per position, or more than `MAX_OUTPUTS` outputs.
@@ -49,7 +49,7 @@ class KeptPredictions(Analysis):
 
 
 class Groups(Analysis):
-    """Scores of groups of rows within every client's test part, after the last round."""
+    """Scores of groups of rows within each client's test part, after the last round."""
 
     kind: ClassVar[str] = "groups"
     by: tuple[str, ...] = Field(
@@ -122,16 +122,17 @@ def predictions(result: Result) -> pa.Table:
 
 
 def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
-    """Return a table with the columns client (-1: all together), model, subgroup, metric, value.
+    """Return a table with the columns client (-1: all clients together), model, subgroup, metric, value.
 
     The first metric of a group is its number of samples.
 
-    Groups with fewer samples (or subjects, if known) than `least`, also in a class or in events, have no other metric.
+    For groups with fewer samples (or subjects, if known) than `least`, in total, in a class or in events, this is the
+    only metric.
 
     Args:
         result: result of a run.
-        by: columns, or bounds of them.
-        least: smallest number of rows or subjects of every kind in an evaluated group.
+        by: columns, or thresholds on columns.
+        least: smallest number of rows or subjects of each kind in an evaluated group.
     """
     job = result.job
     data, ids = job.eval_fed.data, job.scored_ids.tolist()
@@ -154,5 +155,5 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
 
 
 def group_table(rows: Sequence[GroupScore]) -> pa.Table:
-    """Scores of groups as a table."""
+    """Scores of groups, as a table."""
     return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, subgroup=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)

@@ -1,6 +1,6 @@
 """Analyses by name.
 
-Listing a name imports nothing, and a package adds analyses by the entry point group of this name.
+Listing a name imports nothing, and packages can add analyses through the entry point group of this name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUP_NAME = "fedloom.analyses"
 
 
 class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
-    """Classes of analyses by name, each imported on first use.
+    """Analysis classes by name, each imported on first use.
 
     Args:
         places: import paths of the library's analyses, as ``"package.module:Class"``.

@@ -25,11 +25,11 @@ class Schema:
         name: name of the data set.
         task: kind of the targets.
         columns: columns of `ClientRows.x`, in order: names, levels of codes, units and agreed ranges.
-        classes: names of the classes. Empty if targets are numbers.
+        classes: names of the classes. It is empty if targets are numbers.
         outputs: number of outputs of a model for the task.
-        target_ranges: agreed range of every number of a target. None if no range is agreed.
-        levels: names of the codes of every kept column.
-        is_table: True if a sample is a row of columns.
+        target_ranges: agreed range of each number in a target. None if no range is agreed.
+        levels: names of the codes of each kept column.
+        is_table: True if a sample is a table row.
     """
 
     name: str
@@ -53,14 +53,14 @@ class ClientRows:
 
     Args:
         x: raw columns ``[N, p]`` float64 in the order of the schema: numbers, or codes of levels. NaN marks a missing
-            cell. If samples are not rows of a table, their features.
+            cell. If samples are not table rows, x contains their features.
         y: targets ``[N, k]`` float64: a class number, numbers in units of the label, or time and event.
-        part: ``[N]`` int64, part of every row: a place in `DATA_PARTS` (train, validation, test).
-        subjects: ``[N]`` int64 numbers of the people or things that the rows describe.
-        columns: codes ``[N]`` int64 of every kept column of the schema.
-        fetch: function that returns the inputs ``[b, *shape]`` of rows ``[b]`` as a model receives them.
-        place: number of the client in the sizes of the terms.
-        models: the models of a run by kind ("global", "personal", "hybrid"), each a function of inputs. Empty without.
+        part: part of each row ``[N]`` int64, as an index into `DATA_PARTS` (train, validation, test).
+        subjects: numbers of the people or things that the rows describe ``[N]`` int64.
+        columns: codes ``[N]`` int64 for each kept column of the schema.
+        fetch: function that returns the inputs ``[b, *shape]`` for rows ``[b]`` as a model receives them.
+        place: index of the client in the sizes of the terms.
+        models: models of a run by kind ("global", "personal", "hybrid"), each a function of inputs. Empty without.
     """
 
     x: Tensor
@@ -82,7 +82,7 @@ class ClientRows:
         return self.x if self.fetch is None else self.fetch(rows)
 
     def select(self, rows: Tensor) -> ClientRows:
-        """Return the client with some rows only: places ``[m]``, or flags ``[N]``."""
+        """Return the client with only some of its rows, given by positions ``[m]`` or flags ``[N]``."""
         at = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
         fetch = self.fetch
         return replace(
@@ -116,7 +116,7 @@ def schema_of(data: Dataset) -> Schema:
 def client_rows(
     fed: Federation, client: int, models: Mapping[str, Callable[[Tensor], Tensor]] | None = None
 ) -> ClientRows:
-    """Return the rows of a client of a federation, of all parts.
+    """Return the rows of one client of a federation, from all parts.
 
     Args:
         fed: federation of the client.
@@ -144,10 +144,10 @@ def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
 
 
 def fill_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
-    """Return the schema with the pooled range for every range that is not agreed, and the names of these ranges.
+    """Return the schema with the pooled range for each range that is not agreed, and the names of these ranges.
 
-    Pooled ranges are for simulations only. Real sites agree on ranges, because pooled ranges are figures of single
-    rows.
+    Pooled ranges are for simulations only. Real sites must agree on ranges, because pooled ranges reveal values of
+    single rows.
     """
     x, y = (torch.cat([getattr(client, name) for client in clients.values()]) for name in ("x", "y"))
     columns, unagreed = list[TableColumn](), list[str]()

@@ -1,7 +1,7 @@
-"""Run of an analysis in process, and the parts of a run that are the same at every place.
+"""Run of an analysis in one process, and the parts of a run that are the same wherever it runs.
 
-`answer_question` is the client's part, and `run_questions` is the part of the process that asks. A place only carries
-questions and sums.
+`answer_question` runs at the client, and `run_questions` runs in the process that asks. Everything in between only
+transports questions and sums.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Answer(NamedTuple):
     """A client's answer as it leaves the client.
 
     Attributes:
-        values: ``[k]`` float64 within the bounds.
+        values: values ``[k]`` float64 within the bounds.
         clipped: number of values that were outside the bounds.
-        neutral: True if the client has rows and answers zeros, because it has too few subjects or declines.
-        rows: number of rows of the answer.
+        neutral: True if the client has rows but answers zeros, because it has too few subjects or declines to answer.
+        rows: number of rows on which the answer is based.
     """
 
     values: Tensor
@@ -62,7 +62,7 @@ class Answer(NamedTuple):
 
 
 class SumRecord(NamedTuple):
-    """A question with the sum of its answers."""
+    """Question together with the sum of its answers."""
 
     question: Question
     total: Tensor
@@ -70,7 +70,7 @@ class SumRecord(NamedTuple):
 
 
 Ask = Callable[[Question, Bounds], tuple[Tensor, Info]]
-"""Function that carries a question to all clients, and returns the sum of their answers ``[k]``."""
+"""Function that sends a question to all clients, and returns the sum of their answers ``[k]``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +81,8 @@ class AnalysisResult:
         analysis: the analysis.
         table: table of the result.
         log: log of questions, with the sums.
-        notes: sentences on the data and on omitted parts.
-        model: predictor, if the analysis makes one.
+        notes: sentences about the data and about omitted parts.
+        model: predictor, if the analysis makes a predictor.
     """
 
     analysis: Analysis
@@ -115,7 +115,7 @@ def analyze(
     folder: Path | str | None = None,
     **options: object,
 ) -> AnalysisResult:
-    """Return the result of an analysis of all clients' rows, by sums alone, or of the models of a run.
+    """Return the result of an analysis of all clients' rows (computed from sums alone), or of the models of a run.
 
     >>> import numpy as np
     >>> clients = {"north": ([[1.0], [2.0]], [0, 1]), "south": ([[3.0], [6.0]], [1, 0])}  # doctest: +SKIP
@@ -123,18 +123,18 @@ def analyze(
 
     Args:
         analysis: analysis, its name in `fedloom.analyses.ANALYSES`, or an import path.
-        clients: a `Federation`, a `Dataset`, whose users are the clients, or any value that `Federation.create` or
-            `Dataset.create` takes. For an analysis of models, the `Result` of a run.
-        rules: rules that the clients agree on (`Rules`), as a value or a table of options. None: the rules of the
-            analysis.
-        folder: folder that keeps every sum, so that the same call resumes an interrupted analysis. None: no sum is
-            kept.
-        options: options of an analysis that is given by name.
+        clients: a `Federation`, a `Dataset` whose users are the clients, or any value that `Federation.create` or
+            `Dataset.create` accepts. For an analysis of models, the `Result` of a run.
+        rules: rules on which the clients agree (`Rules`), as a value or a table of options. None: the rules that the
+            analysis provides.
+        folder: folder in which every sum is saved, so that the same call resumes an interrupted analysis. None: sums
+            are not saved.
+        options: options of an analysis that is passed by name.
 
     Raises:
         ConfigError: an analysis or option is unknown, or the analysis does not apply to the data.
         DataError: the analysis has no answer, or an answer is outside its bounds.
-        CheckpointError: the folder contains another analysis.
+        CheckpointError: the folder contains a different analysis.
     """
     value = analysis_of(analysis, options)
     if not isinstance(rules, Rules | Mapping | None):
@@ -168,7 +168,7 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
     """Return the analysis that a value, a name with options, or a table with its ``kind`` describes.
 
     Raises:
-        ConfigError: a name or option is unknown, or options are given beside a value.
+        ConfigError: a name or option is unknown, or options are passed together with a value.
     """
     if isinstance(analysis, Analysis):
         if options:
@@ -194,19 +194,19 @@ def run_questions(
 ) -> tuple[State, list[SumRecord]]:
     """Return the last state of an analysis, with the log of its questions.
 
-    The state is a function of the sums, so a checkpoint keeps the sums: one file after every sum. An interrupted run
-    asks the remaining questions only.
+    The state is a function of the sums, so a checkpoint contains only the sums: one file is written after every sum. An
+    interrupted run asks only the remaining questions.
 
     Args:
         analysis: analysis by sums.
-        terms: public facts of the analysis.
-        ask: function that carries a question to all clients.
-        folder: folder where sums are kept. None: no sum is kept.
+        terms: public facts about the analysis.
+        ask: function that sends a question to all clients.
+        folder: folder in which sums are saved. None: sums are not saved.
 
     Raises:
         ConfigError: the analysis asks more questions than agreed.
         DataError: a number of an answer was outside its bounds.
-        CheckpointError: the folder contains another analysis, or a damaged sum.
+        CheckpointError: the folder contains a different analysis, or a damaged sum.
     """
     log = list[SumRecord]()
     kept = SumFolder(folder, analysis, terms) if folder is not None else None
@@ -238,7 +238,7 @@ def run_questions(
 
 
 def check_info(analysis: Analysis, question: Question, info: Info) -> None:
-    """Raise if numbers of a sum were clipped: it is not a sum of answers, and no result includes clipped numbers.
+    """Raise if numbers in a sum were clipped, because it is then not a sum of answers, and no result may include it.
 
     Raises:
         DataError: a number was clipped.
@@ -259,13 +259,13 @@ def answer_question(
         analysis: analysis by sums.
         question: question as the client received it.
         client: rows of the client.
-        terms: public facts of the analysis.
+        terms: public facts about the analysis.
         bounds: bounds of the answer.
-        where: name of the client, for messages.
+        where: name of the client, used in messages.
 
     Raises:
         ConfigError: the analysis does not answer the question.
-        CodeError: the answer is of another shape or type, or not finite.
+        CodeError: the answer has the wrong shape or type, or is not finite.
     """
     with attribute_error("analysis", analysis, f"the answer of {where}"):
         analysis.check_question(question, terms)
@@ -288,9 +288,9 @@ def answer_question(
 
 
 def sum_answers(answers: Sequence[Answer]) -> tuple[Tensor, Info]:
-    """Return the sum of answers, and its facts.
+    """Return the sum of answers, and facts about the sum.
 
-    Numbers are added exactly (`math.fsum`), so the order of clients changes no bit.
+    Numbers are added exactly (`math.fsum`), so the order of clients does not change any bit.
     """
     columns = zip(*(reply.values.tolist() for reply in answers), strict=True)
     total = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64)
@@ -299,15 +299,15 @@ def sum_answers(answers: Sequence[Answer]) -> tuple[Tensor, Info]:
 
 
 class SumFolder:
-    """Sums of one analysis in a folder, one file each.
+    """Sums of one analysis in a folder, one file per sum.
 
     Args:
-        folder: folder, created if it does not exist.
-        analysis: analysis that the sums belong to.
+        folder: folder, which is created if it does not exist.
+        analysis: analysis to which the sums belong.
         terms: terms of the analysis.
 
     Raises:
-        CheckpointError: the folder contains the sums of another analysis or of other data.
+        CheckpointError: the folder contains the sums of a different analysis or of different data.
     """
 
     def __init__(self, folder: Path, analysis: Analysis, terms: AnalysisTerms) -> None:
@@ -333,7 +333,7 @@ class SumFolder:
         """Return the sum of a question, or None if the folder does not contain it.
 
         Raises:
-            CheckpointError: the sum is damaged, or belongs to another question.
+            CheckpointError: the sum is damaged, or belongs to a different question.
         """
         path = self._folder / SUM_FILE.format(place + 1)
         if not path.exists():
@@ -359,7 +359,7 @@ class SumFolder:
 
 
 def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
-    """Return the schema with a range for every number, the rows of every client by name, and notes.
+    """Return the schema with a range for each number, the rows of each client by name, and notes.
 
     Raises:
         ConfigError: see `analyze`.

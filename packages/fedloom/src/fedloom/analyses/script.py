@@ -1,4 +1,7 @@
-"""Analysis written as one function that asks, such as Newton's method. Its state is the list of sums so far."""
+"""Analysis written as a single function that asks questions, such as Newton's method.
+
+Its state is the list of sums so far.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from torch import Tensor, nn
 from fedloom.analyses.form import Analysis, AnalysisTerms, Info, Question
 
 Total = tuple[Tensor, Info]
-"""Sum of the answers ``[k]`` to a question, and the facts known of it."""
+"""Sum of the answers ``[k]`` to a question, and the known facts about the sum."""
 
 
 class _Pending(BaseException):
-    """Signal with the next question of the function. The code of an analysis does not catch it by accident."""
+    """Signal that carries the function's next question. The code of an analysis does not catch it by accident."""
 
     def __init__(self, question: Question) -> None:
         super().__init__()
@@ -28,9 +31,9 @@ class Transcript:
     """Answers that a script has received so far.
 
     Args:
-        script: analysis as a script.
-        terms: public facts of the analysis.
-        totals: sums of its questions, in order.
+        script: analysis written as a script.
+        terms: public facts about the analysis.
+        totals: sums of the answers to its questions, in order.
     """
 
     script: ScriptedAnalysis
@@ -39,7 +42,7 @@ class Transcript:
 
     @cached_property
     def outcome(self) -> Question | tuple[pa.Table, nn.Module | None]:
-        """Next question, or the table and the predictor at the end."""
+        """The next question, or the table and the predictor at the end."""
         totals = iter(self.totals)
 
         def ask(question: Question) -> Total:
@@ -55,9 +58,9 @@ class Transcript:
 
 
 class ScriptedAnalysis(Analysis):
-    """Analysis by sums as one function `conclude`, which runs again from its start after every sum.
+    """Analysis by sums written as a single function `conclude`, which is run again from the start after every sum.
 
-    The code between two questions should therefore take little time. `conclude` is pure: equal sums lead to equal
+    The code between two questions should therefore take little time. `conclude` must be pure: equal sums lead to equal
     questions.
     """
 
@@ -65,8 +68,8 @@ class ScriptedAnalysis(Analysis):
         """Return the table and the predictor, which is None if the analysis makes no predictor.
 
         Args:
-            ask: function that puts a question to all clients, and returns the sum of their answers.
-            terms: public facts of the analysis.
+            ask: function that sends a question to all clients, and returns the sum of their answers.
+            terms: public facts about the analysis.
 
         Raises:
             DataError: the analysis has no answer.

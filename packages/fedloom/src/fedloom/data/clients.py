@@ -64,6 +64,8 @@ def as_federation(
             f"{name}: clients must be a list, or a table of clients by name, got {clients!r:.80}. "
             f"Pass {CLIENTS_EXAMPLE}"
         )
+    if getattr(clients, "ndim", 1) == 0:
+        raise ConfigError(f"{name}: clients must be a list, or a table of clients by name, got {clients!r:.80}")
     by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
     named = {str(who): client for who, client in by_name.items()}
     if len(named) < len(by_name):

@@ -156,7 +156,7 @@ class Dataset:
         problems += [] if self.design is None else self.design.wrong(n)
         for what, codes, names in self._coded():
             if len(codes) != n:
-                problems.append(f"{what} has {len(codes)} codes for {n} samples. Give one per sample")
+                problems.append(f"{what} has {len(codes)} codes for {n} samples. Pass one code per sample")
             problems += _outside(what, codes, len(names))
         named = {"classes": self.classes, "columns": [*self.columns], "users": self.user_names, **self.levels}
         problems += [f"{what}: {wrong}" for what, names in named.items() if (wrong := direction_in(*names))]
@@ -306,7 +306,10 @@ class Dataset:
         if self.x.dtype == torch.uint8:
             return
         if not self.x.dtype.is_floating_point:
-            yield f"features must be uint8 or float, got {self.x.dtype}. Convert them, or give a vocabulary of tokens"
+            yield (
+                f"features must be uint8 or float, got {self.x.dtype}. Convert the features, or pass a "
+                "vocabulary of tokens"
+            )
         elif not bool(torch.isfinite(self.x.sum())):  # NaN and Inf survive a sum
             bad = ~torch.isfinite(self.x) if self.prepare is None else torch.isinf(self.x)
             bad = bad.reshape(len(bad), -1).any(1)

@@ -28,7 +28,7 @@ from fedloom.values import Value, has_type
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts about a sample that a server and its sites compare."""
-NO_TABLE = "give an array of samples, an NPZ file or, for images, a folder"
+NO_TABLE = "pass an array of samples, an NPZ file or, for images, a folder"
 """Advice for samples that do not come from a table."""
 
 

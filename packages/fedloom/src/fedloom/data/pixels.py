@@ -63,13 +63,13 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
 def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
     """Return advice for samples that are neither bytes nor floats from 0 to 1, for a model trained on bytes."""
     if dtype == "bool":
-        return "give x.astype('float32'), in which True is white, or bytes"
+        return "pass x.astype('float32'), in which True is white, or bytes"
     if low >= 0 and high <= 255 and bool((x == x.floor()).all()):
-        return "give bytes: x.astype('uint8')"
+        return "pass bytes: x.astype('uint8')"
     if low >= -ROUNDING_TOLERANCE and high <= 1 + ROUNDING_TOLERANCE:
-        return "they exceed it by rounding. Give x.clip(0, 1)"
+        return "they exceed the range by rounding. Pass x.clip(0, 1)"
     if low >= 0 and high <= 255:
-        return "if they are from 0 to 255, give x / 255"
+        return "if they are from 0 to 255, pass x / 255"
     if low >= 0 and not dtype.startswith(FLOAT_TYPE_PREFIXES):
-        return "give floats: x divided by the largest possible value of a pixel, such as x / 65535"
-    return "give the samples before normalization, as bytes or as floats from 0 to 1. The model scales them"
+        return "pass floats: x divided by the largest possible value of a pixel, such as x / 65535"
+    return "pass the samples before normalization, as bytes or as floats from 0 to 1. The model scales the samples"

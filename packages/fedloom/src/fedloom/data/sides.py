@@ -134,7 +134,7 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
         raise DataError(
             f"{name}: {text}: targets are text, but those of {numbers} are numbers. Use the same type for all targets"
         )
-    for field, cure in (("classes", "number them alike"), ("columns", "give all in the same order, as x[names]")):
+    for field, cure in (("classes", "number them alike"), ("columns", "pass all in the same order, as x[names]")):
         named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
         longest = max(named.values(), key=len, default=())
         for who, names in named.items():
@@ -215,11 +215,11 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     collates = getattr(obj, "collate_fn", default_collate) not in (default_collate, default_convert)
     hints = {
         "toarray": "give x.toarray()",
-        "batch_size": ("give torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "give its .dataset")
+        "batch_size": ("pass torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "pass its .dataset")
         + (", whose samples come from its collate_fn" if collates else ""),
         "__next__": "give the object that it iterates over, such as the .dataset of a DataLoader",
         "strip": "read a file with fl.load",
-        "to_pandas": "give x.to_pandas()",
+        "to_pandas": "pass x.to_pandas()",
     }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
     raise ConfigError(f"{name}: {type(obj).__name__} is not a known form of data{hint}. Known forms: {ACCEPTED_FORMS}")

@@ -303,7 +303,7 @@ class Setting(Value):
             if key not in options:
                 return ""
             one = f"algorithms.{entry.__name__}" if isinstance(entry, type) else f"algorithms.REGISTRY[{method!r}]"
-            return f"it is an option of the method. Give fl.{one}({key}={value!r}) instead"
+            return f"it is an option of the method. Pass fl.{one}({key}={value!r}) instead"
 
         names = (*cls.model_fields,)
         facts = {"plain": {*names} - {"algorithm"}, "keys": names, "method": algorithm is None}

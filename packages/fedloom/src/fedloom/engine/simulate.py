@@ -43,7 +43,7 @@ from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, place_of
 from fedloom.seeds import SERVER_CLIENT, as_global, generator, rng_states
-from fedloom.values import list_functions
+from fedloom.values import check_type, list_functions
 
 S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
@@ -138,6 +138,10 @@ def simulate(
             place,
             owns=lambda inner: (*inner.parts[:1], len(inner.parts)) in ((CHECKPOINTS_FOLDER, 2), (WORK_FOLDER, 4)),
         )
+    check_type("defaults", defaults, str)
+    check_type("advance", advance, bool)
+    if not all(hasattr(ranks, name) for name in ("rank", "machines", "share", "gather")):
+        raise ConfigError(f"ranks must be from fedloom.processes.distributed.joined, got {ranks!r:.60}")
     mapping = {"model": model, "defaults": None if defaults == "default" else defaults, **choices}
     places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "callbacks", "defaults"))
     with entered("python"):

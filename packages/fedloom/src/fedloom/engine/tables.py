@@ -204,7 +204,7 @@ def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
         )
     if kind not in MODEL_CLASSES:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
-        cure = "weights are in that file. Load them into a module, and give the module" if saved else ""
+        cure = "weights are in that file. Load them into a module, and pass the module" if saved else ""
         raise unknown("model kind", kind, MODEL_CLASSES, where, cure=cure)
     return make(
         lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(MODEL_CLASSES[kind]), hint

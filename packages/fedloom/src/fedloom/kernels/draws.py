@@ -1,4 +1,4 @@
-"""Random orders of the samples of many clients, equal to PyTorch's."""
+"""Random orders of the samples of many clients, identical to PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fedloom.kernels.machine import compiled
 
 @compiled
 def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
-    """Draw batches of every client. Each epoch is a permutation as `torch.randperm` draws it.
+    """Draw the batches of all clients. Each epoch is a permutation as `torch.randperm` draws it.
 
-    A Mersenne Twister renews its words one at a time. The code renews a word when a draw needs it, so few draws need
-    few words.
+    A Mersenne Twister renews its words one at a time. The code renews a word only when a draw needs it, so few draws
+    need few words.
 
     Args:
-        words: ``[m, s]`` first words of the state of every client's generator, as `fedloom.seeds.states` returns them
+        words: first words of the state of each client's generator ``[m, s]``, as `fedloom.seeds.states` returns them
             for that many draws. Changed.
-        sizes: ``[m]`` samples, >= 1.
+        sizes: numbers of samples ``[m]``, >= 1.
         steps: ``[m]`` batches.
-        order: ``[largest size]`` work space for an order.
-        out: ``[k, m, b]`` receives the positions. Other entries do not change.
+        order: workspace for an order ``[largest size]``.
+        out: array ``[k, m, b]`` that receives the positions. Other entries stay unchanged.
     """
     width = out.shape[2]
     for c in range(len(sizes)):

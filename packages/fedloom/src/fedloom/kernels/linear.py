@@ -1,11 +1,11 @@
 """The three products of a linear layer, for many clients at once or for one client.
 
 A layer of many clients consists of many small matrix products. A library for large products would spend most of its
-time on packing and calls. Here blocks of four rows times four rows keep the vector registers busy, and one pass over
-the weights applies gradient, decay and steady part of a step.
+time on packing and on calls. Here, blocks of four rows times four rows keep the vector registers busy, and a single
+pass over the weights applies the gradient, the decay and the steady part of a step.
 
-A layer's weights ``[o, i]`` and bias ``[o]`` are in the rows ``[m, d]`` of the clients' parameters, from columns ``at``
-and ``bias`` (-1: no bias).
+The weights ``[o, i]`` and bias ``[o]`` of a layer are in the rows ``[m, d]`` of the clients' parameters, from columns
+``at`` and ``bias`` (-1: no bias).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
 
 @compiled
 def backward(w: Any, at: int, delta: Any, out: Any) -> None:
-    """Compute ``out <- delta W``. Delta ``[m, b, o]``, out ``[m, b, i]``."""
+    """Compute ``out <- delta W``. delta ``[m, b, o]``, out ``[m, b, i]``."""
     for c in range(len(delta)):
         backward_one(w[c], at, delta[c], out[c])
 
@@ -48,11 +48,11 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
         out: ``[m, d]``.
         at: first column of the weights.
         bias: first column of the bias, or -1.
-        delta: ``[m, b, o]``.
+        delta: gradient ``[m, b, o]``.
         x: ``[m, b, i]``.
-        beta: ``[m]``. 0 discards ``out``, even if it is not finite.
+        beta: factors ``[m]``. A factor of 0 discards ``out``, even if it is not finite.
         alpha: a number.
-        steady: ``[m, d]``, ``[1, d]`` if all clients share it, or ``[0, d]`` for zero.
+        steady: vectors ``[m, d]``, ``[1, d]`` if all clients share it, or ``[0, d]`` for zero.
     """
     for c in range(len(delta)):
         steady_row = steady[min(c, len(steady) - 1)] if len(steady) else out[c, :0]
@@ -61,7 +61,7 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
 
 @compiled
 def forward_one(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
-    """Compute ``out [b, o] <- x W' + b`` of one client: w ``[d]``, x ``[b, i]``."""
+    """Compute ``out [b, o] <- x W' + b`` for one client: w ``[d]``, x ``[b, i]``."""
     b, o = out.shape
     weights = w[at : at + o * x.shape[1]].reshape(o, x.shape[1])
     for q in range(0, o, 4):
@@ -76,7 +76,7 @@ def forward_one(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
 
 @compiled
 def backward_one(w: Any, at: int, delta: Any, out: Any) -> None:
-    """Compute ``out [b, i] <- delta W`` of one client: w ``[d]``, delta ``[b, o]``."""
+    """Compute ``out [b, i] <- delta W`` for one client: w ``[d]``, delta ``[b, o]``."""
     o, i = delta.shape[1], out.shape[1]
     weights = w[at : at + o * i].reshape(o, i)
     out[:] = 0
@@ -86,7 +86,7 @@ def backward_one(w: Any, at: int, delta: Any, out: Any) -> None:
 
 @compiled
 def add_gradient_one(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, alpha: Any, steady: Any) -> None:
-    """`add_gradient` of one client: out ``[d]``, delta ``[b, o]``, x ``[b, i]``, beta a number, steady ``[d]``."""
+    """`add_gradient` for one client: out ``[d]``, delta ``[b, o]``, x ``[b, i]``, beta a number, steady ``[d]``."""
     b, o = delta.shape
     i = x.shape[1]
     weights = out[at : at + o * i].reshape(o, i)

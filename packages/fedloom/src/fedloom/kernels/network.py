@@ -1,4 +1,4 @@
-"""Gradients and complete descents of small networks, one client at a time, to keep its parameters in the cache.
+"""Gradients and complete descents of small networks, one client at a time, so that its parameters stay in the cache.
 
 A network consists of linear layers, each optionally followed by a rectifier. The loss is the cross-entropy.
 """
@@ -14,9 +14,10 @@ from fedloom.kernels.machine import compiled
 from fedloom.kernels.samples import gather
 
 BLOCK_SAMPLES = 128
-"""Number of samples of a client that pass a network together. It is a multiple of four, so no sum depends on it.
+"""Number of samples of a client that pass through a network together. It is a multiple of four, so no sum depends on
+it.
 
-If the gradient changes the parameters, the whole batch passes together.
+If the gradient changes the parameters, the whole batch passes through together.
 """
 
 
@@ -25,7 +26,7 @@ def add_gradients(
     out: Any, w: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, count: Any, total: Any,
     classes: Any, beta: Any, alpha: Any, steady: Any, room: Any, block: int,
 ) -> Any:  # fmt: skip
-    """Compute ``out <- beta out + alpha gradient + steady`` of a network, with one batch's gradient at ``w``.
+    """Compute ``out <- beta out + alpha gradient + steady`` for a network, with one batch's gradient at ``w``.
 
     Args:
         out: ``[m, d]``. May be ``w``.
@@ -35,15 +36,15 @@ def add_gradients(
         scale: see `descend`.
         shift: see `descend`.
         y: see `descend`.
-        where: ``[m, b]`` positions in ``data``.
-        count: ``[m]`` samples in the batch. The first ``count`` positions are used.
-        total: ``[m]`` divisor of the sum of sample losses.
+        where: positions in ``data`` ``[m, b]``.
+        count: numbers of samples in the batch ``[m]``. The first ``count`` positions are used.
+        total: divisors of the sum of sample losses ``[m]``.
         classes: see `descend`.
         beta: ``[m]``.
         alpha: a number.
         steady: see `descend`.
-        room: work space as in `descend`, with ``block`` in place of b.
-        block: samples that pass the network together, b or more if ``out`` is ``w``.
+        room: workspace as in `descend`, with ``block`` in place of b.
+        block: number of samples that pass through the network together, b or more if ``out`` is ``w``.
 
     Returns:
         A value that the caller ignores, as in `gather`.
@@ -69,31 +70,32 @@ def descend(
 ) -> Any:  # fmt: skip
     """Take every step of every client, ``w <- beta w + alpha gradient + steady``, one client at a time.
 
-    A client's parameters then stay in the cache from step to step. With momentum beta, the step is ``v <- beta v +
-    alpha gradient + steady + pulled w``, ``w <- w - rate v``, and v is zero before the first step. The loss of a sample
-    is its cross-entropy times ``factor`` and the weight of its class, divided by the number of samples in the step.
+    A client's parameters then stay in the cache from one step to the next. With momentum beta, the step is ``v <- beta
+    v + alpha gradient + steady + pulled w``, ``w <- w - rate v``, and v is zero before the first step. The loss of a
+    sample is its cross-entropy times ``factor`` and the weight of its class, divided by the number of samples in the
+    step.
 
     Args:
         w: ``[m, d]``.
-        layers: ``[L, 5]`` int64: first column of the weights and of the bias (-1: no bias), inputs, outputs, and 1 if a
-            rectifier follows.
-        data: stored samples, ``[N, i]``.
-        scale: ``[i]``, see `gather`.
+        layers: layers ``[L, 5]`` int64: first column of the weights and of the bias (-1: no bias), inputs, outputs, and
+            1 if a rectifier follows.
+        data: stored samples ``[N, i]``.
+        scale: scale ``[i]`` (see `gather`).
         shift: ``[i]``.
         y: ``[N]`` classes.
-        where: ``[k, m, b]`` positions in ``data``.
-        steps: ``[m]`` steps of each client, at most k.
-        count: ``[k, m]`` samples in each step. The first ``count`` positions are used.
+        where: positions in ``data`` ``[k, m, b]``.
+        steps: numbers of steps of each client ``[m]``, at most k.
+        count: numbers of samples in each step ``[k, m]``. The first ``count`` positions are used.
         factor: ``[m]``.
-        classes: ``[m, C]`` class weights, or ``[m, 0]`` if all are 1.
+        classes: class weights ``[m, C]``, or ``[m, 0]`` if all are 1.
         beta: ``[m]``.
         alpha: a number.
-        steady: ``[m, d]``, ``[1, d]`` if all clients share it, or ``[0, d]`` for zero.
+        steady: vectors ``[m, d]``, ``[1, d]`` if all clients share it, or ``[0, d]`` for zero.
         pulled: ``[m]``.
         rate: a number.
-        row: ``[d]`` work space for the parameters of one client, aligned to a cache line.
-        velocity: ``[d]`` work space that is overwritten, or ``[0]`` without momentum.
-        room: ``[b (i + sum of outputs + 2 largest outputs)]`` work space for values between the layers.
+        row: workspace for the parameters of one client ``[d]``, aligned to a cache line.
+        velocity: workspace ``[d]`` that is overwritten, or ``[0]`` without momentum.
+        room: workspace for values between the layers ``[b (i + sum of outputs + 2 largest outputs)]``.
 
     Returns:
         A value that the caller ignores, as in `gather`.
@@ -124,7 +126,7 @@ def _propagate(
     w: Any, out: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, share: Any, classes: Any,
     beta: Any, alpha: Any, steady: Any, room: Any, block: int,
 ) -> Any:  # fmt: skip
-    """Set ``out <- beta out + alpha gradient + steady`` of a client: w, out ``[d]``, where ``[b]``, classes ``[C]``.
+    """Set ``out <- beta out + alpha gradient + steady`` for a client: w, out ``[d]``, where ``[b]``, classes ``[C]``.
 
     The loss of a sample counts ``share`` times the weight of its class.
     """
@@ -185,7 +187,7 @@ def _move(w: Any, velocity: Any, pulled: Any, rate: Any) -> None:
 
 @compiled
 def _slopes(z: Any, y: Any, where: Any, factor: Any, classes: Any) -> None:
-    """Compute ``z [b, k] <-`` factor (softmax(z) - e_y), times the weight of the class y."""
+    """Compute ``z [b, k] <-`` factor (softmax(z) - e_y), times the weight of class y."""
     for p in range(len(z)):
         scores, label = z[p], y[where[p]]
         top, total = scores[0], scores.dtype.type(0)

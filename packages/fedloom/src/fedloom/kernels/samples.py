@@ -24,7 +24,7 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
         out: ``[r, i]``.
 
     Returns:
-        A value that the caller ignores. It keeps the compiler from removing the prefetches of rows.
+        A value that the caller ignores. It prevents the compiler from removing the prefetches of rows.
 
     Raises:
         IndexError: an index is not within 0..N-1.
@@ -45,7 +45,7 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
 
 
 def _number(value: object) -> Any:
-    """Read a number. An int16 contains the bits of a bfloat16."""
+    """Read a number. int16 values contain the bits of bfloat16 values."""
     raise NotImplementedError  # compiled only
 
 
@@ -64,13 +64,13 @@ def _above(value: object, best: object) -> Any:
 
 @compiled
 def pool(x: Any, out: Any, place: Any) -> None:
-    """Compute ``out <- max(0, maximum of every 2x2 square of x)``. NaN entries stay NaN.
+    """Compute ``out <- max(0, maximum of each 2x2 square of x)``. NaN entries stay NaN.
 
     Args:
-        x: ``[b, h, w, c]``. An odd last row or column is ignored. int16: the bits of bfloat16.
-        out: ``[b, h // 2, w // 2, c]``.
-        place: position of each maximum, the first if there are several: 0 and 1 in the upper row, 2 and 3 in the lower
-            row, 4 if the output is zero. Bytes with the shape of ``out``.
+        x: images ``[b, h, w, c]``. An odd last row or column is ignored. int16: the bits of bfloat16.
+        out: result ``[b, h // 2, w // 2, c]``.
+        place: position of each maximum (the first if there are several): 0 and 1 in the upper row, 2 and 3 in the lower
+            row, 4 if the output is zero. These are bytes with the shape of ``out``.
     """
     zero = x.dtype.type(0)
     samples, high, wide, channels = out.shape

@@ -1,4 +1,4 @@
-"""Print tables on standard output, complete at any width of the terminal."""
+"""Print tables on standard output, so that they are complete at any terminal width."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedloom.lab.report.tables import column_of, headline, measured
 from fedloom.metrics import leading, metric
 
 MIN_COLUMN_WIDTH = 12
-"""Smallest width of a folded column, in characters."""
+"""Smallest width of a wrapped column, in characters."""
 COLUMN_GAP = 3
 """Number of characters between two columns."""
 UNLIMITED_WIDTH = 100_000
@@ -42,16 +42,16 @@ def print_texts(
 ) -> None:  # fmt: skip
     """Print texts in columns.
 
-    Numbers are never folded: columns that do not fit follow below, next to a repetition of the first columns.
+    Numbers are never wrapped: columns that do not fit are printed below, next to a repetition of the first columns.
 
     Args:
         titles: titles of the columns.
         rows: rows with a text for each column.
         right: titles of the right-aligned columns.
-        width: number of characters of a line if the output is not a terminal.
-        names: True if the first column contains names that people copy. Names are never folded. If they leave no room
-            for the other columns, these follow below each name.
-        lead: number of columns with which each block starts, or 0 for the columns before the first of ``right``.
+        width: number of characters per line if the output is not a terminal.
+        names: True if the first column contains names that people copy. Names are never wrapped. If they leave no space
+            for the other columns, these columns are printed below each name.
+        lead: number of columns with which each block starts, or 0 for the columns before the first column in ``right``.
     """
     texts = [[printable(text) for text in row] for row in rows]
     console = _Output()
@@ -85,7 +85,10 @@ def _print_block(
     console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int],
     right: Collection[str],
 ) -> None:  # fmt: skip
-    """Print some columns. The last column goes below each row if a word in it, such as a path, would be broken."""
+    """Print some columns.
+
+    The last column is printed below each row if a word in it, such as a path, would otherwise be broken.
+    """
     *first, last = places
     room = console.width - _width(console, _columns(titles, rows, first, right)) - COLUMN_GAP
     longest = max(cell_len(word) for row in rows for word in [*row[last].split(), ""])
@@ -113,13 +116,13 @@ def _columns(
 
 
 def _width(console: Console, table: Table) -> int:
-    """Return the width of a table without folding, in characters."""
+    """Return the width of a table without wrapping, in characters."""
     return Measurement.get(console, console.options.update(max_width=UNLIMITED_WIDTH), table).maximum
 
 
 NARROW_FIGURES = ("worst10", "samples_backward", "bytes_up", "bytes_down")
-"""Endings of the names of figures that are shown with the leading metric if the terminal is too narrow for all
-figures."""
+"""Suffixes of the names of metrics that are shown with the leading metric if the terminal is too narrow for all
+metrics."""
 NARROW_TITLES = {"sample gradients": "gradients"}
 """Shorter titles for a narrow terminal."""
 BEST_MARK = "*"
@@ -174,12 +177,12 @@ def _best_place(rows: Sequence[Mapping[str, object]], lead: str) -> int | None:
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:
-    """Print rows with any keys, with numbers to four digits.
+    """Print rows with arbitrary keys, with numbers to four digits.
 
     Args:
         rows: rows whose keys become the columns, in order of first appearance.
-        first: columns that precede the others, in each block of a narrow terminal.
-        width: number of characters of a line if the output is not a terminal.
+        first: columns that precede the other columns, in each block of a narrow terminal.
+        width: number of characters per line if the output is not a terminal.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
     numbers = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]

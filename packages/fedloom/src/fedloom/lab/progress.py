@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment.events import Event, Listener
 
 SECONDS_PER_LINE = 5.0
-"""Seconds between two plain lines of one run."""
+"""Number of seconds between two plain lines of one run."""
 NOTEBOOK_INTERVAL_SECONDS = 0.2
-"""Seconds between two updates of a notebook's line."""
+"""Number of seconds between two updates of a notebook's line."""
 
 
 def remark(line: str) -> None:
-    """Write a line to standard error. The line is dropped if the stream is closed, full or unread."""
+    """Write a line to standard error. The line is dropped if the stream is closed, full or not read."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             sys.stderr.write(f"{line}\n")
@@ -93,7 +93,10 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
 
 
 def notebook_display() -> Any:
-    """Return the function that displays a value in the notebook of this process. The result is None elsewhere."""
+    """Return the function that displays a value in the notebook of this process.
+
+    The result is None outside a notebook.
+    """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
 
@@ -103,8 +106,8 @@ class _Runs:
 
     Attributes:
         rounds: number of rounds of the runs of every label, or of all runs together under the empty label.
-        done: number of finished rounds, by label and seed. All rounds for a run that has ended.
-        figures: latest figures of every run, as text.
+        done: number of finished rounds, by label and seed. For a run that has ended, all its rounds.
+        figures: latest metrics of each run, as text.
     """
 
     def __init__(self, rounds: int | Mapping[str, int], after: str = "") -> None:
@@ -117,7 +120,7 @@ class _Runs:
         self._pace: dict[str, float] = {}
 
     def take(self, event: Event) -> bool:
-        """Note an event. Return False if it contains nothing new."""
+        """Note an event. Return False if the event contains nothing new."""
         key = event.label, event.seed
         if self.done.get(key) == event.rounds and not event.status:
             return False
@@ -136,13 +139,13 @@ class _Runs:
 
     @property
     def after(self) -> str:
-        """Current work after all runs have ended, or "" before."""
+        """Work in progress after all runs have ended, or "" before."""
         return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
     def left(self) -> float | None:
-        """Return the seconds until all runs have ended, with the current number side by side.
+        """Return the time in seconds until all runs have ended, with the current number of simultaneous runs.
 
-        None while it is unknown.
+        None while this time is unknown.
         """
         open_ = dict(self.rounds)
         for (label, _), done in self.done.items():
@@ -155,7 +158,7 @@ class _Runs:
         return max([work / max(1, len(alone)), *alone])
 
     def remaining_of(self, event: Event) -> float | None:
-        """Return the seconds until a run ends, or None while they are unknown."""
+        """Return the time in seconds until a run ends, or None while it is unknown."""
         return None if event.pace is None else (event.rounds - event.round) * event.pace
 
     def _owner(self, label: str) -> str:
@@ -257,7 +260,7 @@ def _name(event: Event) -> str:
 
 
 def _latest(event: Event) -> str:
-    """Return the newest validation figures of the personal model, or else of the global model."""
+    """Return the newest validation metrics of the personal model, or else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
         by_metric = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}

@@ -1,7 +1,7 @@
-"""Kit for sections of the report: tools with which a package shows the recorded table of its analysis.
+"""Toolkit for sections of the report: helpers with which a package shows the recorded table of its analysis.
 
-A section is a function ``(runs, rows, lead) -> Section | None``. An entry point of the group ``fedloom.sections`` names
-it by the kind of the analysis.
+A section is a function ``(runs, rows, lead) -> Section | None``. An entry point in the group ``fedloom.sections``,
+named after the kind of the analysis, registers it.
 """
 
 from fedloom.lab.report.comparison.contenders import contenders_of

@@ -208,7 +208,7 @@ def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
         return "use layout = 'sequence' for the data, if a sample is [time, features]"
     if len(shape) > 1 and layers and isinstance(layers[0], nn.Linear):
         return f"begin with torch.nn.Flatten() and a layer of {width} inputs"
-    return "give a model for such samples"
+    return "use a model for such samples"
 
 
 def try_out(
@@ -267,7 +267,7 @@ def try_out(
         if isinstance(got, str):
             cure = ". Return only the tensor of the outputs"
         elif wanted[-1] == 1 and got == [2, *wanted[:-1]]:
-            cure = ". Give it a last dimension of 1"
+            cure = ". Use a last dimension of 1"
         elif outputs == 2 and got == [2, *wanted[:-1], 1]:
             cure = ". Give two outputs, or use task = 'binary' for the data"
         raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2{cure}")

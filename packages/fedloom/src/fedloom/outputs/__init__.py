@@ -1,4 +1,4 @@
-"""Check where a command or a method may write."""
+"""Checks of where a command or a method may write."""
 
 from __future__ import annotations
 

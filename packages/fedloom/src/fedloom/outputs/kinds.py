@@ -1,4 +1,4 @@
-"""Kinds of files that fedloom writes, and the endings of their names."""
+"""Kinds of files that fedloom writes, and the extensions of their names."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ FILE_KINDS = {
     "data": (".parquet", ".xlsx", ".xls", ".npz", ".npy", ".h5", ".sav", ".dta", ".sas7bdat", ".arff", ".feather"),
     "other": (".zip", ".gz", ".tar", ".pdf", ".docx", ".png", ".jpg", ".jpeg", ".svg", ".dcm", ".nii", ".db", ".key"),
 }
-"""Endings of names by kind of file. A name with another ending, or without one, does not determine the kind."""
+"""File extensions by kind of file. A name with a different extension, or without an extension, does not determine the
+kind."""
 
 
 class FileKind(NamedTuple):
-    """A kind of file that fedloom writes.
+    """Kind of file that fedloom writes.
 
     Attributes:
         name: one of `FILE_KINDS`.
         what: description of the file, e.g. ``"a file of predictions"``.
-        is_own: returns whether an existing file is of this kind and was written by fedloom, so it may be replaced.
+        is_own: function that returns True if an existing file is of this kind and was written by fedloom, so that it
+            may be replaced.
     """
 
     name: str
@@ -36,5 +38,5 @@ class FileKind(NamedTuple):
 
 
 def never(_path: Path) -> bool:
-    """Return False: no file of a kind that people edit is replaced."""
+    """Return False, because files of a kind that people edit are never replaced."""
     return False

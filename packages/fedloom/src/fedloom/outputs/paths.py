@@ -1,6 +1,6 @@
-"""Check a path before something is written there: a command replaces only its own files, and never an input.
+"""Checks of a path before something is written there: a command replaces only its own files, and never an input.
 
-Every command and method that writes calls `check_output_file` or `check_output_folder` before it starts to work.
+Every command and method that writes files calls `check_output_file` or `check_output_folder` before it starts to work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOCK_FILE = ".lock"
 
 
 def draft_of(path: Path) -> Path:
-    """Return the temporary file that is written first, and renamed when it is complete."""
+    """Return the temporary file that is written first and renamed once it is complete."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -37,17 +37,17 @@ def check_output_file(
         path: the file.
         kind: kind of the file to write.
         inputs: files, folders and names that the same call reads. Names that are not paths have no effect.
-        owns: returns whether a place in a run directory, relative to it, may contain files of this kind.
-        force: True replaces a regular file of another kind, or accepts a name with the ending of another kind. An
-            input, a file of a run or of a deployment, and a link are rejected in any case.
+        owns: function that returns True if a path relative to a run directory may contain files of this kind.
+        force: True to replace a regular file of a different kind, or to accept a name with the extension of a different
+            kind. Inputs, files of a run or a deployment, and links are rejected in any case.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: the path is an input, a link, a folder, a device, a read-only file, a place in a run directory or a
-            deployment, or a file of another kind.
-        RunDirError: the folder of the path is a file, or a link that leads nowhere.
+        ConfigError: the path is an input, a link, a folder, a device, a read-only file, a path in a run directory or a
+            deployment, or a file of a different kind.
+        RunDirError: the folder of the path is a file, or a broken link.
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
@@ -95,19 +95,21 @@ def check_output_folder(
     """Raise if a folder must not be written to.
 
     Args:
-        folder: the folder, which need not exist.
+        folder: folder, which need not exist.
         inputs: files, folders and names that the same call reads.
-        entries: names of files and folders in it that belong to the command, which replaces and deletes them. None:
+        entries: names of files and folders in the folder that belong to the command, which replaces and deletes them.
             None:
-            single files are written, which `check_output_file` checks, and the folder is not a run directory.
-        owns: returns whether a place in a run directory, relative to it, may contain such folders.
+            None:
+            If it is empty, single files are written, which `check_output_file` checks, and the folder is not a run
+            directory.
+        owns: function that returns True if a path relative to a run directory may contain such folders.
 
     Returns:
         The folder.
 
     Raises:
         ConfigError: the folder is in a run directory or a deployment, or an input would be replaced or deleted.
-        RunDirError: the folder is a file, or a link that leads nowhere.
+        RunDirError: the folder is a file, or a broken link.
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
@@ -122,7 +124,10 @@ def check_output_folder(
 
 
 def is_run_directory(folder: Path) -> bool:
-    """Return whether a run has started in a folder. A single experiment file with the run's name is the user's own."""
+    """Return True if a run has started in a folder.
+
+    A single experiment file with the name that runs use belongs to the user.
+    """
     from fedloom.rundir import (  # needs pydantic, which a site's process must not wait for
         METRICS_FILE,
         PARTITION_FILE,
@@ -139,14 +144,17 @@ def is_run_directory(folder: Path) -> bool:
 
 
 def _is_deployment(folder: Path) -> bool:
-    """Return whether a folder belongs to a server, a site, or a deployment."""
+    """Return True if a folder belongs to a server, a site, or a deployment."""
     with suppress(OSError):
         return any((folder / name).is_file() for name in ("site.toml", "server.toml", "authority/ca.crt"))
     return False
 
 
 def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], bool]) -> None:
-    """Raise for a place in a run directory or a deployment, from a folder upwards. ``target`` is written."""
+    """Raise for a path in a run directory or a deployment, checking a folder and all its parents.
+
+    ``target`` is written.
+    """
     place = first.resolve()
     for folder in (place, *place.parents):
         if is_run_directory(folder):
@@ -171,7 +179,7 @@ def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Return whether two paths lead to one file, also on a disk that ignores case and the form of accents."""
+    """Return True if two paths lead to the same file, also on a disk that ignores case and the form of accents."""
     if path.exists() and other.exists() and path.samefile(other):
         return True
     return _folded(path) == _folded(other)

@@ -1,4 +1,4 @@
-"""Pack messages between forked processes: large tensors into shared memory, everything else into a pickle."""
+"""Messages between forked processes: large tensors are packed into shared memory, everything else into a pickle."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 MIN_SHARED_BYTES = 1 << 14
-"""Number of bytes from which a tensor is passed through shared memory. A smaller one is written into the message as it
-is."""
+"""Number of bytes from which on a tensor is passed through shared memory. A smaller tensor is written into the message
+itself."""
 
 
 class Buffer:
@@ -26,11 +26,11 @@ class Buffer:
         self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
 
     def pack(self, value: object) -> bytes:
-        """Pack a value into a message for `unpack` in another process. It is valid until the next `pack`."""
+        """Pack a value into a message for `unpack` in another process. The message is valid until the next `pack`."""
         return packed(value, self._map)
 
     def unpack(self, message: bytes, *, copy: bool) -> Any:
-        """Unpack a value. Its large tensors are views of the buffer, or copies."""
+        """Unpack a value. The large tensors of the value are views of the buffer, or copies."""
         return _Unpacker(io.BytesIO(message), self._map, copy).load()
 
 
@@ -74,7 +74,7 @@ def unpacked(message: bytes) -> Any:
 
 
 def packed(value: object, memory: mmap.mmap | None = None) -> bytes:
-    """Return the message of a value. Large tensors use shared memory if it exists and they fit."""
+    """Return the message of a value. Large tensors use shared memory if it exists and if they fit."""
     out = io.BytesIO()
     _Packer(out, memory).dump(value)
     return out.getvalue()

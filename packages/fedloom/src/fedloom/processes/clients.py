@@ -1,8 +1,8 @@
 """Clients: pass the requests of a round to the parties that compute, and collect the results.
 
 A round does not depend on where its clients are: in this process, in forked workers, on ranks, or at real sites. A
-request lists the clients in an order that the round chooses. Results have that order, so no bit depends on which
-process computes. The state of a client stays at the client.
+request lists the clients in an order that the round chooses. Results are returned in this order, so no bit depends on
+which process computes. A client's state stays at the client.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ CLIENT_COUNTS = (
     "bytes_up_paper",
     "bytes_down_paper",
 )
-"""Counters of every client of a cohort."""
+"""Counters for each client of a cohort."""
 
 Scores = dict[tuple[str, str], dict[str, Tensor]]
-"""(model, part) -> metric -> float64 ``[m]``. Part "" contains the metrics of the models themselves."""
+"""(model, part) -> metric -> float64 ``[m]``. Part "" contains metrics of the models themselves."""
 
 
 class TrainRequest(NamedTuple):
-    """Clients that train on the models that they receive.
+    """Request that clients train on the models that they receive.
 
     Attributes:
         round: round number, which determines the batches, the step size and all draws.
-        place: ``[m]`` indices of the clients in the download.
-        ids: ``[m]`` ids of the clients.
-        share: ``[m, 1]`` float64 shares of the clients in the mean.
-        down: the download, with fields ``[.]`` if all clients receive the same, else ``[c, .]``.
-        server: the server's state before the round.
-        steps: ``[m]`` local steps of the clients. None: the steps of the run's settings.
-        alpha: ``[n, 1]`` the clients' shares of the objective, if they differ from the shares before round 1.
+        place: indices of the clients in the download ``[m]``.
+        ids: ids of the clients ``[m]``.
+        share: clients' shares in the mean ``[m, 1]`` float64.
+        down: download, with fields ``[.]`` if all clients receive the same values, else ``[c, .]``.
+        server: state of the server before the round.
+        steps: numbers of local steps of the clients ``[m]``. None: the number in the run's settings.
+        alpha: clients' shares in the objective ``[n, 1]``, if they differ from the shares before round 1.
     """
 
     round: int
@@ -61,14 +61,14 @@ class ChunkResult(NamedTuple):
     """Result of training some clients of a request, following the previous result.
 
     Attributes:
-        ids: ``[m]`` ids of the clients.
-        share: ``[m, 1]`` float64 their shares in the mean.
-        accepted: ``[m]`` bool: uploads that are finite and within the bound.
-        parts: contribution of the accepted uploads to every field of the upload (`fedloom.engine.clients.uploads`).
-        answers: rows of the accepted clients: ``weigher`` their answers to the weigher, ``models`` their models if an
-            attacker reads them, ``sampler`` their answers to a sampler.
+        ids: ids of the clients ``[m]``.
+        share: their shares in the mean ``[m, 1]`` float64.
+        accepted: mask of the uploads that are finite and within the bound ``[m]``.
+        parts: what the accepted uploads contribute to each field of the upload (`fedloom.engine.clients.uploads`).
+        answers: rows of the accepted clients: under ``weigher`` their answers to the weigher, under ``models`` their
+            models if an attacker reads them, and under ``sampler`` their answers to a sampler.
         total: sum of the shares of the accepted clients.
-        counts: ``[m, 7]`` work and traffic, see `CLIENT_COUNTS`.
+        counts: work and traffic ``[m, 7]`` (see `CLIENT_COUNTS`).
     """
 
     ids: Tensor
@@ -81,14 +81,14 @@ class ChunkResult(NamedTuple):
 
 
 class SumResult(NamedTuple):
-    """Sum over some clients of a request. Nothing else is known about each of them.
+    """Sum over some clients of a request. Nothing else is known about these clients individually.
 
     Attributes:
-        ids: ``[m]`` summed clients, in the order of the request.
-        missing: ``[k]`` clients of the request that are not summed.
-        parts: their common contribution to every field of the upload.
+        ids: clients in the sum ``[m]``, in the order of the request.
+        missing: clients of the request that are not in the sum ``[k]``.
+        parts: what these clients together contribute to each field of the upload.
         total: the sum of their shares in the mean.
-        counts: ``[7]`` total work and traffic, see `CLIENT_COUNTS`.
+        counts: total work and traffic ``[7]`` (see `CLIENT_COUNTS`).
     """
 
     ids: Tensor
@@ -102,14 +102,14 @@ TrainResult = ChunkResult | SumResult
 
 
 class AskRequest(NamedTuple):
-    """Clients to query about the global model before a round.
+    """Request that queries clients about the global model before a round.
 
     Attributes:
-        round: the round number.
-        ids: ``[m]`` ids of the clients.
-        model: ``[d]`` the global model.
-        describes: True if they train it for a round and send their activations, for shares by clusters. Otherwise they
-            answer a sampler.
+        round: round number.
+        ids: ids of the clients ``[m]``.
+        model: global model ``[d]``.
+        describes: True if clients train the model for one round and send their activations, for shares by clusters.
+            Otherwise, they answer a sampler.
     """
 
     round: int
@@ -119,23 +119,22 @@ class AskRequest(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Answers of some clients ``[m, k]``, and their cost ``[m, 7]``, see `CLIENT_COUNTS`."""
+    """Answers of some clients ``[m, k]``, and their cost ``[m, 7]`` (see `CLIENT_COUNTS`)."""
 
     values: Tensor
     counts: Tensor
 
 
 class ScoreRequest(NamedTuple):
-    """Clients that evaluate models on their own samples.
+    """Request that clients evaluate models on their own samples.
 
     Attributes:
-        round: the round after which models are evaluated.
-        ids: ``[m]`` clients of the evaluated federation.
-        cohort: ``[c]`` clients whose training parts determine the normalization statistics of the global model.
-        down: the download of all clients, from which personal models are computed. None if there are no personal
-            models.
-        model: ``[d]`` the global model. None if there is no global model.
-        alpha: ``[n, 1]`` the clients' shares of the objective, if they differ from the shares before round 1.
+        round: round after which models are evaluated.
+        ids: clients of the evaluated federation ``[m]``.
+        cohort: clients whose training parts determine the normalization statistics of the global model ``[c]``.
+        down: download for all clients, from which personal models are computed. None if there are no personal models.
+        model: global model ``[d]``. None if there is no global model.
+        alpha: clients' shares in the objective ``[n, 1]``, if they differ from the shares before round 1.
     """
 
     round: int
@@ -150,7 +149,7 @@ class Clients(Protocol):
     """Clients that compute for a run."""
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train clients. The results cover all of them, in the order of the request.
+        """Train clients. The results cover all clients of the request, in its order.
 
         Raises:
             RunStopped: too few clients answered.
@@ -159,20 +158,23 @@ class Clients(Protocol):
         ...
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Query candidates, in the order of the request."""
+        """Query candidates in the order of the request."""
         ...
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Evaluate models, in the order of the request. Metrics that belong to no client come with the first result."""
+        """Evaluate models in the order of the request.
+
+        Metrics that belong to no client are returned with the first result.
+        """
         ...
 
     def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """Return the value of a call that runs in one place and may read and write the rows of some clients."""
+        """Return the value of a call that runs in a single process and may read and write the rows of some clients."""
         ...
 
 
 class TrainTask(NamedTuple):
-    """A chunk to train: see `TrainRequest`."""
+    """A chunk to train (see `TrainRequest`)."""
 
     round: int
     place: Tensor
@@ -182,7 +184,7 @@ class TrainTask(NamedTuple):
 
 
 class AskTask(NamedTuple):
-    """A chunk of clients to query: see `AskRequest`."""
+    """A chunk of clients to query (see `AskRequest`)."""
 
     round: int
     ids: Tensor
@@ -190,7 +192,10 @@ class AskTask(NamedTuple):
 
 
 class ScoreTask(NamedTuple):
-    """A chunk of clients to evaluate: see `ScoreRequest`. ``common`` includes the metrics that belong to no client."""
+    """A chunk of clients to evaluate (see `ScoreRequest`).
+
+    ``common`` is True to include the metrics that belong to no client.
+    """
 
     round: int
     ids: Tensor
@@ -199,7 +204,7 @@ class ScoreTask(NamedTuple):
 
 
 class Handlers(NamedTuple):
-    """Functions that compute a chunk, from a task and the data that all chunks share."""
+    """Functions that compute a chunk, given a task and the data that all chunks share."""
 
     train: Callable[[tuple[Any, Any, Tensor | None], TrainTask], ChunkResult]
     compute: Callable[[tuple[Any, Any], TrainTask], dict[str, Tensor]]
@@ -211,8 +216,8 @@ class LocalClients:
     """Clients whose samples and state are in this program. `Workers` compute their chunks.
 
     Args:
-        handlers: the functions that compute a chunk.
-        workers: the processes that compute chunks.
+        handlers: functions that compute a chunk.
+        workers: processes that compute chunks.
         chunk: largest number of clients per chunk.
     """
 
@@ -225,7 +230,7 @@ class LocalClients:
         )
 
     def compute(self, request: TrainRequest) -> Iterator[tuple[TrainTask, dict[str, Tensor]]]:
-        """Train clients without taking their uploads: yield every task with its handler's result, in order."""
+        """Train clients without using their uploads: yield each task with its handler's result, in order."""
         tasks = self._tasks(request)
         answers = self._workers.map(self._handlers.compute, (request.down, request.server), tasks)
         return zip(tasks, answers, strict=True)
@@ -248,7 +253,7 @@ class LocalClients:
         return self._workers.call_once(ids, call)
 
     def through(self, wrap: Callable[[Workers], Workers]) -> LocalClients:
-        """Return these clients with chunks computed by ``wrap(workers)``."""
+        """Return the same clients, with chunks computed by ``wrap(workers)``."""
         return LocalClients(self._handlers, wrap(self._workers), self._chunk)
 
 

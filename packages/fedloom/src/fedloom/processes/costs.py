@@ -1,4 +1,4 @@
-"""Time of a round with any number of ranks, machines and clients, from measurements of one process.
+"""Time of a round for any number of ranks, machines and clients, computed from measurements of one process.
 
 round = fixed + n client + cohort/ranks share crowding + chunks result + trips + bytes/rate
 """
@@ -24,20 +24,20 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 LINK_TRIPS, TRIPS_OF_ROWS = 3, 1
-"""Round trips per round on a link: a question, the sizes of the results, and their contents. One more if rows move
-between machines, all at once."""
+"""Number of round trips per round on a link: a question, the sizes of the results, and their contents. There is one
+more round trip if rows move between machines, which all happens at once."""
 
 
 @dataclass
 class MeasuredWorkers:
-    """Workers of one process, with measured seconds in chunks and the traffic of their results between ranks.
+    """Workers of one process, with measured time in chunks and the traffic of their results between ranks.
 
     Attributes:
-        workers: the workers that compute.
-        work: seconds of local work.
-        passing: seconds to write results for other ranks, and to read theirs.
-        bytes: bytes of these results.
-        clients: number of clients trained.
+        workers: workers that compute.
+        work: time for local work in seconds.
+        passing: time in seconds to write results for other ranks and to read theirs.
+        bytes: number of bytes in these results.
+        clients: number of clients that were trained.
         chunks: number of chunks.
     """
 
@@ -78,7 +78,7 @@ class Link(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Machines of a round: ranks of every machine, machines, and the links between them."""
+    """Machines of a round: ranks per machine, number of machines, and the links between them."""
 
     ranks: int
     machines: int
@@ -86,15 +86,15 @@ class Place(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Seconds of a round by cause, and the bytes that the busiest machine receives.
+    """Time of a round in seconds by cause, and the number of bytes that the busiest machine receives.
 
     Attributes:
-        work: local work of the busiest rank, including the slowdown by ranks beside it.
+        work: local work of the busiest rank, including the slowdown caused by other ranks on the same machine.
         results: reading the results of every chunk, at every rank.
         link: waiting for the link between machines.
         clients: work for every client of the federation.
         fixed: all else.
-        bytes: bytes received by a machine.
+        bytes: number of bytes that a machine receives.
         idle: number of ranks without a chunk.
     """
 
@@ -116,16 +116,16 @@ class Costs(NamedTuple):
     """Constants of a method, a model and data, measured with one process.
 
     Attributes:
-        share: seconds of local work per client of the cohort.
-        result: seconds to pass a chunk's result to other ranks.
-        client: seconds per client of the federation, whatever the cohort.
-        fixed: seconds that do not depend on any of these numbers.
-        message: bytes of a chunk's result.
-        row: bytes stored per client.
+        share: time for local work per client of the cohort, in seconds.
+        result: time to pass a chunk's result to other ranks, in seconds.
+        client: time per client of the federation, in seconds, whatever the cohort.
+        fixed: time that does not depend on any of these numbers, in seconds.
+        message: number of bytes in a chunk's result.
+        row: number of bytes stored per client.
         chunk: largest number of clients per chunk.
-        cohort: number of clients of the measured round.
-        crowd: time of local work while every core of the machine computes, until the last one is done, relative to a
-            single process. >= 1.
+        cohort: number of clients in the measured round.
+        crowd: time for local work while every core of the machine computes, until the last core is done, relative to a
+            single process, >= 1.
         cores: number of cores of the machine.
     """
 
@@ -141,18 +141,18 @@ class Costs(NamedTuple):
     cores: int
 
     def slowed(self, busy: int) -> float:
-        """Return the slowdown of local work if ``busy`` processes of a machine compute at once.
+        """Return the slowdown of local work if ``busy`` processes of a machine compute at the same time.
 
-        They share caches and memory, in proportion to the used cores, and share the cores if there are more processes
+        They share caches and memory in proportion to the used cores, and share the cores if there are more processes
         than cores.
         """
         beside = min(busy, self.cores) - 1
         return (1 + (self.crowd - 1) * beside / max(1, self.cores - 1)) * max(1.0, busy / self.cores)
 
     def round(self, n: int, cohort: int, place: Place) -> Parts:
-        """Count the traffic of a round of ``cohort`` of ``n`` clients.
+        """Count the traffic of a round with ``cohort`` of ``n`` clients.
 
-        Rows are on each machine with equal probability.
+        Each machine is equally likely to store a row.
         """
         count, size, machines = chunk_count(cohort, self.chunk), place.ranks * place.machines, place.machines
         most = [0] * size

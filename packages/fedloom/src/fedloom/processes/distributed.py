@@ -36,18 +36,18 @@ from fedloom.processes.ranks import SINGLE_RANK, Move, Ranks
 from fedloom.storage.memory import Memory
 
 TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets for a process, besides WORLD_SIZE."""
+"""Variables that torchrun sets for a process, in addition to WORLD_SIZE."""
 
 RANK_WAIT_TIME = timedelta(days=365)
-"""A rank may wait for another rank that computes. `Watch` checks that it lives."""
+"""A rank may wait for another rank that is computing. `Watch` checks that the other rank is alive."""
 
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
     """Join the ranks that torchrun has started. Without torchrun, yield a single rank.
 
-    All ranks leave together, because torchrun kills the others when one rank ends with an error. The first rank that
-    fails logs the cause. The others end silently.
+    All ranks leave together, because torchrun kills all others when one rank ends with an error. The first rank that
+    fails logs the cause. The other ranks end silently.
 
     Raises:
         FedloomError: another rank died or cannot be reached, or this rank received the signal to end.
@@ -75,7 +75,7 @@ def join_ranks() -> Iterator[Ranks]:
 
 
 def check_alone(what: str) -> None:
-    """Raise if every rank would do, and write, all of the work.
+    """Raise if every rank would do and write all of the work.
 
     Raises:
         ConfigError: torchrun has started several ranks.
@@ -95,7 +95,7 @@ def _started() -> int:
 
 
 def _leave_word(error: Exception) -> None:
-    """Write the reason why this rank ends, for the report that torchrun prints after all have ended."""
+    """Write the reason why this rank ends, for the report that torchrun prints after all ranks have ended."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with suppress(OSError):
@@ -127,9 +127,10 @@ def _translated(rank: int) -> Iterator[None]:
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """Raise an error if torchrun signals the ranks to end because one has died.
+    """Raise an error if torchrun signals the ranks to end because a rank has died.
 
-    Once an error has been raised, the signal is ignored: the process ends by that error, and must report it first.
+    Once an error has been raised, the signal is ignored, because the process ends by this error and must report it
+    first.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -148,14 +149,14 @@ def _ended_by_signal() -> Iterator[None]:
 
 
 class Group:
-    """The ranks of a process group, see `fedloom.processes.ranks.Ranks`.
+    """Ranks of a process group (see `fedloom.processes.ranks.Ranks`).
 
     Args:
         rank: this process.
         size: number of ranks.
         machine: number of this machine.
-        own_gpu: True if this rank has a GPU to itself. If all ranks do, tensors are sent between GPUs, else through the
-            CPU.
+        own_gpu: True if this rank does not share its GPU. If this holds for all ranks, tensors are sent between GPUs,
+            else through the CPU.
     """
 
     def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
@@ -188,7 +189,7 @@ class Group:
     def gather(self, value: Any) -> list[Any]:
         """See `fedloom.processes.ranks.Ranks`.
 
-        Between machines each byte is sent once, from first rank to first rank.
+        Between machines, each byte is sent once, from one machine's first rank to the other's.
         """
         text, tensors = parcel.encode_value(value)
         packed = parcel.pack(text, [t for t in tensors if not self._uses_gpu(t.device.type)])
@@ -211,14 +212,17 @@ class Group:
         self._send(operations)
 
     def _numbers(self, number: int) -> list[int]:
-        """Exchange a number of every rank."""
+        """Exchange one number per rank."""
         numbers = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         with _translated(self.rank):
             dist.all_gather(numbers, torch.tensor([number]))
         return [int(n) for n in numbers]
 
     def _exchange(self, ranks: list[int], group: Any, data: Tensor) -> Tensor:
-        """Exchange the bytes of some ranks, one after the other. All of them call this method and send at once."""
+        """Exchange the bytes of some ranks, one after the other.
+
+        All these ranks call this method and send at the same time.
+        """
         if len(ranks) == 1:
             return data
         sizes = [torch.zeros(1, dtype=torch.long) for _ in ranks]
@@ -234,7 +238,7 @@ class Group:
         return received
 
     def _send(self, moves: list[Any]) -> None:
-        """Send and receive at once. Two ranks must call it in the same order."""
+        """Send and receive at the same time. Two ranks must call this method in the same order."""
         with _translated(self.rank):
             for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
@@ -258,17 +262,17 @@ class Group:
         return parcel.cut(data, forms)
 
     def _uses_gpu(self, place: str) -> bool:
-        """Return whether tensors on this kind of device are sent from GPU to GPU."""
+        """Return True if tensors on this kind of device are sent from GPU to GPU."""
         return self._nccl is not None and place == "cuda"
 
 
 class _Memory:
-    """Rows that the ranks of a machine share: an unnamed file, in memory if there is room.
+    """Rows that the ranks of a machine share: an unnamed file, in memory if there is space.
 
     Args:
         rank: this process.
         maker: True for the first rank of this machine.
-        here: process group of this machine's ranks. Machines need not make the same calls.
+        here: process group of this machine's ranks. Different machines need not make the same calls.
         name: name of this machine's files, before they are unlinked.
     """
 

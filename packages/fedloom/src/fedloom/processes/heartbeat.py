@@ -1,10 +1,9 @@
-"""Watch: a heartbeat of every rank each second.
+"""Watch: each rank sends a heartbeat every second.
 
 A rank ends its process when another rank's heartbeat is missing for too long.
 
-A rank that dies closes its connections, which ends the other ranks at once. A machine that is cut off, or a process
-that is
-stopped, closes nothing: that is what this is for.
+A rank that dies closes its connections, which ends the other ranks immediately. A machine that is cut off, or a process
+that is stopped, closes nothing, so a heartbeat is needed.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from torch.distributed.rendezvous import rendezvous
 from fedloom.errors import ConfigError
 
 BEAT_SECONDS = 1.0
-"""Seconds between two heartbeats."""
+"""Number of seconds between two heartbeats."""
 
 GRACE_SECONDS = 10.0
-"""Seconds in which the other ranks end by themselves after one has failed."""
+"""Number of seconds in which the other ranks end by themselves after a rank has failed."""
 
 TIMEOUT_VARIABLE = "FEDLOOM_RANK_TIMEOUT"
-"""Environment variable: seconds without a sign of life after which a rank counts as dead."""
+"""Environment variable: number of seconds without a sign of life after which a rank counts as dead."""
 
 RESUME_HINT = "Saved results are intact. Start the ranks again to continue"
 
 
 class Watch:
-    """A thread that monitors the other ranks.
+    """Thread that monitors the other ranks.
 
     Args:
         rank: this process.
-        size: how many there are.
+        size: number of ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -53,14 +52,14 @@ class Watch:
         self._thread.start()
 
     def first_to_fail(self) -> bool:
-        """Return whether this rank is the first to record why the run ends."""
+        """Return True if this rank is the first to record why the run ends."""
         try:
             return bool(self._store.add("failed", 1) == 1)
         except RuntimeError:
             return True
 
     def close(self) -> None:
-        """Say that this rank is done."""
+        """Announce that this rank is done."""
         self._over.set()
         self._thread.join()
 
@@ -92,7 +91,7 @@ class Watch:
         return f"rank-{rank}"
 
     def _end(self, what: str) -> None:
-        """End this process, which may be waiting for a rank that never comes. Files are whole at any moment."""
+        """End this process, which may be waiting for a rank that never answers. Files are complete at any moment."""
         if self.first_to_fail():
             sys.stderr.write(f"error: {what}. {RESUME_HINT}\n")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Load of the machine: core seconds of this process, and of other processes that disturb a measurement."""
+"""Load of the machine: core seconds used by this process, and by other processes that disturb a measurement."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MAX_FOREIGN_CORES = 0.1
-"""Number of cores that other processes may use during a measurement: a tenth of a core delays one process by at most
-a tenth, and a machine without work uses less."""
+"""Number of cores that other processes may use during a measurement: a tenth of a core delays one process by at most a
+tenth, and an idle machine uses less."""
 
 _STAT_FILE = Path("/proc/stat")
 
@@ -31,14 +31,14 @@ def process_seconds() -> float:
 
 
 class OtherProcesses:
-    """Number of cores that other processes use, as ``cores``, after `watch_others` has ended."""
+    """Number of cores that other processes use, as ``cores``, which is set when `watch_others` ends."""
 
     cores = 0.0
 
 
 @contextmanager
 def watch_others() -> Iterator[OtherProcesses]:
-    """Watch other processes. Children that work meanwhile must end in it."""
+    """Watch other processes. Child processes that work in the meantime must also end within the block."""
     gc.collect()
     load = OtherProcesses()
     before, own_before, start = machine_seconds(), process_seconds(), time.perf_counter()
@@ -49,7 +49,7 @@ def watch_others() -> Iterator[OtherProcesses]:
 
 
 def wait_for_quiet(patience: float) -> None:
-    """Wait until the machine has been quiet for a fifth of a second, or for ``patience`` seconds."""
+    """Wait until the machine has been idle for a fifth of a second, or for ``patience`` seconds."""
     end = time.perf_counter() + patience
     while time.perf_counter() < end:
         before = machine_seconds()

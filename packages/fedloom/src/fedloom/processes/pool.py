@@ -1,6 +1,6 @@
-"""Pool: computes the chunks of a round in this process or in forked processes of this machine.
+"""Pool: computes the chunks of a round in this process or in forked processes on this machine.
 
-The results are the same bits.
+The results are identical bit for bit.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ Handler = Callable[[Any, Any], Any]
 """(shared, task) -> result."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between two checks of workers that do not answer."""
+"""Number of seconds between two checks of workers that do not answer."""
 MIN_SILENCE_SECONDS, SILENCE_MULTIPLE = 10.0, 10
-"""Seconds, and multiple of the longest answer so far, after which a worker without an answer is reported."""
+"""Number of seconds, and multiple of the longest answer time so far, after which a worker without an answer is
+reported."""
 POOL_LOG = logging.getLogger("fedloom")
 
 MAX_PIPE_BYTES = 1 << 14
-"""Bytes of a message that a pipe accepts even if the other end is sending and waits for this end."""
+"""Number of bytes of a message that a pipe accepts even if the other end is sending and waits for this end."""
 
 
 def cores() -> int:
@@ -51,24 +52,24 @@ def cores() -> int:
 
 
 PER_CORE = 2
-"""Largest number of single-threaded processes per core: one may wait for a disk or for its parent while another
-computes."""
+"""Largest number of single-threaded processes per core: one process may wait for a disk or for its parent while another
+process computes."""
 
 
 def useful(wanted: int, units: int) -> int:
-    """Return the number of useful processes: at most `PER_CORE` per core, and one per unit of work."""
+    """Return the number of useful processes: at most `PER_CORE` per core, and at most one per unit of work."""
     return max(1, min(wanted, units, PER_CORE * cores()))
 
 
 class Workers(Protocol):
-    """Processes that compute tasks: this process, forks of it, or ranks."""
+    """Processes that compute tasks: this process, forks of this process, or ranks."""
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
         """Yield a handler's result for every task, in the order of the tasks."""
         ...
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Return the value of a call that runs in one place and may read and write the rows of some clients."""
+        """Return the value of a call that runs in a single process and may read and write the rows of some clients."""
         ...
 
 
@@ -77,12 +78,12 @@ class WorkerPool:
 
     Args:
         handlers: functions ``handler(shared, task)`` that `map` may use. Forked processes know only these functions.
-        workers: number of forked processes. With 1, everything runs in this process.
-        down_bytes: space for the data that all chunks share.
-        up_bytes: space for the result of one chunk.
-        ahead: True gives a worker its next task while it computes one, so it need not wait for this process. Use it for
-            short tasks of similar length without interruption.
-        nested: True if the workers may have workers themselves.
+        workers: number of forked processes. If it is 1, everything runs in this process.
+        down_bytes: space in bytes for the data that all chunks share.
+        up_bytes: space in bytes for the result of one chunk.
+        ahead: True to send a worker its next task while it computes one, so that it does not wait for this process. Use
+            this option for short tasks of similar length without interruption.
+        nested: True if the workers may start workers themselves.
 
     Raises:
         ConfigError: this process may not start other processes.
@@ -148,7 +149,7 @@ class WorkerPool:
                 starts, so that no long task is the last one.
 
         Raises:
-            FedloomError: a handler raised it, or a worker died.
+            FedloomError: a handler raised an error, or a worker died.
         """
         if not self._workers:
             for k, task in enumerate(tasks):
@@ -186,10 +187,10 @@ class WorkerPool:
     def _hand_out(
         self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, object, object]
     ) -> None:
-        """Start the last of the waiting tasks, all of a worker by one message, which starts with ``first``.
+        """Start the last of the waiting tasks, with a single message per worker, which starts with ``first``.
 
-        Tasks are assigned ahead if every worker gets one, or if more tasks than workers are left, so that all workers
-        end together.
+        Tasks are assigned ahead if each worker gets one, or if more tasks than workers are left, so that all workers
+        end at about the same time.
         """
         batches: list[list[tuple[Any, ...]]] = [[*first] for _ in places]
         for depth in range(self._depth):
@@ -222,7 +223,7 @@ class WorkerPool:
 
 
 class _Silence:
-    """Log the workers that have not answered for far longer than any answer has taken."""
+    """Log the workers that have not answered for much longer than any answer has taken so far."""
 
     def __init__(self) -> None:
         self._since: dict[_Worker, float] = {}
@@ -236,7 +237,7 @@ class _Silence:
             self._since.setdefault(worker, now)
 
     def look(self, workers: Iterable[_Worker]) -> None:
-        """Report workers that should have answered, if none has."""
+        """Report workers that should have answered, if no worker has answered."""
         for worker in workers:
             silent = time.monotonic() - self._since[worker]
             if worker in self._reported or silent < max(MIN_SILENCE_SECONDS, SILENCE_MULTIPLE * self._longest):
@@ -275,7 +276,7 @@ class _Worker:
         return self._process.pid or 0
 
     def is_stopped(self) -> bool:
-        """Return whether a signal or a debugger has stopped its process."""
+        """Return True if a signal or a debugger has stopped the worker's process."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -290,7 +291,7 @@ class _Worker:
             raise self._died() from error
 
     def receive(self) -> Any:
-        """Its answer. An error of the handler is raised here."""
+        """Its answer. An error in the handler is raised here."""
         try:
             message = self.pipe.recv_bytes()
         except (OSError, EOFError) as error:
@@ -301,7 +302,7 @@ class _Worker:
         return result
 
     def interrupt(self) -> None:
-        """Ask its running task to stop."""
+        """Ask the worker to stop its running task."""
         if self._process.pid is not None and self._process.is_alive():
             os.kill(self._process.pid, signal.SIGINT)
 
@@ -347,7 +348,7 @@ def _serve(pipe: Connection, handlers: Sequence[Handler], down: Buffer, ups: lis
 
 
 def _end_with_parent() -> None:
-    """Let the kernel end this process when its parent dies, for any reason (Linux)."""
+    """Let the kernel end this process when its parent dies, for whatever reason (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Parcel: a value that one rank sends to others, as JSON and bytes of tensors. Nothing in it is ever run as code.
+"""Parcel: a value that one rank sends to others, as JSON and bytes of tensors. Nothing in a parcel is ever run as code.
 
 Allowed values: None, booleans, numbers, strings, tuples, lists, dicts, `ChunkResult`, `Answers`, tensors, and the
 errors of `fedloom.errors`. Numbers are transmitted bit for bit.
@@ -19,7 +19,7 @@ from fedloom.errors import FedloomError
 from fedloom.processes.clients import Answers, ChunkResult
 
 ALIGNMENT_BYTES = 16
-"""Every tensor is padded to a multiple of this number of bytes."""
+"""Number of bytes to a multiple of which each tensor is padded."""
 
 DTYPES_BY_NAME = {
     str(t).removeprefix("torch."): t
@@ -65,7 +65,7 @@ def forms(text: bytes) -> list[Form]:
 
 
 def decode_value(text: bytes, tensors: Sequence[Tensor]) -> Any:
-    """Restore the value of `encode_value`."""
+    """Restore the value that `encode_value` has encoded."""
     return _read(json.loads(text)[0], tensors)
 
 
@@ -77,7 +77,7 @@ def pack(text: bytes, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Iterator[tuple[bytes, Tensor]]:
-    """Read the texts and the bytes of tensors that `pack` wrote, any number of them in sequence."""
+    """Read the texts and the bytes of tensors that `pack` wrote, which may be several in sequence."""
     while len(packed):
         length, size = packed[:ALIGNMENT_BYTES].view(torch.long).tolist()
         begin = ALIGNMENT_BYTES + length + -length % ALIGNMENT_BYTES
@@ -94,7 +94,7 @@ def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor
 
 
 def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Split the bytes of `fill` into views, one per tensor."""
+    """Split the bytes that `fill` has packed into views, one per tensor."""
     pieces = []
     for form, data in zip(forms, buffer.split([f.bytes for f in forms]), strict=True):
         dtype = DTYPES_BY_NAME[form.dtype]

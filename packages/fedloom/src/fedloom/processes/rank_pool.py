@@ -1,4 +1,4 @@
-"""RankPool: all ranks compute the chunks of a round. Every rank gets every result, in the order of the chunks."""
+"""RankPool: all ranks compute the chunks of a round. Every rank receives every result, in the order of the chunks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MAX_HELD_BYTES = 1 << 28
-"""Bytes of results that a rank collects before they are exchanged."""
+"""Number of bytes of results that a rank collects before they are exchanged."""
 
 
 def owner(k: int, ranks: int) -> int:
-    """Return the rank of task ``k``: forwards and backwards over the ranks, because tasks get shorter.
+    """Return the rank for task ``k``: forwards and backwards over the ranks, because tasks get shorter.
 
     >>> [owner(k, 3) for k in range(8)]
     [0, 1, 2, 2, 1, 0, 0, 1]
@@ -32,12 +32,12 @@ def owner(k: int, ranks: int) -> int:
 
 
 class RankPool:
-    """Runs handlers on chunks, as `Pool` does. Every rank makes the same calls.
+    """Runs handlers on chunks, like `Pool`. Every rank makes the same calls.
 
     Args:
         ranks: the processes.
-        locations: machines that have the rows of clients.
-        up_bytes: size of the result of one chunk.
+        locations: machines that store the rows of clients.
+        up_bytes: size of the result of one chunk in bytes.
     """
 
     def __init__(self, ranks: Ranks, locations: RowLocations, up_bytes: int) -> None:
@@ -47,10 +47,10 @@ class RankPool:
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
         """Yield a handler's result for every task, in the order of the tasks.
 
-        A task has ``ids [m]``, the clients whose rows the handler may read and write.
+        A task contains ``ids [m]``, the clients whose rows the handler may read and write.
 
         Raises:
-            FedloomError: a handler raised it on some rank, or a rank died.
+            FedloomError: a handler raised an error on some rank, or a rank died.
         """
         machines, size = self._ranks.machines, self._ranks.size
         at: dict[int, list[Tensor]] = {}
@@ -89,7 +89,7 @@ class RankPool:
 
 
 def _outcome(handler: Callable[[S, T], R], shared: S, task: T) -> R | FedloomError:
-    """Return the result, or raise the error on all ranks."""
+    """Return the result, or raise the error, on all ranks."""
     try:
         return handler(shared, task)
     except FedloomError as error:

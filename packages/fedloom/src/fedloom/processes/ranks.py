@@ -1,4 +1,4 @@
-"""Ranks: processes that compute a run together. Each of them runs the whole program. Usually there is one rank.
+"""Ranks: processes that compute a run together. Each rank runs the whole program. Usually, there is one rank.
 
 The state of a run is the same on every rank: random numbers are derived from the seed, and a value that one rank
 computes is exchanged before any rank continues.
@@ -18,7 +18,7 @@ Move = tuple[list[Tensor], int, int]
 
 
 class Ranks(Protocol):
-    """The operations of a run on its processes. All ranks call each method, in the same order."""
+    """Operations that a run performs on its processes. All ranks call each method, in the same order."""
 
     @property
     def rank(self) -> int:
@@ -32,7 +32,10 @@ class Ranks(Protocol):
 
     @property
     def machines(self) -> list[int]:
-        """``[size]`` machine of every rank, from 0. Ranks of a machine have consecutive numbers and share its rows."""
+        """Machine of each rank ``[size]``, counted from 0.
+
+        The ranks of a machine have consecutive numbers and share the machine's rows.
+        """
         ...
 
     @property
@@ -53,13 +56,13 @@ class Ranks(Protocol):
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Send the tensors of each source to its target at once, into tensors that the target provides."""
+        """Send the tensors of each source to its target at the same time, into tensors that the target provides."""
         ...
 
     def wait(self) -> None:
         """Return after all ranks of this machine have called this method.
 
-        They can then read shared rows that others wrote.
+        They can then read shared rows that other ranks have written.
         """
         ...
 

@@ -1,9 +1,8 @@
-"""Row locations: the machines that have the latest row of every client, and moving rows to the machines that need them.
+"""Row locations: which machines have the latest row of each client, and moving rows to the machines that need them.
 
-Ranks of one machine share its stores, so no row moves between them. Between machines a row moves if another machine
-trains or evaluates its client, if all machines need the server's stored rows, and to the first machine when a
-checkpoint is written.
-The table is the same on every rank, because every rank makes the same changes.
+Ranks of one machine share its stores, so rows do not move between them. Between machines, a row moves if another
+machine trains or evaluates its client, if all machines need the server's stored rows, or, to the first machine, when a
+checkpoint is written. The table is the same on every rank, because every rank makes the same changes.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from fedloom.processes.ranks import Ranks
 from fedloom.storage.store import Store
 
 MOVED_BYTES = 1 << 26
-"""Bytes of rows that move at once."""
+"""Number of bytes of rows that move at a time."""
 SERVER_STORES = {"kept", "models", "summed"}
 """Stores of the server."""
 
 
 class RowLocations:
-    """The machines that have the latest rows of some stores.
+    """Machines that have the latest rows of some stores.
 
     Args:
         ranks: the processes. Every rank makes the same calls.
@@ -55,7 +54,7 @@ class RowLocations:
             latest[machine, ids] = True
 
     def fetch(self, wanted: Mapping[int, Tensor]) -> None:
-        """Move rows of clients to machines: ids by machine."""
+        """Move rows of clients to machines, given as ids by machine."""
         for name in self._stores:
             self._fetch(name, wanted)
 
@@ -66,7 +65,7 @@ class RowLocations:
                 self._fetch(name, dict.fromkeys(range(self.machines), ids))
 
     def collect(self) -> None:
-        """Move every row to the first machine."""
+        """Move all rows to the first machine."""
         for name, latest in self._latest.items():
             self._fetch(name, {0: (~latest[0]).nonzero()[:, 0]})
 
@@ -85,7 +84,7 @@ class RowLocations:
             self._ranks.wait()
 
     def _move(self, store: Store[Any], moves: list[tuple[Tensor, int, int]]) -> None:
-        """Move rows of clients from the first rank of a machine to another machine's first rank."""
+        """Move rows of clients from the first rank of one machine to the first rank of another."""
         first = {machine: self._ranks.machines.index(machine) for _, *way in moves for machine in way}
         own_rows = [
             (ids, store.read(ids), first[source], first[target])

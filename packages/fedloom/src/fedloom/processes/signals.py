@@ -1,4 +1,4 @@
-"""Ctrl-C: finish and save the current round. A second Ctrl-C stops at once.
+"""Ctrl-C: the current round is finished and saved. A second Ctrl-C stops immediately.
 
 Programs that start several processes, such as torchrun, forward a signal that the processes have already received from
 the terminal. Two signals within a second count once.
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 REPEAT_SECONDS = 1.0
-"""Seconds within which a signal counts once."""
+"""Number of seconds within which repeated signals count once."""
 
 
 class _StopRequest:
@@ -35,7 +35,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
     An enclosing `interruptible` also receives the request.
 
-    Outside the main thread signals cannot be caught, so the function always returns False.
+    Outside the main thread, signals cannot be caught, so the function always returns False.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

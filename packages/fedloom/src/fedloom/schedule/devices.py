@@ -200,7 +200,9 @@ class Trace(Devices):
         period = math.inf if self.period is None else self.period
         rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):
-            cure = "give a row for each, or fewer clients" if len(rows) < n else "set devices.draw = true to draw them"
+            cure = (
+                "add a row for each, or use fewer clients" if len(rows) < n else "set devices.draw = true to draw them"
+            )
             raise ConfigError(f"devices.file {self.file} lists {len(rows)} devices for {n} clients; {cure}")
         chosen = list(rows)
         if self.draw:

@@ -129,7 +129,7 @@ def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Colu
         before, k = order[place : place + 2].tolist()
         client = int(clients[place])
         if math.isnan(columns["start"][before]) or math.isnan(columns["start"][k]):
-            cure = "give each an interval of presence, or keep one row"
+            cure = "add an interval of presence to each row, or keep one row"
             _refuse(
                 path,
                 max(before, k),

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all. TOML. Rows, checkpoints and their undo journal."""
+"""Files that are written completely or not at all. TOML. They store rows, checkpoints and their undo journal."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Checkpoints: everything that a run needs to resume exactly, as safetensors and JSON.
 
-Nothing in them is ever run as code.
+Nothing in a checkpoint is ever run as code.
 
 A generation consists of ``checkpoint-G.safetensors`` and ``checkpoint-G.json``, which contains the checksums of both.
-The JSON file is renamed last, so a generation exists only if it is complete. Rows of a store in files belong to the
-generation by the store's journal.
+The JSON file is renamed last, so a generation exists only if it is complete. If a store keeps rows in files, its
+journal determines which rows belong to the generation.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Loaded(NamedTuple):
 
     Attributes:
         generation: its number.
-        tensors: the saved tensors, bit for bit, without the tensors of the stores if `Checkpoints.resume` loads them.
-        meta: the saved metadata, converted through JSON.
+        tensors: saved tensors, bit for bit, without the tensors of the stores if `Checkpoints.resume` loads them.
+        meta: saved metadata, converted through JSON.
         warnings: messages about newer generations that could not be used.
     """
 
@@ -74,8 +74,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
     Args:
         path: the file.
-        tensors: tensors by name, of any shape, on any device.
-        metadata: texts for the header. The header then also contains the file's SHA-256, see `check_file_digest`.
+        tensors: tensors by name, of any shape and on any device.
+        metadata: texts for the header. The header then also contains the file's SHA-256 (see `check_file_digest`).
 
     Returns:
         SHA-256 of the file, as hexadecimal digits. It is computed with zeros in place of the digest.
@@ -110,7 +110,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def has_digest(path: Path) -> bool:
-    """Return whether a file is a safetensors file to which `save_tensors` gave a digest."""
+    """Return True if a file is a safetensors file to which `save_tensors` added a digest."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), regular(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return _DIGEST_KEY in json.loads(file.read(min(length, _LONGEST_HEADER)))["__metadata__"]
@@ -120,7 +120,7 @@ def has_digest(path: Path) -> bool:
 def check_file_digest(path: Path) -> None:
     """Raise if a safetensors file differs from the file that `save_tensors` wrote with metadata.
 
-    A file without a digest passes.
+    A file without a digest passes the check.
 
     Raises:
         LayoutError: the file is damaged, or is not a safetensors file.
@@ -143,12 +143,13 @@ def check_file_digest(path: Path) -> None:
 
 
 class Checkpoints:
-    """Generations in a folder.
+    """Generations of checkpoints in a folder.
 
     Args:
-        folder: the first `save` creates it.
-        keep: number of generations kept.
-        update_numbers: gives the ``numbers`` of a generation that an earlier version wrote their present names.
+        folder: folder, which the first `save` creates.
+        keep: number of generations to keep.
+        update_numbers: function that replaces the names in the ``numbers`` of a generation written by an earlier
+            version by their current names.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Checkpoints:
         self.folder, self.keep, self._update_numbers = folder, keep, update_numbers
 
     def generations(self) -> list[int]:
-        """List the generations from the oldest, including damaged ones."""
+        """List the generations from the oldest, including damaged generations."""
         names = [p.stem.removeprefix("checkpoint-") for p in self.folder.glob("checkpoint-*.json")]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -176,11 +177,11 @@ class Checkpoints:
             generation: number greater than the newest generation.
             tensors: by name.
             meta: metadata that JSON can represent.
-            fingerprint: of the experiment.
+            fingerprint: fingerprint of the experiment.
             stores: by name.
 
         Raises:
-            CheckpointError: the disk is full or rejects the write. The earlier generations are intact.
+            CheckpointError: the disk is full or rejects the write. The earlier generations stay intact.
         """
         stores, generations = stores or {}, self.generations()
         assert not generations or generation > generations[-1], f"checkpoint {generation} after {generations[-1]}"
@@ -210,16 +211,16 @@ class Checkpoints:
             store.prune(kept[0])
 
     def load(self, fingerprint: str, numbers: Mapping[str, object] | None = None) -> Loaded | None:
-        """Load the newest intact generation, or None if there is none. Nothing is changed.
+        """Load the newest intact generation, or return None if there is none. Nothing is changed.
 
         Args:
             fingerprint: fingerprint of the experiment.
-            numbers: the experiment's values by dotted key. An error names the values that differ from ``numbers`` in
+            numbers: values of the experiment by dotted key. An error lists the values that differ from ``numbers`` in
                 the generation's metadata.
 
         Raises:
             DamagedCheckpoint: every generation is damaged.
-            RunDirError: the generation belongs to another experiment, or another version wrote it.
+            RunDirError: the generation belongs to a different experiment, or was written by a different version.
         """
         warnings: list[str] = []
         for generation in reversed(self.generations()):
@@ -267,9 +268,9 @@ class Checkpoints:
         stores: Mapping[str, Store[Any]] | None = None,
         numbers: Mapping[str, object] | None = None,
     ) -> Loaded | None:
-        """`load`, and restore the stores to that generation (or to no row). Newer rows are discarded.
+        """Do `load`, and restore the stores to this generation (or to an empty state). Newer rows are discarded.
 
-        The tensors have torch's alignment in memory, and not the file's.
+        The tensors are aligned in memory as torch aligns them, and not as in the file.
 
         Raises:
             DamagedCheckpoint: every generation is damaged, or the rows of a store are damaged.
@@ -292,7 +293,7 @@ class Checkpoints:
         return loaded._replace(tensors=placed)
 
     def copy_newest(self, folder: Path) -> None:
-        """Copy the newest intact generation into another folder, even while a process saves newer ones."""
+        """Copy the newest intact generation into another folder, even while a process saves newer generations."""
         for generation in reversed(self.generations()):
             make_folder(folder)
             copy = Checkpoints(folder)
@@ -308,7 +309,7 @@ class Checkpoints:
         return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
     def _read(self, generation: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Return body and tensors of a generation, or None if either is damaged."""
+        """Return the body and the tensors of a generation, or None if either is damaged."""
         data, text = self._paths(generation)
         try:
             content: dict[str, Any] = json.loads(regular(text).read_bytes())

@@ -1,9 +1,12 @@
 """Claims: any number of processes and machines take units of work from one folder, without locks or clocks.
 
-Each unit has a folder, and each attempt at it has a subfolder, numbered from 1. The process that creates the subfolder
-owns the attempt: creating a folder is atomic on every disk. The attempt's counter increases while its process lives. If
+Each unit has a folder with a subfolder for each attempt, numbered from 1. The process that creates the subfolder owns
+the attempt, because creating a folder is atomic on every disk. The attempt's counter increases while its process is
+alive.
+    If
     an observer has seen the same value for `EXPIRY_SECONDS` by its own clock, or knows that the process has ended,
-    another process may take the next attempt. A rename publishes the result of a unit. The first result stays.
+    another process may start the next attempt. A rename publishes the result of a unit. If several attempts finish, the
+    first result is kept.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from fedloom.storage import disk
 from fedloom.storage.files import explained, make_folder
 
 PULSE_SECONDS = 5.0
-"""Seconds between two increments of a counter."""
+"""Number of seconds between two increments of a counter."""
 EXPIRY_SECONDS = 60.0
-"""Seconds without an increment after which the process of a claim is considered dead."""
+"""Number of seconds without an increment after which the process of a claim counts as dead."""
 PULSE_FILE, STATE_KEY = "claim.json", "state"
 
 
@@ -35,8 +38,8 @@ class Claimant(NamedTuple):
     Attributes:
         host: name of the machine.
         pid: process id on this machine.
-        progress: progress in words.
-        ended: True if the owner released the unit, or is known to have died.
+        progress: description of the progress.
+        ended: True if the owner has released the unit, or is known to have died.
     """
 
     host: str
@@ -46,17 +49,17 @@ class Claimant(NamedTuple):
 
 
 class UnitClaim:
-    """A unit that this process works on. Another thread increments its counter until `release`.
+    """Unit that this process works on. Another thread increments its counter until `release`.
 
     Args:
         folder: folder of the attempt, created by this process.
-        before: the previous attempt, whose owner has ended. None for the first attempt.
-        dead: True if that owner is known to have ended, so it cannot write there any more.
+        before: previous attempt, whose owner has ended. None for the first attempt.
+        dead: True if this owner is known to have ended, so that it cannot write there any more.
 
     Attributes:
         state: folder for the work. It contains a checkpoint of the previous attempt, if there is one.
-        earlier: the previous attempt's state, if it has not been moved. None for the first attempt.
-        progress: progress in words, for other processes.
+        earlier: state of the previous attempt, if it has not been moved. None for the first attempt.
+        progress: description of the progress, for other processes.
     """
 
     def __init__(self, folder: Path, before: Path | None, *, dead: bool) -> None:
@@ -76,10 +79,10 @@ class UnitClaim:
             self._write(released=True)
 
     def publish(self, target: Path) -> bool:
-        """Rename the state to its final place.
+        """Rename the state to its final location.
 
         Returns:
-            True if this attempt was the first to finish. Otherwise the earlier result stays.
+            True if this attempt was the first to finish. Otherwise, the earlier result is kept.
 
         Raises:
             CheckpointError: the disk rejects the write.
@@ -110,7 +113,7 @@ class Claims:
     """Claims in a folder, as one process sees them.
 
     Args:
-        folder: contains a folder for every unit that was ever claimed.
+        folder: folder that contains a folder for each unit that was ever claimed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,10 +121,10 @@ class Claims:
         self._seen: dict[Path, tuple[object, float]] = {}
 
     def take(self, unit: str) -> UnitClaim | None:
-        """Claim a unit. None if another process has claimed it.
+        """Claim a unit. None if another process has claimed the unit.
 
         Args:
-            unit: its name, which must be a valid folder name.
+            unit: name of the unit, which must be a valid folder name.
 
         Raises:
             CheckpointError: the disk rejects the write.
@@ -143,7 +146,7 @@ class Claims:
             return UnitClaim(attempt, before, dead=dead)
 
     def claimant(self, unit: str) -> Claimant | None:
-        """Return the current or last owner of a unit. None if nobody ever claimed it."""
+        """Return the current or last owner of a unit. None if the unit was never claimed."""
         newest = self._newest(unit)
         pulse = _read(self.folder / unit / str(newest)) if newest else None
         if pulse is None:
@@ -191,7 +194,7 @@ class Claims:
         return 0
 
     def _expired(self, attempt: Path, pulse: dict[str, Any] | None) -> bool:
-        """Return whether the counter of an attempt has stopped for long, by the clock of this process."""
+        """Return True if the counter of an attempt has not changed for a long time, by the clock of this process."""
         counter, now = None if pulse is None else pulse["counter"], time.monotonic()
         value, since = self._seen.get(attempt, (..., now))
         if value != counter:
@@ -201,10 +204,10 @@ class Claims:
 
 
 def publish(source: Path, target: Path) -> bool:
-    """Rename a folder to its final place, unless the place is taken.
+    """Rename a folder to its final location, unless the location is taken.
 
     Returns:
-        True if it was renamed.
+        True if the folder was renamed.
 
     Raises:
         CheckpointError: the disk rejects the write.
@@ -244,7 +247,7 @@ def _read(attempt: Path) -> dict[str, Any] | None:
 
 
 def _has_ended(pulse: dict[str, Any] | None) -> bool:
-    """Return whether an owner released its unit, or was a process of this system that has ended."""
+    """Return True if an owner has released its unit, or was a process of this system that has ended."""
     if pulse is None:
         return False
     here = pulse["place"] is not None and pulse["place"] == _place()
@@ -261,7 +264,7 @@ def _place() -> str | None:
 
 
 def _begun(pid: int) -> str | None:
-    """Return the start time of a process of this system, as the kernel counts. None if it has ended."""
+    """Return the start time of a process of this system, as the kernel counts. None if the process has ended."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""Disk primitives: every change of a run directory uses one of them.
+"""Disk primitives: every change to a run directory uses one of them.
 
-They are create, write, fsync, rename, truncate and unlink. Each calls `hook` first, so a test can stop the process
-there. A write is then split in two, with the step ``"tear"`` between the halves. A process started with
-``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive, as if it were killed.
+They are create, write, fsync, rename, truncate and unlink. Each primitive calls `hook` first, so that a test can stop
+the process there. A write is then split in two, with the step ``"tear"`` between the two halves. A process started with
+``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it were killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 hook: Callable[[str, Path], None] | None = None
-"""Called before each primitive with its name and path. Tests use it."""
+"""Function that is called before each primitive with the primitive's name and path. Tests use it."""
 
 _crash_at = int(os.environ.get("FEDLOOM_CRASH_AT", "0"))
 _steps = 0
@@ -36,7 +36,7 @@ def step(op: str, path: Path) -> None:
 
 
 def is_watched() -> bool:
-    """Return whether a test may stop the process at a primitive."""
+    """Return True if a test may stop the process at a primitive."""
     return hook is not None or _crash_at > 0
 
 
@@ -44,7 +44,7 @@ def regular(path: Path) -> Path:
     """Check that a path is a regular file, or does not exist. Return it.
 
     Raises:
-        OSError: it is a pipe, a socket, a device or a folder. Opening a pipe would wait for a writer.
+        OSError: the path is a pipe, a socket, a device or a folder. Opening a pipe would wait for a writer.
     """
     try:
         mode = os.stat(path).st_mode
@@ -56,14 +56,14 @@ def regular(path: Path) -> Path:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a regular file without following a link, which could lead to any file of the user."""
+    """Open a regular file without following a link, which could lead to any of the user's files."""
     if flags & os.O_CREAT:
         step("create", path)
     return os.open(regular(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
-    """Write bytes from a position on. None: the current position of the file."""
+    """Write bytes, beginning at a position. None: the current position of the file."""
     torn = len(data) > 1 and is_watched()
     cut = len(data) // 2 if torn else len(data)
     for op, part in (("write", data[:cut]), ("tear", data[cut:])):

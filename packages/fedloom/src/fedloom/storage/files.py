@@ -1,4 +1,4 @@
-"""Files of a run directory. Only the primitives of `fedloom.storage.disk` write them."""
+"""Files of a run directory. They are written only with the primitives in `fedloom.storage.disk`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_BUFFERS_PER_CALL = 1024
-"""Largest number of buffers that a system reads or writes in one call."""
+"""Largest number of buffers that a system call reads or writes."""
 MAX_OPEN_ATTEMPTS = 100
-"""Number of attempts to open a draft that appears to be another file. Some disks change the numbers of open files."""
+"""Number of attempts to open a draft that appears to be a different file. Some disks change the inode numbers of open
+files."""
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
@@ -39,7 +40,7 @@ def explained(path: Path) -> AbstractContextManager[None]:
 
 
 class Sink(io.RawIOBase):
-    """File-like object that a writer of `write_atomic` fills from start to end."""
+    """File-like object that a writer passed to `write_atomic` fills from start to end."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd, self._path, self._length = fd, path, 0
@@ -57,7 +58,7 @@ class Sink(io.RawIOBase):
         return self._length
 
     def replace(self, data: Buffer, at: int) -> None:
-        """Replace the bytes from byte ``at`` on by other bytes."""
+        """Replace the bytes from position ``at`` on by other bytes."""
         disk.write_bytes(self._fd, self._path, disk.as_bytes(data), at)
 
 
@@ -66,7 +67,7 @@ def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
 
     Args:
         path: the file.
-        what: name of the content in the message, e.g. ``"the site file"``.
+        what: name of the content used in the message, e.g. ``"the site file"``.
         cure: end of the message, which says what to do.
 
     Raises:
@@ -97,9 +98,9 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def is_unused(folder: Path) -> bool:
-    """Return whether a folder is missing, or contains only hidden files.
+    """Return True if a folder is missing, or contains only hidden files.
 
-    Raise `RunDirError` if it cannot be a folder.
+    Raise `RunDirError` if the path cannot be a folder.
     """
     check_folder(folder)
     return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
@@ -109,7 +110,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
     """Raise if folders with these names, or folders in them, are links: their content may be replaced and deleted.
 
     Raises:
-        RunDirError: a folder is a link. The message names the first one.
+        RunDirError: a folder is a link. The message names the first link.
     """
     for place in (folder / name for name in names):
         inside = () if place.is_symlink() else sorted(place.glob("*"))
@@ -122,13 +123,13 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None:
-    """Replace a whole file: after a crash at any moment it has its old or its new content.
+    """Replace a whole file: after a crash at any moment, it contains either its old or its new content.
 
-    Several processes may write the same file: each writes a complete one, one after the other.
+    Several processes may write the same file: each process writes a complete file, one after the other.
 
     Args:
         path: the file. Its folder exists.
-        content: the bytes, or a function that writes them to a file-like object.
+        content: bytes, or a function that writes them to a file-like object.
 
     Raises:
         CheckpointError: the path is a folder, or the disk is full or rejects the write. The old file is then intact,
@@ -151,7 +152,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
 
 @contextmanager
 def _draft(path: Path) -> Iterator[int]:
-    """Open a temporary file for one writer at a time, over all processes. The next writer waits."""
+    """Open a temporary file for one writer at a time, across all processes. The next writer waits."""
     for tries_left in reversed(range(MAX_OPEN_ATTEMPTS)):
         with _removed_on_error(path):
             fd = disk.open_file(path, os.O_WRONLY | os.O_CREAT)
@@ -182,7 +183,7 @@ def _removed_on_error(path: Path) -> Iterator[None]:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Return whether a path leads to an open file."""
+    """Return True if a path leads to an open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -227,7 +228,7 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line as `append_synced` does. If a crash truncated the last line, the new line starts on a new line.
+    """Append a line like `append_synced`. If a crash truncated the last line, the new line starts on a new line.
 
     Raises:
         CheckpointError: the disk is full or rejects the write. The file then has its previous length.
@@ -239,7 +240,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def discard(*paths: Path) -> None:
-    """Delete files in order. The folder is fsynced, so a deleted file cannot reappear once the next one is gone.
+    """Delete files in order. The folder is fsynced, so a deleted file cannot reappear once the next file is gone.
 
     Raises:
         CheckpointError: the disk rejects the deletion.
@@ -252,12 +253,12 @@ def discard(*paths: Path) -> None:
 
 
 class RowFile:
-    """A file of fixed length that is read and written in place. Forked processes may share it.
+    """File of fixed length that is read and written in place. Forked processes may share it.
 
     Args:
         path: the file.
         length: bytes.
-        new: True creates the file, or replaces it, with zeros. Otherwise it must exist with this length.
+        new: True to create the file, or to replace it, with zeros. Otherwise, the file must exist with this length.
 
     Raises:
         CheckpointError: (any method) the disk is full or rejects the write, or the file is missing or truncated.
@@ -284,7 +285,10 @@ class RowFile:
             into, at = _remaining_buffers(into, done), at + done
 
     def write(self, pieces: Iterable[tuple[Sequence[memoryview], int]]) -> None:
-        """Write up to `MAX_BUFFERS_PER_CALL` buffers per part from a byte on. They are durable only after `sync`."""
+        """Write up to `MAX_BUFFERS_PER_CALL` buffers per call, beginning at a byte.
+
+        They are durable only after `sync`.
+        """
         with explained(self.path):
             for data, at in pieces:
                 if not disk.is_watched():
@@ -304,7 +308,7 @@ class RowFile:
 
 
 def _remaining_buffers(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Return the remaining non-empty buffers after a number of bytes."""
+    """Return the non-empty buffers that remain after a number of bytes."""
     for k, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[k + 1 :]]

@@ -1,11 +1,11 @@
-"""Undo journal of rows in a file: it stores a row's old content before the row is overwritten.
+"""Undo journal for rows in a file: it stores a row's old content before the row is overwritten.
 
-``journal-G`` starts at checkpoint G. Its header lists the clients with rows at that point, and the length of the
-previous journal. Its records contain the old bytes of the rows that were changed since. Applying the journals from the
-newest to the oldest restores the rows of any checkpoint with a journal.
+``journal-G`` starts at checkpoint G. Its header lists the clients that have rows at this checkpoint, and the length of
+the previous journal. Its records contain the old bytes of the rows that have been changed since then. Applying the
+journals from the newest to the oldest restores the rows of any checkpoint that has a journal.
 
-Record: tag (16 random bytes of this journal), number of rows k, ids [k] int64, rows, CRC-32 of the record.
-Only the last record can be torn by a crash. Its rows had not been overwritten, so it is ignored.
+Record: tag (16 random bytes of this journal), number of rows k, ids [k] int64, rows, CRC-32 of the record. Only the
+last record can be torn by a crash. The rows in this record had not been overwritten, so it is ignored.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Header(NamedTuple):
     """Header of a journal file.
 
     Attributes:
-        generation: the checkpoint at which it starts.
+        generation: checkpoint at which the journal starts.
         previous: generation of the previous journal, or -1 for the first.
-        sealed: length in bytes of the previous journal when this one started.
-        tag: first bytes of every record.
-        occupied: bool [n], clients with a row at the checkpoint.
+        sealed: length in bytes of the previous journal when this journal started.
+        tag: first bytes of each record.
+        occupied: mask of the clients with a row at the checkpoint, bool [n].
         length: length of the header in bytes.
     """
 
@@ -77,7 +77,7 @@ class Journal:
 
     Args:
         folder: folder of the ``journal-G`` files.
-        layout: text that names the fields, shapes and types of the rows.
+        layout: text that describes the fields, shapes and types of the rows.
         width: number of bytes per row.
     """
 
@@ -91,17 +91,17 @@ class Journal:
         return self._folder / f"journal-{generation}"
 
     def exists(self) -> bool:
-        """Return whether a journal exists.
+        """Return True if a journal exists.
 
         Raises:
-            RunDirError: the journal belongs to other clients or another model.
+            RunDirError: the journal belongs to different clients or a different model.
             DamagedCheckpoint: the journal is damaged.
         """
         newest = self.generations()[-1:]
         return bool([self._header(g) for g in newest])
 
     def generations(self) -> list[int]:
-        """Return the checkpoints with a journal, from the oldest."""
+        """Return the checkpoints with a journal, from the oldest on."""
         names = [p.name.removeprefix("journal-") for p in self._folder.glob("journal-*")]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -124,7 +124,10 @@ class Journal:
         self._length = len(content)
 
     def next(self, generation: int, occupied: Tensor) -> None:
-        """Start the journal of a new checkpoint after the open one. Does nothing if no row has changed since."""
+        """Start the journal of a new checkpoint after the open journal.
+
+        This does nothing if no row has changed since then.
+        """
         assert self._open is not None
         if (generation, self._length) == (self._open.generation, self._open.length) and self._open.occupied.equal(
             occupied
@@ -138,7 +141,7 @@ class Journal:
 
         Args:
             ids: [k] int64.
-            old: ids -> [len(ids), bytes per row] uint8, the current rows.
+            old: function from ids to the current rows [len(ids), bytes per row] uint8.
         """
         assert self._open is not None
         tag = self._open.tag
@@ -156,7 +159,7 @@ class Journal:
         self._length = append_synced(self.path(self._open.generation), pieces())
 
     def chain(self, generation: int) -> list[Header]:
-        """Return headers from a checkpoint's journal to the newest.
+        """Return the headers from a checkpoint's journal to the newest journal.
 
         Raises:
             DamagedCheckpoint: one of these journals is missing or damaged.
@@ -172,11 +175,11 @@ class Journal:
         return headers
 
     def undo(self, header: Header, sealed: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield old rows in parts, the last record first.
+        """Yield old rows in parts, with the last record first.
 
         Args:
             header: whose records.
-            sealed: the required length of the file. None for the newest journal, whose end may be torn.
+            sealed: required length of the file. None for the newest journal, whose end may be torn.
 
         Yields:
             Ids [k] and rows [k, bytes per row] uint8.
@@ -244,7 +247,7 @@ class Journal:
         )
 
     def _record(self, fd: int, tag: bytes, at: int) -> _Record | None:
-        """Read the complete record that starts at a byte, or return None if there is none."""
+        """Read the complete record that starts at a byte, or return None if there is no complete record."""
         begin, rows = _RECORD_STRUCT.unpack(os.pread(fd, _RECORD_STRUCT.size, at).ljust(_RECORD_STRUCT.size, b"\0"))
         size = self._size(rows)
         if begin != tag or at + size > os.fstat(fd).st_size:
@@ -260,6 +263,6 @@ class Journal:
 
 
 def _holds(fd: int, tag: bytes, start: int) -> bool:
-    """Return whether a record starts after a byte."""
+    """Return True if a record starts after a byte."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
         return content.find(tag, start) >= 0

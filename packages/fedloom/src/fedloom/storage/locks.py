@@ -1,4 +1,4 @@
-"""Locks of run directories: only one process, with its forks, may use a directory."""
+"""Locks on run directories: only one process, with its forks, may use a directory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from fedloom.storage.files import explained, make_folder
 
 @contextmanager
 def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[None]:
-    """Exclude every other process from a run directory. The lock of a dead process is free.
+    """Keep all other processes out of a run directory. The lock of a dead process is free.
 
     Forked processes share the lock of their parent, so no other process enters while one of them may still write.
 
     Args:
-        folder: the run directory. Created when missing.
-        wait: seconds to wait for the workers of a dead process to end.
-        joins: work beside other processes that join. No lock is needed if the disk does not support locks.
+        folder: run directory. Created when missing.
+        wait: number of seconds to wait for the workers of a dead process to end.
+        joins: True to work together with other processes that join. In this case, no lock is needed if the disk does
+            not support locks.
 
     Raises:
         RunDirError: another process uses the directory, or the disk does not support file locks.
@@ -49,19 +50,19 @@ def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[No
 
 
 def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
-    """Take the exclusive lock of an open file.
+    """Take the exclusive lock on an open file.
 
     Args:
         fd: file descriptor.
-        path: path of the file, for the message.
-        wait: True waits for the process that has the lock.
+        path: path of the file, used in the message.
+        wait: True to wait for the process that holds the lock.
 
     Returns:
-        False if another process has the lock.
+        False if another process holds the lock.
 
     Raises:
-        RunDirError: the disk does not support file locks, as NFS without its lock service. Two processes could write at
-            once.
+        RunDirError: the disk does not support file locks, like NFS without its lock service. Two processes could then
+            write at the same time.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -77,17 +78,17 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
 
 
 def release(fd: int) -> None:
-    """Release the lock of an open file. A disk without file locks has nothing to release."""
+    """Release the lock on an open file. On a disk without file locks, there is nothing to release."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a process or one of its forks has the lock of a run directory.
+    """Return True if a process or one of its forks holds the lock on a run directory.
 
-    The kernel's locks end with their processes.
+    Kernel locks end with their processes.
 
-    The process id in the file is not used: after a reboot it may belong to any process.
+    The process id in the file is not used, because after a reboot it may belong to any process.
     """
     try:
         fd = disk.open_file(folder / LOCK_FILE, os.O_RDONLY)
@@ -135,7 +136,7 @@ def _share(fd: int) -> bool:
 
 
 def _is_held(fd: int) -> bool:
-    """Return whether a process uses the directory. `is_in_use`, which only looks, shares the lock for a moment."""
+    """Return True if a process uses the directory. `is_in_use`, which only checks, shares the lock for a moment."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Memory(Protocol):
-    """Shared rows of processes: each process creates the same stores in the same order."""
+    """Rows that processes share: each process creates the same stores in the same order."""
 
     @property
     def leads(self) -> bool:
@@ -23,7 +23,7 @@ class Memory(Protocol):
 
         Args:
             size: number of bytes, at least 1.
-            large: True if they belong to rows beyond the memory budget.
+            large: True if the zeros belong to rows beyond the memory budget.
         """
         ...
 
@@ -33,7 +33,10 @@ class Memory(Protocol):
 
 
 class Forked:
-    """Rows shared with processes that are forked after the store is created. These processes do not touch its files."""
+    """Rows shared with processes that are forked after the store is created.
+
+    These processes do not access its files.
+    """
 
     leads = True
 
@@ -45,7 +48,7 @@ class Forked:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, memory: Memory | None, large: bool = False) -> Tensor:
-    """Memory that costs nothing until it is written. Return zeros if processes share it."""
+    """Memory that uses no space until it is written. Return zeros if processes share the memory."""
     size = prod(shape) * dtype.itemsize
     if memory is None or not size:
         return torch.empty(shape, dtype=dtype)

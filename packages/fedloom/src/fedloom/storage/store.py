@@ -1,7 +1,7 @@
-"""Store: the rows that every client keeps between rounds, in memory or, above a budget, in a file.
+"""Store: the rows that each client keeps between rounds, in memory or, above a budget, in a file.
 
 A client that was never written has the template's row. In files, a row is read and written in place, so memory grows
-only with the cohort, and an undo journal restores the rows of the last checkpoints:
+only with the cohort, and an undo journal restores the rows of the most recent checkpoints:
 
     store.touch(ids)        # once a round, before rows are overwritten
     store.write(ids, rows)  # by any process that shares the rows
@@ -31,7 +31,7 @@ __all__ = ["Store", "StoreRow"]
 
 
 class StoreRow(Protocol):
-    """A NamedTuple of tensors."""
+    """NamedTuple of tensors."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -61,7 +61,7 @@ class _InMemory:
 
 
 class _InFile:
-    """A file stores all fields of a client side by side, so reading a row takes one access."""
+    """A file stores all fields of a client next to each other, so reading a row takes one access."""
 
     def __init__(self, path: Path, n: int, width: int, new: bool) -> None:
         self.file, self.width = RowFile(path, n * width, new), width
@@ -103,7 +103,7 @@ def _neighbours(ids: Tensor) -> bool:
 
 
 def _runs(ids: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Rows that are neighbors in both file and memory: (first id, its index, count), in the order of the ids."""
+    """Rows that are neighbors both in the file and in memory: (first id, its index, count), in the order of the ids."""
     order = ids.argsort(stable=True)
     ids, places = ids[order], places[order]
     begins = torch.ones_like(ids, dtype=torch.bool)
@@ -118,16 +118,16 @@ class Store(Generic[T]):
 
     Args:
         n: number of clients.
-        template: NamedTuple of tensors [w] (each field with its own w and type), the row of a client that was never
-            written.
+        template: row of a client that was never written, a NamedTuple of tensors [w] (each field has its own w and
+            type).
         path: folder of the file and its journal. None keeps the rows in memory, whatever their size.
         budget: bytes. Rows up to this size stay in memory.
-        memory: lets other processes read and write the same rows.
+        memory: memory that lets other processes read and write the same rows.
 
     Attributes:
-        occupied: bool [n], clients that have been written. It is shared like the rows.
-        in_files: True if the rows are in files. A store whose folder already contains a journal must first be rolled
-            back to a checkpoint, or reset.
+        occupied: mask of the clients that have been written, bool [n]. It is shared like the rows.
+        in_files: True if the rows are stored in files. A store whose folder already contains a journal must first be
+            rolled back to a checkpoint, or reset.
 
     Raises:
         CheckpointError: (any method) the disk is full or rejects the write, or files are damaged.
@@ -170,10 +170,10 @@ class Store(Generic[T]):
         """Rows of clients.
 
         Args:
-            ids: [m] int64. Sorted ids are fastest.
+            ids: [m] int64. Sorted ids are processed fastest.
 
         Returns:
-            The template's NamedTuple with fields [m, w], a copy.
+            The template's NamedTuple with fields [m, w], as a copy.
         """
         self._check(ids)
         written_before = self.occupied[ids]
@@ -193,11 +193,11 @@ class Store(Generic[T]):
         """Replace rows. For rows in files, call `touch` first.
 
         Args:
-            ids: [m] int64, each once.
+            ids: ids [m] int64, each at most once.
             rows: fields [m, w].
 
         Raises:
-            LayoutError: a field's shape or type differs from the template's.
+            LayoutError: the shape or type of a field differs from the template.
         """
         self._check(ids)
         assert len(ids.unique()) == len(ids), "an id occurs twice"
@@ -219,7 +219,7 @@ class Store(Generic[T]):
         """Save the rows of the last checkpoint before they are overwritten, with at most one fsync.
 
         Args:
-            ids: [m] int64, all clients of the round.
+            ids: ids of all clients in the round [m] int64.
         """
         if self._file is not None and self._leads:
             self._check(ids)
@@ -249,10 +249,11 @@ class Store(Generic[T]):
     def rollback(self, generation: int) -> None:
         """Restore the rows of a generation bit for bit. Newer generations are discarded.
 
-        After a crash on the way, call it again. Rows in memory need nothing here: see `load_state`.
+        If a crash interrupts this function, call it again. Nothing needs to be done for rows in memory (see
+        `load_state`).
 
         Raises:
-            CheckpointError: the journal of this generation or of a newer one is missing or damaged.
+            CheckpointError: the journal of this generation or of a newer generation is missing or damaged.
         """
         if self._file is None:
             return
@@ -275,7 +276,9 @@ class Store(Generic[T]):
         self._begin(unseen)
 
     def state(self) -> dict[str, Tensor]:
-        """Rows in memory, for the checkpoint file: ``seen`` and the seen rows of every field. Empty for rows in files.
+        """Return rows in memory for the checkpoint file: ``seen`` and the seen rows of each field.
+
+        The result is empty for rows in files.
 
         The tensors may be the store's own, so write them before the next `write`.
         """
@@ -288,10 +291,10 @@ class Store(Generic[T]):
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Replace the rows by the rows of `state`.
+        """Replace the rows by the rows in `state`.
 
         Raises:
-            CheckpointError: the state belongs to other clients or fields, or to a store in files.
+            CheckpointError: the state belongs to different clients or fields, or to a store in files.
         """
         expected = {} if self.in_files else self._expected(state.get("seen"))
         got = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}

@@ -20,7 +20,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
     Args:
         path: the file.
-        what: name of the document in messages, e.g. ``"experiment file"``.
+        what: name of the document used in messages, e.g. ``"experiment file"``.
 
     Raises:
         ConfigError: the file is missing, unreadable or not TOML.
@@ -28,14 +28,14 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
         raise ConfigError(f"cannot read the {what} {path}: it {kind}. Use the path of a TOML file")
-    return document_of(content_of(path, f"the {what}", "give the path of a TOML file"), path)
+    return document_of(content_of(path, f"the {what}", "use the path of a TOML file"), path)
 
 
 def document_of(content: bytes, path: Path) -> dict[str, Any]:
     """Parse the bytes of a TOML file, without a leading byte order mark.
 
     Raises:
-        ConfigError: they are not TOML. The message names the path.
+        ConfigError: the bytes are not TOML. The message states the path.
     """
     try:
         document = tomllib.loads(content.decode("utf-8-sig"))
@@ -56,13 +56,13 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def _repeated(heading: re.Match[str]) -> str:
-    """Describe the error of a table with two headings, and its fix."""
+    """Describe the error for a table with two headings, and its fix."""
     name = ".".join(heading[1].replace("'", "").split(", "))
     return f"The table [{name}] is given twice. Write all its keys under one heading"
 
 
 def _is_shallow(document: Mapping[str, object]) -> bool:
-    """Return whether tables and arrays are nested at most `MAX_TOML_DEPTH` levels deep."""
+    """Return True if tables and arrays are nested at most `MAX_TOML_DEPTH` levels deep."""
     level: list[Any] = [document]
     for _ in range(MAX_TOML_DEPTH):
         inner = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]

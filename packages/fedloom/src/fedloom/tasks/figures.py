@@ -141,14 +141,14 @@ def label_metrics(
         n: number of clients.
         names: names of the labels, for metrics by label.
     """
-    known = y >= 0
-    guess, present = (z > 0).double() * known, y.clamp(min=0)
+    is_known = y >= 0
+    guess, present = (z > 0).double() * is_known, y.clamp(min=0)
     true, guessed, hits = (owner_total(values, owner, n) for values in (present, guess, present * guess))
     figures = label_counts(true, guessed, hits, names)
     if any(name.endswith(("_auroc", "_auprc")) for name in wanted):
         each = [
             torch.stack(ranking(scores[some], label[some], owner[some], n))
-            for scores, label, some in zip(z.T, y.T, known.T, strict=True)
+            for scores, label, some in zip(z.T, y.T, is_known.T, strict=True)
         ]
         for name, values in zip(("auroc", "auprc"), torch.stack(each, -1), strict=True):
             figures[f"macro_{name}"] = values.nanmean(-1)

@@ -10,6 +10,7 @@ from torch import nn
 from fedloom.errors import LayoutError
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
+from fedloom.rundir import place_of
 from fedloom.trained.model import BASE_PREFIX, Model, check_layout, file_layout, load_statistics, open_tensors
 
 
@@ -25,7 +26,7 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
     Raises:
         LayoutError: the file is not a single model, or contains a different architecture.
     """
-    path = Path(path)
+    path = place_of(path, "path")
     if path.is_dir():
         files = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "there are none"
         raise LayoutError(f"{path}: is a folder. Name a file in it that contains one model ({files})")

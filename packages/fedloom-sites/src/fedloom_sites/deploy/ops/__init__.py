@@ -1,1 +1,1 @@
-"""Operation of a deployment: plan, keys, files of every party, Flower commands, processes, checks and status."""
+"""Operation of a deployment: plan, keys, files of each party, Flower commands, processes, checks and status."""

@@ -1,8 +1,8 @@
 """Admission of the sites' keys to Flower's server: the keys in ``nodes/``, except revoked keys.
 
-``nodes/NAME.pub`` holds a key that the server admits. Revoking moves the key to ``nodes/NAME.revoked``, so that nothing
-admits it again: neither a start with an empty database, nor a second pass through the instructions, nor an old copy of
-the folder.
+``nodes/NAME.pub`` contains a key that the server admits. Revoking moves the key to ``nodes/NAME.revoked``, so that
+nothing admits it again: neither a start with an empty database, nor following the instructions again, nor an old copy
+of the folder.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ UNREGISTERED_STATUS = "unregistered"
 
 
 def key_file(server: Path, name: str) -> Path:
-    """Return the path of the key of a site to be admitted, in the server's folder."""
+    """Return the path, in the server's folder, of a site's key that is to be admitted."""
     return server / KEYS_FOLDER / f"{name}{ADMITTED_SUFFIX}"
 
 
 def is_revoked(server: Path, name: str) -> bool:
-    """Return whether a site has no key to be admitted by, because its key was revoked.
+    """Return True if a site has no key that can be admitted, because its key was revoked.
 
     Args:
         server: folder of the server.
@@ -46,7 +46,7 @@ def is_revoked(server: Path, name: str) -> bool:
 def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     """Revoke the key of a site at Flower's running server, and return the number of the site's node.
 
-    The key is the key of the site's connection.
+    This is the key of the site's connection.
 
     Args:
         folder: folder of the deployment, or of its server.
@@ -105,7 +105,7 @@ def _line(file: Path) -> str:
 def _running(file: Path) -> tuple[Path, Path]:
     """Return the paths of the server's database and of the folder of its command line.
 
-    If only a local trial runs, the paths are the trial's.
+    If only a local trial is running, the paths are those of the trial.
     """
     home, tried = file.parent / CLI_FOLDER, file.parent.parent / LOCAL_FOLDER
     connection = read_toml(home / "config.toml", "connection to the server")["superlink"]["fedloom"]
@@ -115,7 +115,7 @@ def _running(file: Path) -> tuple[Path, Path]:
 
 
 def _node_of(database: Path, key: str) -> tuple[int, str] | None:
-    """Look up and return number and status of the node with an OpenSSH key, or None if the key was never admitted.
+    """Return number and status of the node with an OpenSSH key, or None if the key was never admitted.
 
     Raises:
         ConfigError: the database cannot be read.

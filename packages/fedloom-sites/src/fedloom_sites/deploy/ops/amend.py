@@ -1,7 +1,7 @@
 """Amendments of an agreement within an experiment: a patch release of fedloom, and new keys of a site.
 
-The experiment file stays, and with it the fingerprint. Checkpoints, the state and models of the sites, and what sites
-remember of sums and budgets therefore stay too. Every site approves an amendment by its digest (`take`).
+The experiment file is unchanged, and so is the fingerprint. Checkpoints, the state and models of the sites, and what
+sites remember about sums and budgets are therefore kept too. Every site approves an amendment by its digest (`take`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def upgrade(folder: Path) -> Change:
     """Create and return an agreement of the same experiment on the installed patch release of fedloom.
 
     Args:
-        folder: folder of the deployment, or of its server. Only the folder ``changes/release-VERSION`` is written in
-            it.
+        folder: folder of the deployment, or of its server. Only its subfolder ``changes/release-VERSION`` is written.
 
     Raises:
-        ConfigError: the installed release is no other patch release of the same version, or the change exists.
+        ConfigError: the installed release is not a different patch release of the same version, or the change exists
+            already.
         RunDirError: a run or a secure session is under way.
     """
     server = read_server(server_file(folder))
@@ -58,11 +58,11 @@ def rotate(folder: Path, name: str) -> Change:
     """Create new keys of a site, and return the agreement with them. The site's memory, state and number stay.
 
     Args:
-        folder: folder of the deployment, or of its server. Only the folder ``changes/keys-NAME`` is written in it.
+        folder: folder of the deployment, or of its server. Only its subfolder ``changes/keys-NAME`` is written.
         name: name of the site.
 
     Raises:
-        ConfigError: the site does not exist, or the change exists.
+        ConfigError: the site does not exist, or the change exists already.
         RunDirError: a run or a secure session is under way.
     """
     server = read_server(server_file(folder))

@@ -35,6 +35,7 @@ from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.processes import check_free
 from fedloom_sites.deploy.server.run import check_deployable, counts_samples
 from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Site
+from fedloom_sites.deploy.site.approval import check_data_name, count_experiments
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 
@@ -46,7 +47,7 @@ COMPARED_PACKAGES = (
 )
 """Packages whose version `check_site` compares."""
 MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
-"""Largest difference between a site's clock and the server's: signatures of connections contain the time."""
+"""Largest difference between a site's clock and the server's, because signatures of connections contain the time."""
 NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
 CERTIFICATE_HINTS = {
     9: "set the clock of this machine, or the clock of the machine that made the certificate",
@@ -54,7 +55,7 @@ CERTIFICATE_HINTS = {
     62: NEW_NAME,
     64: NEW_NAME,
 }
-"""Advice on a certificate from the right authority, by OpenSSL's error number."""
+"""Advice about a certificate from the right authority, by OpenSSL's error number."""
 
 
 class Finding(NamedTuple):
@@ -71,13 +72,13 @@ Check = Callable[[Site], Iterator[Finding]]
 
 
 def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
-    """Yield the findings of all checks before a site joins, ordered so that the first refusal is the one to fix.
+    """Yield the findings of all checks before a site joins, ordered so that the first refusal is the one to fix first.
 
     Args:
         site: settings of the site.
         offline: True to skip the connection to the server.
     """
-    checks: tuple[Check, ...] = (_versions, _experiment, _data, _keys, _authority, _disk, _port)
+    checks: tuple[Check, ...] = (_versions, _experiment, _data, _memory, _keys, _authority, _disk, _port)
     findings: set[Finding] = set()
     for check in checks if offline else (*checks, _server):
         for finding in _findings_of(check, site):
@@ -118,7 +119,7 @@ def _versions(site: Site) -> Iterator[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result can depend on: Python, and packages that train, mask, sign or transport."""
+    """Return the versions on which a result can depend: Python, and packages that train, mask, sign or transport."""
     numbers = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in COMPARED_PACKAGES:
         with suppress(PackageNotFoundError):
@@ -183,8 +184,24 @@ def _data(site: Site) -> Iterator[Finding]:
         yield Finding("ok", f"labels: all {len(counts)} {what}; the rarest has {min(counts)} training samples")
 
 
+def _memory(site: Site) -> Iterator[Finding]:
+    """Yield how many experiments on the site's data the site remembers under secure aggregation or an epsilon."""
+    if site.secure is None and site.epsilon is None:
+        return
+    check_data_name(site)
+    count, where = count_experiments(site), f"memory of the data {site.data_name!r}"
+    if count:
+        yield Finding("ok", f"{where}: {count} earlier experiments here, whose sums and budgets still count")
+    else:
+        yield Finding(
+            "note",
+            f"{where}: no earlier experiment. If this site has sent sums of these data in another deployment, set "
+            "memory in both site.toml files to the same folder",
+        )
+
+
 def _share(site: Site, train: int) -> Iterator[Finding]:
-    """Yield a warning if a site may have too much of the weight of a secure sum, under the agreement or beyond it."""
+    """Yield a warning if a site may have too much of the weight in a secure sum, under the agreement or beyond it."""
     if site.secure is None:
         return
     most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
@@ -311,7 +328,7 @@ def _server(site: Site) -> Iterator[Finding]:
 
 
 def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
-    """Yield a finding on the admission of the site's connection key by the server.
+    """Yield a finding on whether the server admits the site's connection key.
 
     The request contains an interval between heartbeats that the server rejects for a registered key, so the request
     changes nothing there.

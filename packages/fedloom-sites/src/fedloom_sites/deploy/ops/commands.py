@@ -1,4 +1,4 @@
-"""The filled files of `ops/`: command lines and environment of Flower's programs, units, proxy and instructions."""
+"""Filled-in files of `ops/`: command lines and environment of Flower's programs, units, proxy and instructions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedloom.values import Value
 from fedloom_sites.deploy.ops.processes import ProcessError
 
 ANSWER_SECONDS = 90.0
-"""Seconds that the server, or a command to it, may take to answer."""
+"""Number of seconds that the server, or a command to it, may take to answer."""
 OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
 PROGRAMS_FOLDER = Path(sys.executable).parent
-"""Folder of the programs of this environment."""
+"""Folder that contains the programs of this environment."""
 
 
 def fill_template(template: str, **values: object) -> str:
-    """Return a file of `ops/` with its placeholders filled."""
+    """Return a file of `ops/` with its placeholders filled in."""
     return Template((OPS_FOLDER / template).read_text()).substitute(values)
 
 
@@ -37,7 +37,7 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
 
     Args:
         name: name of the command.
-        of: settings of the server or of a site. The fields of the settings fill the placeholders.
+        of: settings of the server or of a site. The fields of the settings fill in the placeholders.
         programs: folder of Flower's programs.
         values: values of the other placeholders. ``file`` is the absolute path of the TOML file that the app reads.
 

@@ -1,6 +1,6 @@
 """The complete directory of a deployment, with a folder for the server and a folder for every site.
 
-Units, reverse proxy, app and instructions are the filled files of `ops/`.
+Units, reverse proxy, app and instructions are filled-in files of `ops/`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ SECRET_FILES = ("ca.key", "server.key", "superexec.secret", "node-key", "signing
 WRITABLE_FOLDERS = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}
 """Folders that the processes of a party write to."""
 MEMORY_LIMITS = {"server": "40%", "site": "50%"}
-"""Memory limit of a unit in systemd's notation. A percentage refers to the memory of the machine."""
+"""Memory limit of a unit, in systemd's notation. A percentage refers to the memory of the machine."""
 DEFAULT_HOME = Path("/srv/fedloom")
 """Default folder of a deployment on a machine."""
 AUTHORITY_DAYS = 3650
-"""Days for which the authority is valid: the sites have its certificate, so it should outlive the server's
+"""Number of days for which the authority is valid: the sites have its certificate, so it should outlive the server's
 certificate."""
 
 Files = dict[str, str | bytes]
@@ -54,7 +54,7 @@ Files = dict[str, str | bytes]
 
 
 def _plain(path: Path) -> Path:
-    """Return a path, and raise if it has characters that units, reverse proxy or instructions would change."""
+    """Return a path, and raise if it contains characters that units, reverse proxy or instructions would change."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
         raise ValueError(
             f"must begin with / and contain only letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}"
@@ -83,12 +83,12 @@ class Location(Value):
 
     @property
     def prefix(self) -> str:
-        """Prefix of the names of units, reverse proxy and containers, different for two homes on one machine."""
+        """Prefix for the names of units, reverse proxy and containers, which differs for two homes on one machine."""
         return "fedloom" if self.home == DEFAULT_HOME else "fedloom" + re.sub(r"[^A-Za-z0-9_.]", "-", str(self.home))
 
     @property
     def proxy(self) -> str:
-        """Address that sites connect to, as host:port."""
+        """Address to which sites connect, as host:port."""
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.proxy_port}"
 
 
@@ -128,7 +128,7 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
 
 
 def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
-    """Create another server certificate and key by the authority of a deployment's directory, and return its path.
+    """Create another server certificate and key with the authority in a deployment's directory, and return its path.
 
     If the process is killed between the two files, they do not match, and no server accepts them. The next call creates
     both files again.
@@ -345,7 +345,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
 
 
 _APP_FILES = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
-"""The app that Flower carries to the sites: two modules that name code that is installed there."""
+"""App that Flower transfers to the sites: two modules that name code that is installed there."""
 
 
 def _certified(ca: keys.Authority, place: Location) -> Files:
@@ -398,7 +398,7 @@ def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[
 
 
 def _only_to(peer: str) -> str:
-    """Return the addresses that a unit may talk to: loopback, and the other party if its address is known."""
+    """Return the addresses that a unit may contact: loopback, and the other party if its address is known."""
     try:
         address = "" if peer == "localhost" else f" {ip_address(peer)}"
         return f"IPAddressDeny=any\nIPAddressAllow=localhost{address}"
@@ -418,7 +418,7 @@ def _quoted(word: str) -> str:
 
 
 def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> None:
-    """Create the folder of a party with the folders that its units write to, since systemd requires them."""
+    """Create the folder of a party with the folders to which its units write, because systemd requires them."""
     write_files(folder, contents)
     for name in WRITABLE_FOLDERS.get(side, ()):
         (folder / name).mkdir(mode=0o700, exist_ok=True)

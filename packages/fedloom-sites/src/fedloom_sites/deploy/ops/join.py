@@ -1,4 +1,4 @@
-"""Start of a site as a service, with the present `site.toml`: after a correction of server or port the unit stays.
+"""Start of a site as a service, with the current `site.toml`: if server or port are corrected, the unit stays the same.
 
 The process of ``python -m fedloom_sites.deploy.ops.join SITE.TOML`` becomes the site's network process.
 """

@@ -22,9 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedloom.errors import ConfigError
 
 CERTIFICATE_BACKDATE = timedelta(hours=1)
-"""Time by which the validity of a certificate begins before its creation, since clocks differ."""
+"""Time by which the validity of a certificate begins before its creation, because clocks differ."""
 EXPIRY_NOTICE = timedelta(days=30)
-"""Time before a certificate's end from which the end is reported."""
+"""Time before the end of a certificate from which on the end is reported."""
 _OTHER_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("encipher_only", "decipher_only"),

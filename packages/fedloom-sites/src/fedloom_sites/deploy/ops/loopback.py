@@ -1,4 +1,4 @@
-"""A complete deployment on this machine: server, sites and a run, over TLS and with node keys, on loopback."""
+"""Complete deployment on this machine: server, sites and a run, over TLS and with node keys, on loopback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedloom_sites.deploy.site.local_data import site_federation
 LOG_PREFIX = "fedloom: "
 """Prefix of the server's log lines that are meant for people."""
 RENEW_HINT = "'fedloom deploy renew' makes the server's certificate and key anew"
-"""Advice on the files of the server's certificate."""
+"""Advice about the files of the server's certificate."""
 
 Print = Callable[[str], None]
 
@@ -76,7 +76,8 @@ class Loopback:
         """Start the server's two processes and wait until the server answers.
 
         Raises:
-            ConfigError: the port is in use, or a file of the certificate is missing, damaged or of another certificate.
+            ConfigError: the port is in use, or a file of the certificate is missing, damaged or belongs to a different
+                certificate.
             ProcessError: the server ended or does not answer.
         """
         check_free(self.server.port, "the server")
@@ -114,7 +115,7 @@ class Loopback:
         """Run the experiment to its end.
 
         Args:
-            show: function that is called with every line of the server's log.
+            show: function that is called with each line of the server's log.
 
         Raises:
             ProcessError: the run stopped early or failed, or the server ended before the run.
@@ -163,7 +164,7 @@ class Loopback:
         return ask(question, self.work / CLI_FOLDER, **values)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the latest metrics of every site, see `site_table`."""
+        """Return the latest metrics of each site (see `site_table`)."""
         return site_table(self.server.results / "metrics.parquet", {m.client: m.site for m in self.server.sites})
 
     def _start(

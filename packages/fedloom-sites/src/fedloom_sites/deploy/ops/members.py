@@ -1,9 +1,9 @@
-"""Members that join or leave a deployment after its start.
+"""Members that join or leave a deployment after it has started.
 
 A site that joins later needs a new agreement, whose fingerprint contains the digest of all members' keys. The new
-agreement begins with the model of the last round. A site keeps the previous agreement until it has approved the new
-agreement (`take`), and answers messages of no other agreement. A server that adds sites without approval therefore only
-gets refusals.
+agreement begins with the model of the last round. A site keeps the previous agreement until it has approved the new one
+(`take`), and does not answer messages under any other agreement. If a server adds sites without approval, it therefore
+receives only refusals.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ KEY_FILES = ("node-key", "node-key.pub", "signing-key")
 
 
 class Change(NamedTuple):
-    """A new agreement: its folder, its digest, and the SHA-256 of the new member's keys."""
+    """New agreement: its folder, its digest, and the SHA-256 of the new member's keys."""
 
     folder: Path
     digest: str
@@ -72,16 +72,16 @@ def keys_digest(members: Sequence[Member]) -> str:
 
 
 def add(folder: Path, name: str, place: Location) -> Change:
-    """Create and return an agreement with a new site: folders for server and site, and the others' approval.
+    """Create and return an agreement with a new site: folders for server and site, and for the others' approval.
 
     Args:
-        folder: folder of the deployment, or of its server. Only the new folder ``changes/NAME`` is written in it.
+        folder: folder of the deployment, or of its server. Only its new subfolder ``changes/NAME`` is written.
         name: name of the new site.
         place: location of the new site's files. Its host is the host of the server.
 
     Raises:
-        ConfigError: the site or the change already exists, the sites share the data of one partition, or the run has
-            no global model.
+        ConfigError: the site or the change already exists, the sites share the data of one partition, or the run has no
+            global model.
         CheckpointError: no checkpoint can be read.
         RunDirError: a run or a secure session is under way.
     """
@@ -161,7 +161,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
 
 
 class Proposal(NamedTuple):
-    """A new agreement as a site would store it, from the bytes that were checked.
+    """New agreement as a site would store it, from the bytes that were checked.
 
     Attributes:
         site: settings of the site under the new agreement.
@@ -236,10 +236,10 @@ def proposed(folder: Path, change: Path) -> Proposal:
 def take(folder: Path, change: Path, digest: str) -> Site:
     """Approve a new agreement at a site, and return the new settings of the site.
 
-    The site then answers messages of this agreement only.
+    The site then answers only messages under this agreement.
 
     Raises:
-        ConfigError: the digest is not the digest of the new agreement, or an error of `proposed`.
+        ConfigError: the digest is not the digest of the new agreement, or `proposed` raises.
         RunDirError: a secure session is under way.
     """
     before = read_site(folder / "site.toml")
@@ -258,7 +258,9 @@ def take(folder: Path, change: Path, digest: str) -> Site:
 
 
 def remove(folder: Path, name: str) -> Server:
-    """Remove a site from the server's settings, and return the settings. Under secure aggregation the agreed keys stay.
+    """Remove a site from the server's settings, and return the settings.
+
+    Under secure aggregation, the agreed keys are kept.
 
     Raises:
         ConfigError: the site does not exist, or too few sites remain.
@@ -291,7 +293,7 @@ def member_of(server: Server, name: str) -> Member:
 
 
 def check_idle(server: Server) -> None:
-    """Raise if a run is under way, or a masked sum whose shares were requested.
+    """Raise if a run is under way, or a masked sum whose shares have been requested.
 
     Raises:
         RunDirError: a run or such a sum is under way.
@@ -313,12 +315,12 @@ def check_idle(server: Server) -> None:
 
 
 def is_patch_of(version: str, agreed: str) -> bool:
-    """Return whether two versions of fedloom differ in no more than the last of three numbers."""
+    """Return True if two versions of fedloom differ only in the last of three numbers."""
     return version.split(".")[:2] == agreed.split(".")[:2] and len(version.split(".")) == len(agreed.split(".")) == 3
 
 
 def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: bytes | None) -> dict[str, bool]:
-    """Return what must hold for an agreement of the same members, by the sentence for a fault.
+    """Return the conditions for an agreement with the same members, keyed by the sentence that describes a violation.
 
     Args:
         site: settings of the site.
@@ -343,7 +345,7 @@ def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: byte
 
 
 def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member]) -> bool:
-    """Return whether secure aggregation has the same sites plus the new site, and at least the same threshold."""
+    """Return True if secure aggregation has the same sites plus the new site, and at least the same threshold."""
     if before is None or new is None:
         return before is new
     grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold

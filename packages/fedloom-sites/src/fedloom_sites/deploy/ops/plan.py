@@ -45,12 +45,13 @@ from fedloom_sites.deploy.site.local_data import federation_of
 
 DRIFT_MARGIN = 10.0
 """Factor by which a difference may exceed the longest difference of the first round. Over 20 rounds of the registry's
-methods the longest difference was up to 4 times the longest of the first round, and up to 7 times with a channel that
+methods, the longest difference was up to 4 times as long as in the first round, and up to 7 times with a channel that
 keeps errors, unless a method diverged."""
 DRAWS_CHECKED = 50
-"""Rounds whose cohorts are drawn to check that all sites train in each round: a sampler that draws fewer shows soon."""
+"""Number of rounds whose cohorts are drawn to check that all sites train in each round: a sampler that draws fewer
+sites shows this soon."""
 OF_ONE_TABLE = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "client_column", "factors")
-"""Options of a table that are agreed on, or that hold for one file."""
+"""Options of a table that are part of the agreement, or that apply to one file."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def plan(
     """Return the plan of the deployment of an experiment.
 
     Args:
-        experiment: the comparison. The experiment's data must exist, since they define the form of a sample.
+        experiment: the comparison. The experiment's data must exist, because they define the form of a sample.
         sites: number of sites. None for the clients of the partition, or for as many sites as there are names.
         names: names of the sites. None for the names of the clients, or site-0, site-1, ...
         method: label of the method. None for the only method.
@@ -298,7 +299,8 @@ def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     """Return the given site names after a check.
 
     Raises:
-        ConfigError: the number of names is wrong, a name cannot be a folder, or two names denote one folder.
+        ConfigError: the number of names is wrong, a name cannot be used as a folder name, or two names denote the same
+            folder.
     """
     if len(names) != count:
         raise ConfigError(f"--names lists {len(names)} names ({', '.join(names)}) for {count} sites")

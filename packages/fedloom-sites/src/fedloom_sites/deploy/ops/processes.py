@@ -19,15 +19,15 @@ from fedloom.errors import ConfigError, FedloomError
 from fedloom_sites.deploy.ops import reaper
 
 EXIT_CODE_PREFIX = "Exit Code: "
-"""Prefix with which a Flower program reports the reason of its end. Lines about the end follow."""
+"""Prefix with which a Flower program reports why it ends. Lines about the end follow."""
 
 
 class ProcessError(FedloomError):
-    """A process that ended or did not answer unexpectedly."""
+    """Error: a process ended or did not answer unexpectedly."""
 
 
 class Process:
-    """A process that is the leader of its own group. The output goes to a file.
+    """Process that is the leader of its own group. The output goes to a file.
 
     Args:
         name: name of the process in messages.
@@ -68,7 +68,7 @@ class Process:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def bury(self) -> None:
-        """Collect the exit status if the process has ended, so that its group vanishes with the last process in it."""
+        """Collect the exit status if the process has ended, so that its group disappears with its last process."""
         self._popen.poll()
 
     def reap(self) -> int:
@@ -90,7 +90,7 @@ class Process:
         """Raise if the process has ended.
 
         Raises:
-            ProcessError: the process has ended, and the message contains the end of its output.
+            ProcessError: the process has ended. The message contains the end of its output.
         """
         if not self.alive():
             raise ProcessError(
@@ -99,10 +99,10 @@ class Process:
 
 
 class Processes:
-    """Processes that are ended when the block is left in any way, and when this process is killed.
+    """Processes that are ended when the block is left, in whatever way, and when this process is killed.
 
-    A reaper ends them (`reaper`) within `reaper.GROUP_GRACE_SECONDS` seconds. SIGTERM and SIGHUP leave the block as
-    Ctrl-C does. While processes are being ended, further signals wait.
+    A reaper ends them (`reaper`) within `reaper.GROUP_GRACE_SECONDS` seconds. SIGTERM and SIGHUP leave the block in the
+    same way as Ctrl-C. While processes are being ended, further signals wait.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of loopback that are free now, all different."""
+    """Return different ports of loopback that are currently free."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [s.getsockname()[1] for s in sockets]

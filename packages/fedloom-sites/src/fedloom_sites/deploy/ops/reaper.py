@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable
 
 GROUP_GRACE_SECONDS = 10.0
-"""Seconds within which groups can end after SIGTERM."""
+"""Number of seconds within which groups can end after SIGTERM."""
 
 
 def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
-    """Read until the pipe is closed, then end the remaining groups, the newest first."""
+    """Read until the pipe is closed, and then end the remaining groups, newest first."""
     groups = [group for group in reversed([int(line) for line in lines]) if _tell(group, signal.SIGTERM)]
     end = time.monotonic() + grace
     while groups and time.monotonic() < end:

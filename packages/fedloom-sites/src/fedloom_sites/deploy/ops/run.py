@@ -1,7 +1,7 @@
-"""Run of an experiment as a service: it starts Flower runs, with the rounds in the journal, until all are done.
+"""Run of an experiment as a service: it starts Flower runs for the rounds in the journal, until all rounds are done.
 
 ``python -m fedloom_sites.deploy.ops.run SERVER.TOML COMMAND...`` exits with 0 if nothing is left to do, else with 1.
-After 1 systemd starts it again: after a stop, a crash, or a reboot of the machine.
+After exit code 1, systemd starts it again: after a stop, a crash, or a reboot of the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(words: Sequence[str]) -> int:
         words: the server's TOML file, and the command.
 
     Returns:
-        The exit code: 0 if the experiment is complete or is to stop, else 1.
+        The exit code: 0 if the experiment is complete or should stop, else 1.
     """
     server = read_server(Path(words[0]))
     if finished(server) is None and not stop_file(server).exists():

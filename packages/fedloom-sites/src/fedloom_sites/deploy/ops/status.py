@@ -1,6 +1,6 @@
 """Status of a deployment from the server's files only: audit log, checkpoints, results.
 
-Reading the status locks and writes nothing.
+Reading the status does not lock or write anything.
 
 `serve_metrics` provides the same numbers in Prometheus' format.
 """
@@ -31,7 +31,7 @@ from fedloom_sites.deploy.ops.table import mean_table, site_table
 from fedloom_sites.deploy.settings import Server, read_server
 
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
-"""States of a run that ended, by the reason. A stopped run can be resumed."""
+"""States of a run that has ended, by the reason. A stopped run can be resumed."""
 CERTIFICATE_CURES = {
     "server's certificate": "run 'fedloom deploy renew', reload the reverse proxy and restart the superlink's unit",
     "authority's certificate": "start a new deployment",
@@ -139,16 +139,16 @@ def status_of(server: Server) -> dict[str, Any]:
     The keys are:
 
     - ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``.
-    - ``rounds``: rounds done, of ``planned``.
+    - ``rounds``: number of completed rounds, out of ``planned``.
     - ``round_seconds``: ``last`` and ``median``.
-    - ``epsilon``: epsilon spent after these rounds, None without a delta.
-    - ``epsilon_sites``: epsilon against T - 1 sites that share the noise of a sum, None if sites share no noise.
+    - ``epsilon``: epsilon spent after these rounds, or None without a delta.
+    - ``epsilon_sites``: epsilon against T - 1 sites that share the noise of a sum, or None if sites do not share noise.
     - ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the newest ``scores``.
     - ``analyses``: for each analysis by sums its ``name``, ``state`` ("waits", "begun", "none" or "done"), the number
       of ``sums`` so far, ``reason``, and the number of ``rows`` if it is done.
     - ``counted``: sentences on the counters of masked sums, see `summarize_counters`.
     - ``means``: newest metrics of the federation, a row per model, see `mean_table`.
-    - ``certificates``: their ends (ISO 8601).
+    - ``certificates``: when they expire (ISO 8601).
     - ``disk``: bytes by kind of content, and ``free``.
     - ``last_event``: time of the log's last line.
 

@@ -1,4 +1,4 @@
-"""Tables of the last metrics of a deployed run by site."""
+"""Tables of the latest metrics of a deployed run, by site."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MEAN_NAMES = ("mean", "weighted")
 def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return the latest test metrics, one row per site and model: ``site``, ``model``, ``round`` and metrics.
 
-    The metrics are from the last round in which the site has any.
+    The metrics are from the last round for which the site has any.
 
     Args:
         metrics: file `metrics.parquet`.
-        sites: names of the sites by client. The metrics of other clients (sites that were removed) are left out.
+        sites: names of the sites by client. The metrics of other clients (removed sites) are omitted.
     """
     records = [r for r in _read(metrics, SUMMARY_METRICS) if r["client"] in sites]
     last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}

@@ -48,13 +48,13 @@ from fedloom_sites.deploy.settings import Server, bound_of
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
 MAX_WORK_COUNT = 10**15
-"""Largest plausible count of work."""
+"""Largest plausible amount of work."""
 WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
 """Form in which Flower wraps the error of a site's process."""
 
 
 class _Draft(NamedTuple):
-    """Reply during its checks: the message, its request, and all parts that have passed so far."""
+    """Reply while it is checked: the message, its request, and all parts that have passed so far."""
 
     message: Message
     pending: Pending
@@ -80,14 +80,14 @@ class Checks:
 
     Args:
         settings: settings of the server.
-        job: run. None before the sites have sent their sizes.
+        job: run. None until the sites have sent their sizes.
         forms: forms of the run's messages.
         keys: keys of the sites, by client.
-        sizes: ``[n, 3]`` numbers of samples that the sites declared.
-        names: names of numbers that arrive with the scores of the last round, besides the scores.
+        sizes: numbers of samples that the sites declared ``[n, 3]``.
+        names: names of the numbers that arrive with the scores of the last round, in addition to the scores.
 
     Attributes:
-        STEPS: number, condition and function of every check in order, except the quorum (13), which is a check of a
+        STEPS: number, condition and function of each check in order, except the quorum (13), which is a check of a
             round.
     """
 
@@ -111,7 +111,7 @@ class Checks:
         Args:
             message: message from a node.
             pending: message that the reply answers. None if no open message matches.
-            is_late: True if the server no longer waits for a reply to that message.
+            is_late: True if the server no longer waits for a reply to this message.
             answered: clients with a reply that already counts.
 
         Raises:
@@ -163,7 +163,7 @@ class Checks:
     def _read(self, draft: _Draft) -> _Draft:
         """Read the envelope of a reply (step 3), and return the reply.
 
-        Another release is reported before the other fields are checked.
+        A different release is reported before the other fields are checked.
         """
         content, most = draft.message.content, draft.pending.most
         record = content.get(HEAD_RECORD)
@@ -269,7 +269,7 @@ class Checks:
         return draft
 
     def _metrics(self, draft: _Draft) -> _Draft:
-        """Remove numbers that are not finite, out of range or no metrics, and return the reply (step 10)."""
+        """Remove numbers that are not finite, are out of range or are not metrics, and return the reply (step 10)."""
         if not draft.is_round:
             return draft
         assert self._job is not None
@@ -306,7 +306,7 @@ class Checks:
         return draft._replace(norm=math.hypot(*norms.values()))
 
     def _check_ranges(self, up: object, pending: Pending) -> None:
-        """Check that numbers that a client cannot choose are in their range (step 11).
+        """Check that numbers that a client cannot choose freely are in their range (step 11).
 
         If a channel changes the upload, the ranges are unknown and nothing is checked.
         """

@@ -31,12 +31,12 @@ MESSAGE_TYPES: dict[Kind, str] = {
 """Flower's message types."""
 
 MAX_FLAG_DIGITS = 9000
-"""Largest number of hexadecimal digits in which a site lists figures, groups and cells.
+"""Largest number of hexadecimal digits with which a site lists metrics, groups and cells.
 
 The limit for a field of a head is 10,000 characters.
 """
 MAX_FIGURES = 5000
-"""Largest count of numbers in a message: figures of every class, part and model."""
+"""Largest count of numbers in a message: metrics for every class, part and model."""
 MAX_ARRAYS = 5
 """Largest number of arrays in a message."""
 HEAD_LIMIT = 1 << 20
@@ -72,8 +72,8 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
 SESSION_STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
 """Kinds of messages of secure aggregation, in their order.
 
-A session contains ``masked`` or, for scores alone, ``tally``. A session contains ``open`` if a site is accused,
-``agree`` if a site is lost, and ``count`` if sites send counters before their sum is opened.
+A session contains ``masked`` or, if only scores are summed, ``tally``. A session contains ``open`` if a site is
+accused, ``agree`` if a site is lost, and ``count`` if sites send counters before their sum is opened.
 """
 
 REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
@@ -100,7 +100,7 @@ STATUS_FIELDS = {"status": str, "reason": str, "signature": bytes}
 """Additional fields of every reply."""
 
 UNABLE_STATUS = "unable"
-"""Status of a reply of a site that could not write to its disk, so that the server may send the message again."""
+"""Status of a reply from a site that could not write to its disk, so that the server may send the message again."""
 
 MAX_REASON_CHARACTERS = 500
 """Largest number of characters in a reason."""
@@ -146,7 +146,7 @@ class Request(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Sent message to a site whose reply is still expected.
+    """Message that was sent to a site and whose reply is still expected.
 
     Attributes:
         kind: kind of the message.
@@ -218,7 +218,7 @@ def pack_arrays(arrays: Sequence[bytes]) -> ArrayRecord:
 
 
 def common_head(experiment: str, kind: str, round: int, client: int, nonce: bytes, digest: str) -> dict[str, Any]:
-    """Return the fields that every message and every reply contain, see `COMMON_FIELDS`."""
+    """Return the fields that every message and every reply contain (see `COMMON_FIELDS`)."""
     return dict(
         zip(COMMON_FIELDS, (PROTOCOL_VERSION, __version__, experiment, kind, round, client, nonce, digest), strict=True)
     )
@@ -246,7 +246,7 @@ def unseal(
 
     Args:
         content: content of any message.
-        fields: further fields of its head, by kind.
+        fields: additional fields of its head, by kind.
         status: fields of every head besides the common fields.
         limit: largest number of bytes of arrays.
         head_limit: largest number of bytes of the head.

@@ -1,4 +1,4 @@
-"""Signatures of replies: a nonce that only the asked site knows, and the site's key."""
+"""Signatures of replies: a nonce that only the site asked knows, and the site's key."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def sign(key: Ed25519PrivateKey, fields: Mapping[str, object]) -> bytes:
 
 
 def is_signed(key: Ed25519PublicKey, fields: Mapping[str, object], signature: bytes) -> bool:
-    """Return whether the owner of the key signed exactly these fields."""
+    """Return True if the owner of the key signed exactly these fields."""
     try:
         key.verify(signature, signed_text(fields))
     except InvalidSignature:

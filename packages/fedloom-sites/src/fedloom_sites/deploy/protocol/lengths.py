@@ -18,7 +18,7 @@ RELATIVE_SLACK = 1 + 1e-4
 
 
 def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
-    """Compute the lengths ``[m]`` of the fields of uploads, the model as a difference from the download.
+    """Compute the lengths ``[m]`` of the fields of uploads, with the model taken as a difference from the download.
 
     Fields of one number, except the model, have ranges instead (`Algorithm.ranges`).
     """
@@ -91,5 +91,5 @@ def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Ite
 
 
 def absolute(kind: Any, width: int, received: int) -> bool:
-    """Return whether an upload's field is the model itself, with a bounded difference to ``received`` numbers."""
+    """Return True if an upload's field is the model itself, with a bounded difference from ``received`` numbers."""
     return bool(kind.primary and kind.base == "zero" and width == received)

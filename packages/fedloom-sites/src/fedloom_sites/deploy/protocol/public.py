@@ -1,9 +1,9 @@
 """Messages that may leave a site.
 
 A server can craft a message whose answer depends on one sample. If the site then rejects the message, the rejection
-answers a question about that sample, and so does the choice of the text. An error message therefore leaves a site only
-if it was created in code that cannot read samples. `publish_reasons` marks such code. All other errors are written to
-the site's log.
+answers a question about this sample, and the choice of the text does so too. An error message therefore leaves a site
+only if it was created in code that cannot read samples. `publish_reasons` marks such code. All other errors are written
+to the site's log.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ class LateReply(Rejected):
 
 
 class UnableReply(Rejected):
-    """Error: a site could not write to its disk. The same message may have an answer later."""
+    """Error: a site could not write to its disk. The same message may be answered later."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(2, f"the site cannot answer now: {reason}")
 
 
 def plain(text: str) -> str:
-    """Return a foreign text in a form that is safe to print and to log."""
+    """Return text from outside in a form that is safe to print and to log."""
     return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:MAX_REASON_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Combinations of opened sums: the sites that a server can isolate by adding and subtracting sums."""
+"""Combinations of opened sums: which sites a server can isolate by adding and subtracting sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 Row = Mapping[tuple[str, int], float]
-"""A sum, as the coefficient of each unknown, where an unknown is all that one site sends of one kind in all rounds."""
+"""Sum, as the coefficient of each unknown, where an unknown is everything of one kind that one site sends in all
+rounds."""
 
 
 def find_isolated(rows: Sequence[Row], threshold: int) -> set[tuple[tuple[str, int], ...]]:
@@ -19,7 +20,7 @@ def find_isolated(rows: Sequence[Row], threshold: int) -> set[tuple[tuple[str, i
 
     Args:
         rows: the sums.
-        threshold: smallest number of sites of a sum.
+        threshold: smallest number of sites in a sum.
     """
     isolated = set[tuple[tuple[str, int], ...]]()
     for kind in {kind for row in rows for kind, _ in row}:

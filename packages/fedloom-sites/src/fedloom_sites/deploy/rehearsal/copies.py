@@ -1,7 +1,7 @@
 """Copies of a site for a rehearsal: its code, data and settings, with temporary keys and a temporary state.
 
-The other sites are stand-ins. They follow the protocol with all of its checks and send zeros. Therefore an attack that
-isolates this site in a sum reads the numbers that this site sends, and no number of a stand-in hides them.
+The other sites are stand-ins. They follow the protocol with all its checks and send zeros. An attack that isolates this
+site in a sum therefore reads the numbers that this site sends, and no number from a stand-in hides them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class StandIn:
         site: settings of the site.
         key: signing key of the stand-in.
         trainer: trainer of the rehearsed site, for the weights of a sum.
-        sizes: numbers of samples that the stand-in states.
-        figures: figures that the stand-in states for its samples.
+        sizes: numbers of samples that the stand-in reports.
+        figures: statistics that the stand-in reports for its samples.
 
     Attributes:
         length: length of its next vector.
@@ -86,7 +86,7 @@ class StandIn:
 
 
 class RehearsedSite:
-    """A site whose copies are attacked.
+    """Site whose copies are attacked.
 
     Args:
         site: settings of the site. Nothing in the site's folders is changed.
@@ -104,7 +104,7 @@ class RehearsedSite:
 
     @cached_property
     def fed(self) -> Federation:
-        """Samples of the site, read once as the site reads them.
+        """Samples of the site, read once in the way the site reads them.
 
         Raises:
             FedloomError: the samples cannot be read, or differ from the agreement.
@@ -113,7 +113,7 @@ class RehearsedSite:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of training, validation and test samples of the site. The stand-ins state the same numbers."""
+        """Numbers of training, validation and test samples of the site. The stand-ins report the same numbers."""
         return tuple(self.copy().sizes)
 
     def copy(self, fed: Federation | None = None, **settings: Any) -> Client:
@@ -121,7 +121,7 @@ class RehearsedSite:
 
         Args:
             fed: samples of the copy. None for the samples of the site.
-            settings: settings in site.toml, instead of the site's settings.
+            settings: settings that replace the settings in site.toml.
         """
         self._copies += 1
         state = self.folder / f"copy-{self._copies}"
@@ -132,11 +132,11 @@ class RehearsedSite:
     def rogue(
         self, client: Client | None = None, sizes: Mapping[int, Sequence[int]] | None = None, **settings: Any
     ) -> RogueServer:
-        """Return a dishonest server of a copy of the site and of stand-ins.
+        """Return a dishonest server for a copy of the site and for stand-ins.
 
         Args:
             client: the copy. None for a new copy.
-            sizes: samples of stand-ins by number, where they differ from the site's.
+            sizes: sample counts of stand-ins by number, if they differ from the site's.
             settings: see `copy`.
         """
         client = self.copy(**settings) if client is None else client
@@ -151,7 +151,7 @@ class RehearsedSite:
         return RogueServer(sites, client.trainer)
 
     def later_rogue(self, number: int, memory: Path) -> RogueServer:
-        """Return a server in one of several experiments on the same data, which the site remembers together.
+        """Return a server for one of several experiments on the same data, for which the site keeps a joint record.
 
         Args:
             number: number of the experiment. 0 for the experiment of the site's settings.
@@ -160,7 +160,7 @@ class RehearsedSite:
         return self.rogue(memory=memory, **self._experiment(number))
 
     def _experiment(self, number: int) -> dict[str, Any]:
-        """Write the experiment again under another digest, and return the changed settings."""
+        """Write the experiment again with a different digest, and return the changed settings."""
         if number == 0:
             return {}
         agreed, folder = self.site.experiment, self.folder / f"experiment-{number}"

@@ -36,24 +36,24 @@ from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import read_data
 
 MOST_MODELS = int(Shared.model_fields["models_per_round"].default)
-"""Number of models in one round from which differences between answers show single samples."""
+"""Number of models in one round from which on differences between answers reveal single samples."""
 MODELS_TRIED = 12
 LEAST_ROWS = int(Groups.model_fields["min_rows"].default)
-"""Number of rows of a group, and of each class in it, below which its figures show single patients."""
+"""Number of rows in a group, and in each of its classes, below which its statistics reveal single patients."""
 BOMB_BYTES, BOMB_PATIENCE = 1 << 30, 90.0
-"""Number of bytes that a crafted table unpacks to."""
+"""Number of bytes to which a crafted table unpacks."""
 BIDI_NAME = "age\u202egnp"
 
 
 class Message(NamedTuple):
-    """A message that a site should reject.
+    """Message that a site should reject.
 
     Attributes:
         name: description of the fault in the message.
         kind: kind of the message.
         head: fields of the head.
         arrays: arrays of the message.
-        drop: field of the head that is left out.
+        drop: field of the head that is omitted.
     """
 
     name: str
@@ -75,7 +75,7 @@ def write_good_message(site: RehearsedSite, rogue: RogueServer) -> Message:
 
 
 def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[Message]:
-    """Yield messages that no site should answer, each of them with a single fault."""
+    """Yield messages that no site should answer, each with a single fault."""
     rounds = rogue.trainer.rounds
     heads: Mapping[str, Mapping[str, Any]] = {
         "another protocol": {"protocol": 10**9},
@@ -195,7 +195,7 @@ def ask_many_models(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of repeated and rejected messages, by whether the site raises an alarm."""
+    """Return the outcome of repeated and rejected messages: whether the site raises an alarm."""
     rogue, c = site.rogue(), site.client
     client = rogue.sites[c]
     for kind in ("hello", "train" if site.site.secure is None else "keys"):
@@ -238,7 +238,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a request for the figures of small groups of patients."""
+    """Return the outcome of a request for statistics of small groups of patients."""
     trainer = site.copy().trainer
     groups = SiteGroups(trainer)
     if not groups.sums.groups:
@@ -256,7 +256,7 @@ def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of questions to analyses about cells with few patients of this site."""
+    """Return the outcome of analysis questions about cells with few patients at this site."""
     trainer = site.copy().trainer
     agreed = SiteAnalyses(trainer, site.folder).agreed
     if not agreed:

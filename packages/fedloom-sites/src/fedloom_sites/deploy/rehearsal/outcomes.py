@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Verdict = Literal["stopped", "remains", "OPEN", "not tried"]
-"""stopped: a rule of the site stopped the attack. remains: the agreement reveals this much, as the documentation says.
-OPEN: the server learned something about this site that it should not. not tried: the attack does not apply here."""
+"""stopped: a rule of the site stopped the attack. remains: the agreement reveals this much, as documented. OPEN: the
+server learned something about this site that it should not learn. not tried: the attack does not apply here."""
 
 
 class Inapplicable(Exception):
-    """An attack that does not apply to a site. The message contains the reason."""
+    """Error: an attack does not apply to a site. The message contains the reason."""
 
 
 class AttackOutcome(NamedTuple):
@@ -18,7 +18,7 @@ class AttackOutcome(NamedTuple):
 
     Attributes:
         verdict: see `Verdict`.
-        tried: description of the attack.
+        tried: description of what was tried.
         learned: information that the server learned about the site.
         rule: rule that stopped the attack, or description of the remaining risk.
     """
@@ -46,14 +46,14 @@ class AttackRow(NamedTuple):
 
 
 def judge(is_open: bool, tried: str, rule: str, learned: str, nothing: str = "nothing") -> AttackOutcome:
-    """Return the outcome of an attack that a rule stops or does not stop.
+    """Return the outcome of an attack that a rule either stops or does not stop.
 
     Args:
         is_open: True if the attack succeeded.
         tried: description of the attack.
         rule: rule that stops the attack.
         learned: information that the server learned if the attack succeeded.
-        nothing: information that the server learned otherwise.
+        nothing: information that the server learned if the attack failed.
     """
     if is_open:
         return AttackOutcome("OPEN", tried, learned, f"not stopped. The rule would be: {rule}")

@@ -1,4 +1,4 @@
-"""The rehearsal, which plays all attacks on copies of one site in turn."""
+"""Rehearsal, which plays all attacks on copies of one site in turn."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
         site: settings of the site.
 
     Yields:
-        A row for each attack. An attack that fails because of an error is a row with the verdict OPEN, since it has
-        shown nothing.
+        A row for each attack. An attack that fails because of an error is reported with the verdict OPEN, because it
+        has shown nothing.
 
     Raises:
-        FedloomError: experiment or data cannot be read or do not make a run.
+        FedloomError: the experiment or the data cannot be read or do not define a run.
         ConfigError: the site has no training samples.
     """
     with TemporaryDirectory(prefix="fedloom-rehearsal-") as folder:

@@ -1,4 +1,7 @@
-"""A dishonest server: it asks the sites anything, and keeps all answers. The attacks are in the other modules."""
+"""Dishonest server: it asks the sites arbitrary questions, and keeps all answers.
+
+The attacks are in the other modules.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.trainer import Trainer
 
 BLANK_VALUES: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-"""Value for each type of the fields of a head."""
+"""Example value for each type of the fields of a head."""
 
 
 class AskedSite(Protocol):
@@ -45,7 +48,7 @@ class AskedSite(Protocol):
 
     @property
     def figures(self) -> str:
-        """Figures that the site's samples define."""
+        """Statistics that the site's samples define."""
         ...
 
     def reply(self, content: RecordDict) -> RecordDict:
@@ -61,7 +64,7 @@ class RogueServer:
         trainer: trainer of a site, for the forms of messages.
 
     Attributes:
-        sizes: samples of every site, as the server states them.
+        sizes: sample counts of each site, as the server states them.
         refused: messages of all refusals so far.
     """
 
@@ -89,7 +92,7 @@ class RogueServer:
         return dict(reply_head), [array.data for array in data.values()]
 
     def download(self, change: float = 0.0) -> bytes:
-        """Return the first model, moved by a number in each coordinate, as a download."""
+        """Return the first model, with each coordinate moved by a number, as a download."""
         down, _ = self.first_download()
         return self.write(down[0] + change * torch.ones_like(down[0]))
 
@@ -99,7 +102,7 @@ class RogueServer:
         return job.down(server, 1, self.trainer.ids), server
 
     def write(self, row: Tensor) -> bytes:
-        """Return a download with another row as its first field."""
+        """Return a download with a different row as its first field."""
         down, server = self.first_download()
         return self.trainer.forms.write_down(type(down)(row.reshape(down[0].shape).to(down[0]), *down[1:]), server)
 
@@ -131,8 +134,8 @@ class RogueSession:
 
     Attributes:
         vectors: masked vectors that sites have sent, each after a signature.
-        shown: shares by site that open the counters.
-        told: shares by site that open the sum.
+        shown: shares by site with which the counters are opened.
+        told: shares by site with which the sum is opened.
     """
 
     def __init__(self, rogue: RogueServer, t: int, clients: Collection[int]) -> None:
@@ -151,7 +154,7 @@ class RogueSession:
         self.told = dict[int, dict[int, bytes]]()
 
     def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
-        """Ask a site for a step of the session, and return its answer or None, see `RogueServer.ask`."""
+        """Ask a site for a step of the session, and return its answer or None (see `RogueServer.ask`)."""
         return self.rogue.ask(c, kind, *arrays, session=self.nonce, round=self.t, **fields)
 
     def vector(
@@ -192,7 +195,7 @@ class RogueSession:
         )[0]  # fmt: skip
 
     def bound(self, terms: Terms) -> bytes:
-        """Return the data that the masks of the session are bound to."""
+        """Return the data to which the masks of the session are bound."""
         return secure.bound_to(self.session, terms.digest, [*self.sealed])
 
     def open(self, c: int, survivors: Collection[int] | None = None) -> None:
@@ -200,7 +203,7 @@ class RogueSession:
 
         The shares of the counters come first.
 
-        With too few shares of the counters the site is not asked, since no site opens a sum without them.
+        With too few shares of the counters, the site is not asked, because no site opens a sum without them.
         """
         listed = [*(survivors or self.vectors)]
         signed = secure.join_parts({s: self.vectors[s][:64] for s in listed})
@@ -247,7 +250,7 @@ def sum_honestly(
     clients: Collection[int] | None = None,
     **more: Any,
 ) -> RogueSession:
-    """Ask for all steps in the way of an honest server, and return the session."""
+    """Ask for all steps as an honest server does, and return the session."""
     clients = range(len(rogue.sites)) if clients is None else clients
     more |= {} if download is not None else {"scored": t, "common": True}
     session, terms = rogue.begin(t, clients), rogue.terms(t, download, models, cohort=clients, **more)

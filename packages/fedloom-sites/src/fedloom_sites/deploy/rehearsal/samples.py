@@ -1,4 +1,4 @@
-"""Attacks on samples: a dishonest server crafts models whose answers, or refusals, show samples of a site."""
+"""Attacks on samples: a dishonest server crafts models for which answers or refusals reveal samples of a site."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
 from fedloom_sites.deploy.secure.vectors import UploadVector
 
 QUESTIONS, QUESTION_SECONDS = 24, 90.0
-"""Number of crafted models that are tried, and seconds after which no further model is tried."""
+"""Number of crafted models that are tried, and number of seconds after which no further model is tried."""
 BUDGET_SETTINGS: dict[str, Any] = {"models_per_round": 10**6, "models_in_run": 10**6}
 """Settings without a budget, for attacks that need more answers than an agreement allows."""
 READ_ERROR = 0.01
-"""Relative error up to which a sample counts as read."""
+"""Relative error up to which a sample counts as having been read."""
 MOST_COMPARED = 2000
 """Number of samples that are compared with the candidates."""
 MEMORIZED_AUROC = 0.75
-"""Area under the curve of guesses of the training samples from which a model counts as memorizing. 0.5 is chance."""
+"""Area under the curve for guessing the training samples from which on a model counts as memorizing. 0.5 is chance."""
 MOST_TWINS = 8
 """Number of samples that are tried as a replacement of the first sample."""
 UNIT_SCALE = 1e-3
@@ -39,7 +39,7 @@ UNIT_SCALE = 1e-3
 
 
 class FirstLayer(NamedTuple):
-    """The first linear layer of a model, and the next layer.
+    """First linear layer of a model, and the next layer.
 
     Attributes:
         weight, bias, following: names of parameters.
@@ -53,7 +53,7 @@ class FirstLayer(NamedTuple):
 
 
 def find_first_layer(job: Job, features: int) -> FirstLayer:
-    """Return the first linear layer of a model that begins with one.
+    """Return the first linear layer of a model that begins with a linear layer.
 
     Raises:
         Inapplicable: the model does not begin with a linear layer, or consists of a single layer.
@@ -84,8 +84,8 @@ def training_rows(client: Any, fed: Federation) -> Tensor:
 def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
     """Return a model whose first layer sorts samples into bins along one direction, with one unit for each edge.
 
-    The gradients of two neighboring units differ by the samples between their edges, so a bin with one sample shows the
-    sample. (L. Fowl et al., "Robbing the fed", ICLR 2022.)
+    The gradients of two neighboring units differ by the samples between their edges, so a bin with one sample reveals
+    the sample. (L. Fowl et al., "Robbing the fed", ICLR 2022.)
 
     Args:
         rogue: the server.
@@ -109,7 +109,7 @@ def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
 
 
 def read_bins(layer: FirstLayer, job: Job, change: Tensor) -> Tensor:
-    """Return the candidates for samples ``[k, features]`` that a change of the crafted model shows."""
+    """Return the candidates for samples ``[k, features]`` that a change of the crafted model reveals."""
     tree = job.oracle.layout.tree(change.double().reshape(1, -1))
     weight, bias = tree[layer.weight][0], tree[layer.bias][0]
     weights = torch.cat([weight, weight[:-1] - weight[1:]])
@@ -119,7 +119,7 @@ def read_bins(layer: FirstLayer, job: Job, change: Tensor) -> Tensor:
 
 
 def count_read(candidates: Tensor, rows: Tensor) -> int:
-    """Return the number of samples that some candidate matches to a relative error of `READ_ERROR`."""
+    """Return the number of samples that some candidate matches up to a relative error of `READ_ERROR`."""
     finite = candidates[candidates.isfinite().all(1)]
     if not len(finite):
         return 0
@@ -147,7 +147,7 @@ def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
 def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tensor | None:
     """Ask for one round on a model, and return the change of the model that arrives, or None if no change arrives.
 
-    The change comes from the upload, or from the sum of uploads.
+    The change is taken from the upload, or from the sum of uploads.
     """
     job = rogue.trainer.job
     if site.site.secure is not None:
@@ -165,7 +165,7 @@ def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tens
 
 
 def protection_of(site: RehearsedSite) -> str:
-    """Return the protection of a site's upload: masks, noise, or nothing."""
+    """Return the protection of a site's upload: masks, noise, or none."""
     trainer = site.copy().trainer
     if noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
         return "noise"
@@ -251,10 +251,10 @@ def _craft_threshold(rogue: RogueServer, rows: Tensor, gain: float) -> bytes:
 
 
 def change_first_sample(site: RehearsedSite) -> Federation:
-    """Return the site's samples with another first sample, and with the same published facts.
+    """Return the site's samples with a different first sample, and with the same published facts.
 
     The other sample has the largest value of each feature. If this changes a published fact, the other sample is a copy
-    of another of the site's samples.
+    of another sample of the site.
 
     Raises:
         Inapplicable: every other sample changes a published fact.

@@ -1,4 +1,4 @@
-"""Attacks on secure sums: a dishonest server tries to get a sum of one site, or mostly of one site."""
+"""Attacks on secure sums: a dishonest server tries to obtain a sum of one site, or mostly of one site."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Secure
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
-"""Seconds after which a series of sums ends. Chosen, so that a rehearsal ends while a person waits."""
+"""Number of seconds after which a series of sums ends. It was chosen so that a rehearsal ends while a person waits."""
 NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
 
 
@@ -53,18 +53,18 @@ def play(
 ) -> tuple[RogueSession, Terms]:
     """Ask for all steps of a session, the rehearsed site first, and return the session and its terms.
 
-    The vector of the rehearsed site shows the length of the others' vectors.
+    The vector of the rehearsed site determines the length of the vectors of the other sites.
 
     Args:
         site: the rehearsed site.
         rogue: the server.
         t: round.
-        download: model from which the sites train. None for scores only.
+        download: model from which the sites start their training. None if only scores are requested.
         models: models to be scored.
         clients: sites that receive requests. None for all.
-        survivors: sites whose vectors have arrived, according to the server. None for the sites whose vectors did
-            arrive.
-        more: facts of the terms.
+        survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors really
+            arrived.
+        more: further values of the terms.
     """
     cohort = sorted(range(site.clients) if clients is None else clients)
     more |= {} if download is not None else {"scored": t, "common": True}
@@ -85,7 +85,7 @@ def play(
 
 
 def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
-    """Give the vectors of stand-ins the length of a site's vector."""
+    """Give the vectors of stand-ins the same length as a site's vector."""
     end = COUNTERS_BYTES if session.has_counters else 0
     for other in rogue.sites:
         if isinstance(other, StandIn):
@@ -93,7 +93,7 @@ def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
 
 
 def confirm(session: RogueSession, survivors: Collection[int]) -> None:
-    """Ask some sites to sign that the sum is of these sites alone."""
+    """Ask some sites to sign that the sum covers only these sites."""
     listed = secure.join_parts(dict.fromkeys(sorted(survivors), b""))
     for c in survivors:
         signature = session.ask(c, "agree", listed) if c in session.vectors else None
@@ -102,16 +102,16 @@ def confirm(session: RogueSession, survivors: Collection[int]) -> None:
 
 
 def move_little(row: Tensor, times: int) -> Tensor:
-    """Return a model with each number moved to one of the next numbers that its type can represent."""
+    """Return a model in which each number is moved to an adjacent number of its type."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
     return row
 
 
 def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of the control: asked honestly, the site and its stand-ins open a sum.
+    """Return the outcome of the control: after honest requests, the site and its stand-ins open a sum.
 
-    Without an open sum the other rows prove little.
+    If no sum is opened, the other rows prove little.
     """
     agreed_of(site)
     rogue = site.rogue()
@@ -126,9 +126,9 @@ def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of cohorts in which this site and fewer than T sites have samples.
+    """Return the outcome for cohorts in which this site and fewer than T sites have samples.
 
-    This is R5 of the audit of trust.
+    This is requirement R5 of the trust audit.
     """
     agreed, opened = agreed_of(site), list[int]()
     empty = [0, 0, 0]
@@ -148,7 +148,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of the claim that most sites' vectors were lost, or of two lists of the arrived vectors."""
+    """Return the outcome of a claim that most vectors were lost, or of two different lists of the arrived vectors."""
     agreed, learned_sums = agreed_of(site), list[str]()
     for count in range(1, agreed.threshold):
         rogue = site.rogue()
@@ -172,7 +172,7 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
 
 
 def dominate_sum(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums of uploads and of scores in which this site has nearly all of the weight."""
+    """Return the outcome of sums of uploads and of scores in which this site has almost all of the weight."""
     agreed, learned_sums = agreed_of(site), list[float]()
     count = sum(site.sizes)
     for share in HEAVY_SHARES:
@@ -202,7 +202,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_model(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a request for one model again in the next round, without this site."""
+    """Return the outcome of a request for the same model in the next round, without this site."""
     agreed_of(site)
     rogue, learned_sums = site.rogue(), list[str]()
     if rogue.trainer.rounds < 2:
@@ -223,14 +223,14 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
 
 
 def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int]]) -> list[Row]:
-    """Request sums of uploads of these sites in turn on models that barely differ, and return the opened sums.
+    """Request sums of these sites' uploads, one after the other, on very similar models, and return the opened sums.
 
-    If the rounds of the experiment end, the server begins it again on the same data.
+    If the experiment runs out of rounds, the server restarts it on the same data.
 
     Args:
         site: the rehearsed site.
-        name: name of the folder of the site's memory.
-        cohorts: cohorts of the sums.
+        name: name of the folder with the site's memory.
+        cohorts: sites of each sum.
 
     Returns:
         The opened sums.
@@ -249,7 +249,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
 
 
 def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of models that barely change between rounds and repeatedly leave this site out (R7)."""
+    """Return the outcome for models that hardly change between rounds, when this site is repeatedly left out (R7)."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
@@ -268,7 +268,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of leaving out the other sites in turn until a sum's remainder is this site's."""
+    """Return the outcome of leaving out the other sites one by one until only this site remains in a sum."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)
@@ -281,7 +281,7 @@ def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
 
 
 def begin_again(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of another experiment on the same data and the same model, without this site (R12)."""
+    """Return the outcome of a second experiment on the same data and the same model, without this site (R12)."""
     agreed_of(site)
     memory = site.folder / "again"
     rogue = site.later_rogue(0, memory)
@@ -297,7 +297,7 @@ def begin_again(site: RehearsedSite) -> AttackOutcome:
 
 
 def change_terms(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of one session with changed models or terms, and of different models for different sites."""
+    """Return the outcome of changed models or terms within a session, and of different models for different sites."""
     agreed_of(site)
     rogue, c = site.rogue(), site.client
     first, second = rogue.download(), rogue.download(0.5)

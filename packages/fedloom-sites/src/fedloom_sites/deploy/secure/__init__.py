@@ -1,1 +1,1 @@
-"""Secure aggregation at the server and the sites: sums of uploads and scores under masks."""
+"""Secure aggregation at the server and the sites: masked sums of uploads and scores."""

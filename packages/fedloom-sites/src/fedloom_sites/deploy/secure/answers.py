@@ -1,4 +1,4 @@
-"""Answers of the sites in a session of secure aggregation, as the server reads and checks them."""
+"""Sites' answers in a session of secure aggregation, as the server reads and checks them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
     """Return the only advertisement in a message.
 
     Args:
-        message: message of the site.
+        message: message from the site.
         name: name of the session.
         client: number of the site.
-        public: signing keys of all sites.
+        public: verification keys of all sites.
 
     Raises:
-        WireError: the bytes are not an advertisement, or the keys are not this client's keys in this session. In that
-            case, the agreements may differ.
+        WireError: the bytes are not an advertisement, or the keys do not belong to this client in this session. In that
+            case, the sites may have different agreements.
     """
     adverts = secure.read_adverts(message)
     if [a.client for a in adverts] != [client]:
@@ -39,10 +39,10 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
 
 
 def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed25519PublicKey) -> dict[int, bytes]:
-    """Read the sealed shares of a site for all other sites, each with the site's signature.
+    """Read the sealed shares that a site sends to all other sites, each with the site's signature.
 
     Raises:
-        WireError: the bytes are not sealed shares, or a share is not signed by the site.
+        WireError: the bytes are not sealed shares, or the site has not signed a share.
     """
     parts, receivers = secure.split_parts(message, shares.SEALED_SHARE_BYTES), {*session.adverts} - {client}
     if set(parts) != receivers:
@@ -56,17 +56,18 @@ def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed
 def read_vector(
     message: bytes, length: int, text: bytes, public: Ed25519PublicKey, bound: bytes | None = None
 ) -> tuple[bytes, Integers, bytes] | dict[int, bytes]:
-    """Read a masked vector with its signature and masked counters, or accusations by accused site.
+    """Read a masked vector with its signature and masked counters, or else accusations, sorted by accused site.
 
     Args:
-        message: message of the site.
+        message: message from the site.
         length: length of a vector.
-        text: statement that the site signs.
-        public: signing key of the site.
-        bound: bytes to which the signature of the counters is bound (`counters`). None if the session has no counters.
+        text: statement that the site has to sign.
+        public: verification key of the site.
+        bound: bytes to which the signature of the counters is tied (see `counters`). None if the session has no
+            counters.
 
     Raises:
-        WireError: the bytes are neither a vector nor accusations.
+        WireError: the bytes are neither a vector nor a list of accusations.
     """
     end, counted = SIGNATURE_BYTES + 8 * length, 0 if bound is None else COUNTERS_BYTES
     if len(message) == end + counted:
@@ -79,10 +80,10 @@ def read_vector(
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:
-    """Read a site's signature about the sites of a sum.
+    """Read a site's signature on the list of sites in a sum.
 
     Raises:
-        WireError: the signature is not about this sum.
+        WireError: the signature does not belong to this sum.
     """
     try:
         public.verify(message, text)
@@ -92,10 +93,10 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
 
 
 def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
-    """Read the shares that a site sends, by owner.
+    """Read the shares that a site sends, sorted by owner.
 
     Raises:
-        WireError: the bytes are not shares of these owners.
+        WireError: the bytes are not shares of these owners' secrets.
     """
     parts = secure.split_parts(message, secure.KEY_BYTES)
     if set(parts) != set(owners):

@@ -1,14 +1,14 @@
-"""Changes: the sites of the sums, and how often each site has left or returned.
+"""Track which sites are in the sums, and how often each site has left or returned.
 
-Models of neighboring rounds hardly differ, and a malicious server can send identical models. Two sums that differ only
-in one site therefore reveal the upload of this site. For this reason, all sums are sums over the same sites. If a site
-is absent, the other sites sign a sum without this site (`protocol.statement`), and later a sum that includes the site
-again. Each such change exposes one difference of that site. Every site therefore counts the changes of all other sites.
-Beyond the agreed number of changes, a site signs no sum of these sites, and no site opens a sum with fewer signatures
-than the threshold. The uploads of sites that have changed are assumed to be known. Every sum therefore contains enough
-sites that have never changed: any combination of sums that a server computes contains either all or none of these
-sites. A site also counts as changed if its weight changes relative to the weights of the other sites: two sums of the
-same sites with different weights reveal just as much.
+Models of consecutive rounds hardly differ, and a malicious server can even send identical models. Two sums that differ
+by only one site therefore reveal the upload of this site. For this reason, all sums cover the same sites. If a site is
+absent, the other sites sign a sum without it (`protocol.statement`), and later a sum that includes it again. Each such
+change reveals one difference of that site's uploads. Every site therefore counts the changes of every other site. Once
+a site has used up the agreed number of changes, the other sites sign no sum in which it changes again, and no site
+opens a sum with too few signatures. The uploads of sites that have changed are treated as known. Every sum therefore
+contains enough sites that have never changed: whatever combination of sums a server computes, it contains either all or
+none of these sites. A site also counts as changed if its weight changes relative to the other sites' weights: two sums
+of the same sites with different weights reveal just as much.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any, NamedTuple
 from fedloom_sites.deploy.secure.protocol import Broken
 
 MAX_CHANGES = 4
-"""Largest number of changes of one site: the site may be absent twice from the sums over its data.
+"""Largest number of changes per site, which allows a site to be absent from the sums over its data twice.
 
-Secure aggregation hides the differences between the rows of one site, so the number is small. The run has to wait for a
-site that is absent more often.
+Secure aggregation hides the differences between the rows of a site, so the number is small. If a site is absent more
+often, the run has to wait for it.
 """
 SAME_WEIGHT = 1e-6
-"""Relative difference below which two weights count as equal, because other sites compute them in float32."""
+"""Relative difference below which two weights count as equal, because the other sites compute them in float32."""
 
 LOST_RECORD: Mapping[str, Any] = {"lost": True}
-"""Record of a site that no longer knows the sites of its newest sum."""
+"""Record of a site that no longer knows which sites its newest sum covers."""
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
-"""Weights of each site in a sum, by kind of sum and by site."""
+"""Weight of each site in a sum, by kind of sum and by site."""
 
 
 class Changes(NamedTuple):
-    """Sites of the newest sum, and the changes before it.
+    """Sites of the newest sum, and the number of changes up to it.
 
     Attributes:
-        record: plain values: `sites`, their `weights` by kind of sum, and the number of `changes` by site. Empty before
-            the first sum.
-        limit: largest number of changes of a site.
-        steady: smallest number of sites in a sum that have never changed.
+        record: plain values, namely `sites`, their `weights` by kind of sum, and the number of `changes` by site. Empty
+            before the first sum.
+        limit: largest number of changes per site.
+        steady: smallest number of sites in a sum that must never have changed.
     """
 
     record: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Changes(NamedTuple):
         return [*self.record.get("sites", ())]
 
     def changed(self, sites: Collection[str], weights: Weights) -> set[str]:
-        """Return the sites in which a sum differs from the newest sum.
+        """Return the sites by which a sum differs from the newest sum.
 
         Args:
             sites: sites of the sum.
@@ -69,20 +69,19 @@ class Changes(NamedTuple):
         return changed
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
-        """Return the sites, among the given sites, that may no longer leave or return."""
+        """Return those of the given sites that may no longer leave or return."""
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
     def after(self, sites: Collection[str], weights: Weights) -> Changes:
-        """Return the record after a sum.
+        """Return the updated record after a sum.
 
         Args:
             sites: sites of the sum.
             weights: weights of these sites.
 
         Raises:
-            Broken: the sum differs in a site that has already used the agreed number of changes, or too few sites have
-                never changed.
+            Broken: a site that has no changes left would change, or too few sites have never changed.
         """
         changed = self.changed(sites, weights)
         if over := self.exhausted(changed):
@@ -116,10 +115,10 @@ class Changes(NamedTuple):
 
 
 def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:
-    """Return the sites of two sums whose weight changed differently from the weights of most other sites.
+    """Return the sites whose weight changed differently from most other weights between two sums.
 
     Args:
-        before: weights of each site in the first sum, one weight for every kind of field.
+        before: weights of each site in the first sum, one weight per kind of field.
         now: weights of each site in the second sum.
     """
     common, changed = sorted({*before} & {*now}), set[str]()
@@ -135,6 +134,6 @@ def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence
 
 
 def _scale_weights(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Return whether two pairs of numbers have the same ratio."""
+    """Return True if two pairs of numbers have the same ratio."""
     a, b = one[0] * other[1], one[1] * other[0]
     return abs(a - b) <= SAME_WEIGHT * max(abs(a), abs(b))

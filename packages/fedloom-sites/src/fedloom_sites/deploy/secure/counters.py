@@ -1,10 +1,9 @@
-"""Counters: small numbers of every site, whose sum each site reads before it opens the corresponding sum of vectors.
+"""Counters: small numbers from every site, whose sum each site reads before it opens the corresponding sum of vectors.
 
 A site sends its counters with its vector, under separate masks. The server first requests the shares that unmask the
-counters, and then sends the masked counters and these shares to all sites. Each site thus computes the sum of the
-counters itself, and a server cannot forge the sum. The site opens the sum of the vectors only if the
-counters allow it. Both sums are sums over the same list of sites. As long as a threshold of the sites answers, other
-sites may drop out.
+counters, and then sends the masked counters with these shares to all sites. Each site thus computes the sum of the
+counters itself, so a server cannot forge it. The site opens the sum of the vectors only if the counters permit it. Both
+sums cover the same list of sites. The other sites may drop out as long as a threshold of the sites answers.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS, ABSENT_COUNTS = (1, 0, 0), (0, 1
 question or no scores, or that has no samples."""
 COUNTER_COUNT = len(ANSWERED_COUNTS)
 COUNTERS_BYTES = SIGNATURE_BYTES + 8 * COUNTER_COUNT
-"""Bytes of the message in which a site sends its counters."""
+"""Length in bytes of the message in which a site sends its counters."""
 
 
 class AnswerCounts(NamedTuple):
-    """Sums of the counters of all sites of a sum.
+    """Sums of the counters over all sites in a sum.
 
     Attributes:
         answered: number of sites that answered from their samples.
@@ -47,16 +46,16 @@ def write_counters(
     session: Session, bound: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey, peers: Collection[int],
     counters: Sequence[int],
 ) -> bytes:  # fmt: skip
-    """Encode the masked counters of a site, preceded by its signature.
+    """Encode a site's masked counters, preceded by its signature.
 
     Args:
         session: agreed session.
         bound: see `protocol.bound_to`.
         client: number of the site.
-        secrets: secrets of the site in this session.
-        key: signing key of the site.
-        peers: sites that share masks.
-        counters: counters of the site.
+        secrets: the site's secrets in this session.
+        key: the site's signing key.
+        peers: sites that share masks with each other.
+        counters: the site's counters.
     """
     own = secrets._replace(seed=secrets.counting)
     sent = secure.masked(session, _masks(bound), client, own, peers, np.array(counters, dtype=np.uint64))
@@ -65,10 +64,10 @@ def write_counters(
 
 
 def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> bytes:
-    """Check the counter message of one site.
+    """Check the counter message of a site.
 
     Raises:
-        WireError: the message has another length, or the site has not signed the message.
+        WireError: the message has the wrong length, or the site has not signed it.
     """
     if len(message) != COUNTERS_BYTES:
         raise WireError(f"masked counters and their signature must have {COUNTERS_BYTES} bytes, got {len(message)}")
@@ -83,18 +82,19 @@ def open_counters(
     session: Session, bound: bytes, peers: Collection[int], messages: Mapping[int, bytes],
     answers: Mapping[int, Mapping[int, bytes]], public: Mapping[int, Ed25519PublicKey],
 ) -> tuple[AnswerCounts, set[int]]:  # fmt: skip
-    """Open the sums of the counters, and return the sums and the sites whose shares are wrong.
+    """Open the sums of the counters, and return them with the sites whose shares are wrong.
 
     Args:
         session: agreed session.
         bound: see `protocol.bound_to`.
-        peers: sites that share masks.
-        messages: messages of the sites of the sum, see `write_counters`.
-        answers: shares by owner (`shares.reveal_shares`), for each site that sends shares.
-        public: signing keys of the sites.
+        peers: sites that share masks with each other.
+        messages: messages of the sites in the sum (see `write_counters`).
+        answers: shares by owner (see `shares.reveal_shares`), for each site that sends shares.
+        public: verification keys of the sites.
 
     Raises:
-        Broken: messages are not from the named sites, shares are missing, or the sum cannot be a sum of counters.
+        Broken: the messages are not from the named sites, shares are missing, or the numbers cannot be sums of
+        counters.
     """
     try:
         numbers = [read_counters(m, bound, public[c])[SIGNATURE_BYTES:] for c, m in messages.items()]
@@ -115,7 +115,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
     would be the answer of that site.
 
     Raises:
-        Broken: too few sites contribute, or a site is silent. The message states the number.
+        Broken: too few sites contribute, or a site is silent. The message contains the number.
     """
     if counts.answered < threshold:
         raise Broken(
@@ -129,9 +129,9 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
 
 
 def _masks(bound: bytes) -> bytes:
-    """Return the label for the masks of the counters.
+    """Return the label for the counters' masks.
 
-    The streams of these masks differ from the streams of the vectors.
+    The mask streams of the counters differ from those of the vectors.
     """
     return secure.derived(bound, b"", b"counters")
 

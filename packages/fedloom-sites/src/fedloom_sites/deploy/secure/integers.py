@@ -1,4 +1,4 @@
-"""Integers for sums under masks: multiples of a resolution, modulo 2^64."""
+"""Integer representation for masked sums: multiples of a resolution, modulo 2^64."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fedloom_sites.deploy.secure.protocol import Broken, Integers
 RESOLUTION_BITS = 36
 """A number is sent as a multiple of the resolution 2^-36."""
 MAX_NUMBER = 2.0**14
-"""A number is clipped to -2^14..2^14. The range of a change is twice as large.
+"""A number is clipped to -2^14..2^14. The range of a change is twice as wide.
 
-The sum of 100 numbers or changes is below 2^58 steps, so no sum wraps.
+The sum of 100 numbers or changes stays below 2^58 steps, so no sum wraps around.
 """
 
 
 def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
-    """Return numbers ``[D]`` as integers on the grid, and the number of clipped numbers.
+    """Return numbers ``[D]`` as integers on the grid, and how many of them were clipped.
 
-    Numbers outside the range are clipped to the range.
+    Numbers outside the range are clipped to its limits.
 
-    A NaN becomes zero and counts as clipped, because an error would show the server that a NaN occurred.
+    A NaN becomes zero and counts as clipped: an error would tell the server that a NaN occurred.
     """
     numbers = np.nan_to_num(values.astype(np.float64, copy=False), nan=0.0, posinf=MAX_NUMBER, neginf=-MAX_NUMBER)
     clipped = np.clip(numbers, -MAX_NUMBER, MAX_NUMBER)
@@ -32,10 +32,10 @@ def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
 
 
 def decode(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Convert an integer sum of ``count`` numbers or changes to ``[D]`` float64.
+    """Convert an integer sum of ``count`` numbers or changes to float64 ``[D]``.
 
     Raises:
-        Broken: the sum is outside the range of ``count`` numbers or changes.
+        Broken: the sum exceeds the range of ``count`` numbers or changes.
     """
     steps = total.view(np.int64)
     limit = int(2 * count * MAX_NUMBER) << RESOLUTION_BITS

@@ -1,9 +1,9 @@
-"""Masking: the site's side of secure aggregation.
+"""Site's side of secure aggregation, which masks the site's vectors.
 
-A site keeps only the secrets of the newest session, on its own disk, in a folder that only the site can read. The site
-deletes the secrets together with the answer of the last step. A repeated message gets the same answer. A different
-message for the same step is rejected, because two vectors under one mask reveal their difference. A damaged file ends
-its session and has no other effect.
+A site keeps only the secrets of the newest session, on its own disk, in a folder that no one else can read. The site
+deletes the secrets when it sends its answer to the last step. A repeated message receives the same answer. A different
+message for the same step is rejected, because two vectors under the same mask reveal their difference. A damaged file
+ends its session, but has no other effect.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
@@ -34,10 +35,10 @@ from fedloom_sites.deploy.settings import Secure, Site
 
 
 def check_maskable(setting: Setting) -> None:
-    """Raise if the server of a run needs single uploads.
+    """Raise an error if a run's server needs the uploads of single sites.
 
     Raises:
-        ConfigError: a part of the run needs single uploads. The message names the part.
+        ConfigError: a part of the run needs the uploads of single sites. The message names the part.
     """
     setting = setting.resolved()
     name, fields = type(setting.method).__name__, upload_fields(type(setting.method))
@@ -81,12 +82,12 @@ def check_maskable(setting: Setting) -> None:
 
 
 class SessionMember:
-    """Member of a session: one site.
+    """Member of a session, representing one site.
 
     Args:
         site: settings of the site, with secure aggregation.
-        key: signing key of the site.
-        folder: folder of the site's state in this experiment.
+        key: the site's signing key.
+        folder: folder with the site's state in this experiment.
     """
 
     def __init__(self, site: Site, key: Ed25519PrivateKey, folder: Path) -> None:
@@ -99,7 +100,7 @@ class SessionMember:
         self._opened = OpenedSums(folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites)
 
     def keys(self, round: int, nonce: bytes) -> bytes:
-        """Return this site's public keys for a new session, which replaces the session before (step 1)."""
+        """Return this site's public keys for a new session, which replaces the previous session (step 1)."""
         name = secure.session_name(self._agreement, round, nonce)
         record = self._load()
         self._opened.begin(name, record.get("name"))
@@ -112,7 +113,7 @@ class SessionMember:
         return self._bytes(record, "advert")
 
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return shares of this site's secrets, sealed for every other site that advertised (step 2)."""
+        """Return shares of this site's secrets, sealed for every other site with an advertisement (step 2)."""
         record = self._session(round, nonce, "shares")
         self._store_once(record, "adverts", message.hex())
         if "shares" not in record:
@@ -127,22 +128,22 @@ class SessionMember:
         self, round: int, nonce: bytes, message: bytes, terms: Terms, weights: Mapping[int, Sequence[float]], *,
         is_noisy: bool = False,
     ) -> bytes:  # fmt: skip
-        """Read the shares of the other sites (step 3, first half), and return accusations.
+        """Read the other sites' shares (first half of step 3), and return accusations.
 
-        This site will share masks with these sites.
+        These are the sites with which this site will share masks.
 
         Args:
             round: round of the run.
             nonce: nonce of the session.
-            message: sealed shares by sender.
-            terms: terms that state the vector to mask.
-            weights: weights of every site in its sums, see `Terms.weights`.
-            is_noisy: True if the sum contains noise that is accounted for, so that its sites may differ from the sites
-                of the last sum.
+            message: sealed shares, sorted by sender.
+            terms: terms that describe the vector to mask.
+            weights: weights of every site in its sums (see `Terms.weights`).
+            is_noisy: True if the sum contains noise that the privacy accounting covers, so that the sites may differ
+                from those of the last sum.
 
         Returns:
-            Accusations by accused site if a share does not decrypt, otherwise no bytes. After an accusation, the
-            session is over at this site.
+            Accusations by accused site if a share cannot be decrypted, otherwise no bytes. After an accusation, the
+            session has ended at this site.
         """
         record = self._session(round, nonce, "masked")
         self._store_once(record, "inbox", message.hex())
@@ -174,15 +175,33 @@ class SessionMember:
             self._save(record)
         return self._bytes(record, "accuses") if "accuses" in record else b""
 
+    @property
+    def answer(self) -> tuple[Integers, tuple[int, ...]] | None:
+        """Numbers and counters that `keep_answer` has stored in the session, or None."""
+        stored = self._load().get("answer")
+        if stored is None:
+            return None
+        return np.frombuffer(bytes.fromhex(stored["numbers"]), dtype="<u8"), tuple(stored["counters"])
+
+    def keep_answer(self, numbers: Integers, counts: Sequence[int]) -> None:
+        """Store scores, or the answer to a question, so that a repeated message gets them although rows have changed.
+
+        Args:
+            numbers: scores or the answer, as whole numbers.
+            counts: counters of the site.
+        """
+        stored = {"numbers": numbers.astype("<u8", copy=False).tobytes().hex(), "counters": [*counts]}
+        self._save(self._load() | {"answer": stored})
+
     def masked(self, round: int, nonce: bytes, vector: Integers, counts: Sequence[int] = ()) -> bytes:
-        """Return this site's masked vector after its signature that all may be summed (step 3, second half).
+        """Return this site's signature that all sites may be summed, then its masked vector (second half of step 3).
 
         Args:
             round: round of the run.
             nonce: nonce of the session.
             vector: ``[D]``.
-            counts: this site's counters (`counters`), whose sum the sites read before they open the sum of the vectors.
-                Empty if the sum is opened without counters.
+            counts: this site's counters (see `counters`), whose sum the sites read before they open the sum of the
+                vectors. Empty if the sum is opened without counters.
         """
         record = self._session(round, nonce, "masked")
         progress_of(record).require_stage(Stage.RECEIVED)
@@ -199,7 +218,7 @@ class SessionMember:
         return b"".join((signature, sent.astype("<u8", copy=False).data, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return the one-time keys of messages from this site that other sites accuse of being unreadable."""
+        """Return the one-time keys of this site's messages that other sites report as unreadable."""
         record = self._session(round, nonce, "open")
         session, secrets = self._agreed_by(record), _secrets(record)
         for accuser, signature in _read(message, SIGNATURE_BYTES).items():
@@ -210,9 +229,9 @@ class SessionMember:
         return secure.join_parts({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE_BYTES)})
 
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return this site's signature that the sum may cover the sites whose vectors arrived (step 4).
+        """Return this site's signature that the sum may cover the sites whose vectors have arrived (step 4).
 
-        The step is needed only if other vectors are missing.
+        This step is needed only if some vectors are missing.
         """
         record = self._session(round, nonce, "agree")
         arrived = self._arrived(record, _read(message, 0))
@@ -222,9 +241,9 @@ class SessionMember:
         return self._key.sign(secure.statement(self._bound(record), arrived))
 
     def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return shares of the seeds of the counters' masks, before step 5 of a session with counters.
+        """Return shares of the seeds of the counters' masks, which precede step 5 in a session with counters.
 
-        The site records the sum first. The site then opens no other sum of the same round, so the counters cover
+        The site records the sum first. From then on, the site opens no other sum of this round, so the counters cover
         exactly this list of sites.
         """
         record = self._session(round, nonce, "count")
@@ -240,18 +259,18 @@ class SessionMember:
         return self._bytes(record, "counted")
 
     def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", openers: bytes = b"") -> bytes:
-        """Return shares of the seeds of arrived sites and of the masking keys of the other sites (step 5).
+        """Return shares of the seeds of sites that arrived, and of the masking keys of the other sites (step 5).
 
         Args:
             round: round of the run.
             nonce: nonce of the session.
-            message: signatures of the sites of the sum.
-            counted: masked counters of all sites of the sum. Empty if the session has no counters.
-            openers: shares that unmask the counters, by the site that sent the shares.
+            message: signatures of the sites in the sum.
+            counted: masked counters of all sites in the sum. Empty if the session has no counters.
+            openers: shares that unmask the counters, by the site that sent them.
 
         Raises:
-            Broken: the sum may not be opened. With counters, this includes a sum in which too few sites answered from
-                their samples.
+            Broken: the sum may not be opened. In a session with counters, this includes a sum in which too few sites
+                answered from their samples.
         """
         record = self._session(round, nonce, "unmask")
         signed = _read(message, SIGNATURE_BYTES)
@@ -270,9 +289,9 @@ class SessionMember:
     # ---------------------------------------------------------------------------------------------------- inside
 
     def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
-        """Record that a sum is opened, and return the sites of the sum.
+        """Record that a sum is opened, and return its sites.
 
-        Each site is listed with its signature, or without a signature.
+        Each site is listed with or without a signature.
 
         Raises:
             Broken: the sum may not be opened.
@@ -289,20 +308,20 @@ class SessionMember:
         return arrived
 
     def _check_change(self, record: dict[str, Any], clients: Collection[int]) -> None:
-        """Raise if a sum differs from the last sum in a site that has left or returned too often.
+        """Raise an error if a sum differs from the last sum by a site that has left or returned too often.
 
         Raises:
-            Broken: a site has left or returned too often. The message names the site.
+            Broken: a site has left or returned too often. The message contains the site's name.
         """
         weights = _weights_by_sum(record)
         if weights is not None:
             self._opened.check_change([str(c) for c in clients], weights)
 
     def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, openers: bytes) -> None:
-        """Raise if the counters of a sum are missing or show too few sites that answered from their samples.
+        """Raise an error if a sum's counters are missing or show that too few sites answered from their samples.
 
         Raises:
-            Broken: counters are missing or too small. The message states the reason.
+            Broken: counters are missing or too small. The message contains the reason.
         """
         sent, peers = _read(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
         if sent.keys() != {*arrived}:
@@ -318,16 +337,16 @@ class SessionMember:
 
     @property
     def agreed(self) -> Secure:
-        """Agreed settings of secure aggregation."""
+        """Settings of secure aggregation that all sites have agreed on."""
         return self._agreed
 
     @property
     def stays_neutral(self) -> bool:
-        """True if the site's uploads stay neutral from now on, see `OpenedSums.stays_neutral`."""
+        """True if the site's uploads stay neutral from now on (see `OpenedSums.stays_neutral`)."""
         return self._opened.stays_neutral()
 
     def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
-        """Return the sites of a sum after checking that it may be opened.
+        """Check that a sum may be opened, and return its sites.
 
         Raises:
             Broken: the sum may not be opened.
@@ -347,14 +366,17 @@ class SessionMember:
         return secure.bound_to(self._agreed_by(record), bytes.fromhex(record["terms"]), peers)
 
     def _session(self, round: int, nonce: bytes, kind: Kind) -> dict[str, Any]:
-        """Return the record of the session after checking that its stage permits an answer to a message."""
+        """Check that the session's stage permits an answer to a message, and return the session's record."""
         record = self._load()
         same = record.get("name") == secure.session_name(self._agreement, round, nonce).hex()
         (progress_of(record) if same else Progress()).after(kind)
         return record
 
     def _store_once(self, record: dict[str, Any], name: str, value: object) -> None:
-        """Store a value the first time, and raise if a later value differs. A session never changes a stored value."""
+        """Store a value on first use, and raise an error if a later value differs.
+
+        A stored value never changes within a session.
+        """
         if record.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")
 
@@ -383,20 +405,19 @@ class SessionMember:
 
 @lru_cache(maxsize=1)
 def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
-    """Rebuild the session of a record from its messages."""
+    """Rebuild a record's session from its messages."""
     return secure.session_of(name, threshold, _adverts(bytes.fromhex(adverts)))
 
 
 def _listed(clients: Collection[int]) -> str:
-    """Return sites as hexadecimal digits."""
+    """Return a list of sites as hexadecimal digits."""
     return secure.join_parts(dict.fromkeys(clients, b"")).hex()
 
 
 def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]] | None:
-    """Return the weights of every site in each sum of a session, or None if the sum contains noise.
+    """Return every site's weights in each sum of a session, or None if the sum contains noise.
 
-    An upload is multiplied by its weight before it is sent. Every other sum is an unweighted sum of the numbers that
-    the sites send.
+    An upload is multiplied by its weight before it is sent. Every other sum adds up the sites' numbers without weights.
     """
     if record["noisy"]:
         return None
@@ -406,7 +427,7 @@ def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]
 
 
 def _list_held_shares(record: dict[str, Any]) -> dict[int, bytes]:
-    """Return the other sites' shares that a site stores, by owner."""
+    """Return the shares of other sites that a site stores, sorted by owner."""
     return {int(c): bytes.fromhex(part) for c, part in record["held"].items()}
 
 

@@ -1,12 +1,12 @@
-"""Opened: the sums for which a site has given shares, so that no later sum reveals the difference between two sums.
+"""Memory of the sums for which a site has given shares, so that no later sum reveals the difference between two sums.
 
-The memory belongs to a site and its data, identified by the name of the data in the agreement. Another experiment,
-another snapshot of the rows or another key continues the same memory.
+The memory belongs to a site and its data, identified by the agreed name of the data. A different experiment, snapshot
+of the rows or key continues the same memory.
 
-Each round has only one sum: of one model, one set of sites, and one state of each site. If the same models are
-requested in another round or experiment, the sites and states must be the same, or so many must differ that the
-difference is itself a sum of enough sites. Sums of other models may hardly differ, so they must also be sums over the
-same sites with the same weights (`fedloom_sites.deploy.secure.changes`).
+Each round has only one sum: for one model, one set of sites, and one state of each site. If the same models are
+requested again in a different round or experiment, the sites and states must either be the same or differ in so many
+sites that the difference is itself a sum of enough sites. Sums of other models may hardly differ, so they must also
+cover the same sites with the same weights (see `fedloom_sites.deploy.secure.changes`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
 
 REMEMBERED_SUMS = 64
-"""Number of newest sums of an experiment that a site remembers. The site takes no part in a sum of an older round."""
+"""Number of an experiment's newest sums that a site remembers. The site takes no part in a sum of an older round."""
 EXPERIMENTS_REMEMBERED = 32
 """Number of newest experiments whose summed models a site remembers.
 
@@ -37,19 +37,19 @@ OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
 """End of the name of a file in which a site records the steps of an analysis before it answers the steps."""
 ANALYSES = "analyses"
-"""Entry for the steps of every analysis that has not been summed since the list was created."""
+"""Entry for the steps of every analysis that has not been summed since the record was created."""
 
 
 class OpenedSums:
-    """The sums of one site on one set of data.
+    """A site's sums over one set of data.
 
     Args:
-        folder: folder of the site's state in this experiment.
-        memory: folder for facts that the site remembers about these data. None if the site remembers this experiment
-            alone.
-        names: names of the sites, by number. A site without a name is identified by its number.
-        changes: number of times that a site may leave the sums or return, see `Changes`.
-        steady: smallest number of sites in a sum that have never left or returned.
+        folder: folder with the site's state in this experiment.
+        memory: folder in which the site remembers facts about these data. None if the site remembers only this
+            experiment.
+        names: names of the sites, in the order of their numbers. A site without a name is identified by its number.
+        changes: number of times that a site may leave the sums or return to them (see `Changes`).
+        steady: smallest number of sites in a sum that must never have left or returned.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class OpenedSums:
         self._memory = memory or folder / "session"
 
     def begin(self, name: bytes, before: str | None) -> None:
-        """Record that a session replaces the session before.
+        """Record that a session replaces the previous session.
 
         Args:
             name: name of the new session.
-            before: name of the session before, as hexadecimal digits.
+            before: name of the previous session, as hexadecimal digits.
 
         Raises:
-            Broken: the new session is already over.
+            Broken: the new session has already ended.
         """
         if before == name.hex():
             return
@@ -79,22 +79,22 @@ class OpenedSums:
                 self._write(record)
 
     def check_change(self, clients: Collection[str], weights: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        """Raise if a sum differs from the last sum in a site that has left or returned too often.
+        """Raise an error if a sum differs from the last sum by a site that has left or returned too often.
 
         Args:
             clients: numbers of the sites.
-            weights: weights of each site in the sum, by kind of sum, see `reveal`.
+            weights: each site's weights in the sum, by kind of sum (see `reveal`).
 
         Raises:
-            Broken: a site has left or returned too often. The message names the site.
+            Broken: a site has left or returned too often. The message contains the site's name.
         """
         with self._open() as record:
             self._changes(record).after(*self._counting(clients, weights))
 
     def stays_neutral(self) -> bool:
-        """Return whether the uploads must stay neutral, as one more answer and the next neutral one would be too many.
+        """Return True if uploads must stay neutral, as another answer and the next neutral upload would be too many.
 
-        A neutral upload is known, so the difference between a sum with a neutral upload and the sum before reveals the
+        The content of a neutral upload is known, so the difference between a sum with it and the sum before reveals the
         site's earlier upload. The effect is the same as if the site had left the sum.
         """
         with self._open() as record:
@@ -105,22 +105,22 @@ class OpenedSums:
         question: str = "", *, weights: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
         counts: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Record a sum and the end of its session before the site gives a share of the sum.
+        """Record a sum and the end of its session before the site gives a share for the sum.
 
         Args:
             name: name of the session, as hexadecimal digits.
             sums: round of each sum, by kind of sum.
             models: digest of the summed models, by kind of sum. Empty for none.
-            bases: round of the state from which each site of the sum answers, by the site's number.
+            bases: round of the state from which each site in the sum answers, by the site's number.
             threshold: smallest number of sites in a sum.
-            question: subject of the sum besides models. Each round of a question is a step, and all steps have the same
-                sites.
-            weights: weights of each site in the sum, by kind of sum and the site's number. All weights of a site are
-                zero if its contribution is known. None if the sum contains noise, so that the sum may cover any sites.
-            counts: the site's counters (`counters`), if the session has counters.
+            question: subject of the sum if it does not concern models. Each round of a question is one step, and all
+                steps cover the same sites.
+            weights: each site's weights in the sum, by kind of sum and the site's number. All weights of a site are
+                zero if its contribution is known. None if the sum contains noise and may therefore cover any sites.
+            counts: the site's counters (see `counters`), if the session has counters.
 
         Raises:
-            Broken: the sum would reveal a difference that covers too few sites, or is a sum of another model in the
+            Broken: the sum would reveal a difference that covers too few sites, or belongs to a different model in the
                 same round.
         """
         with self._open() as record:
@@ -173,7 +173,7 @@ class OpenedSums:
     def _counting(
         self, clients: Iterable[str], weights: Mapping[str, Mapping[str, Sequence[float]]]
     ) -> tuple[list[str], dict[str, dict[str, tuple[float, ...]]]]:
-        """Return the sites of a sum whose contribution is not known, and the weights of these sites, by name."""
+        """Return the sites in a sum whose contribution is unknown, and their weights by name."""
         listed = {self._name(c) for c in clients}
         named = {
             what: {self._name(c): tuple(values) for c, values in one.items() if self._name(c) in listed}
@@ -189,7 +189,7 @@ class OpenedSums:
 
     @staticmethod
     def _find_same_models(record: Mapping[str, Any], what: str, models: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the sums on the same models, of all experiments."""
+        """Yield the sums of all experiments over the same models."""
         for experiment in record["experiments"].values() if models else ():
             for one in experiment["opened"].get(what, {}).values():
                 if one["models"] == models:
@@ -197,10 +197,12 @@ class OpenedSums:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, Any]]:
-        """Yield the record under a lock. All processes of the site with experiments on the same data share the record.
+        """Yield the record while holding its lock.
 
-        If the record is missing or damaged and the site has given shares of a sum, the sites of that sum are unknown.
-        In that case, the next sum determines the sites, and from then on no site may leave or return.
+        All of the site's processes with experiments on the same data share the record.
+
+        If the record is missing or damaged, but the site has given shares for a sum, it does not know which sites that
+        sum covered. In that case, the next sum fixes the sites, and from then on no site may leave or return.
         """
         had_folder = self._memory.is_dir()
         with in_turn(self._memory):
@@ -216,13 +218,14 @@ class OpenedSums:
         write_checked(self._memory / OPENED_FILE, {**record, "experiments": {e: other_sums[e] for e in kept}})
 
     def _read_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return this experiment's part of the record.
+        """Return the part of the record that belongs to this experiment.
 
-        Without such a part, all rounds up to the newest round count as summed.
+        If there is no such part, all rounds up to the newest round count as summed.
 
-        The newest round is the round of an existing state, or of a session of which the site gave shares according to
-        its log of sent data. All steps of analyses then also count as summed, unless whole records show that the site
-        has not answered any step: a site records a step before it masks a vector, and gives no shares of a sum without
+        The newest round is the round of an existing state, or of a session for which the site gave shares according to
+        its log of sent data. All steps of analyses then also count as summed, unless complete records show that the
+        site
+        has not answered any step: a site records a step before it masks a vector, and gives no shares for a sum without
             its own vector.
         """
         content: dict[str, Any] | None = record["experiments"].get(self._folder.name)
@@ -241,10 +244,10 @@ class OpenedSums:
 
 @contextmanager
 def in_turn(folder: Path) -> Iterator[None]:
-    """Wait until no other process works on the files of a folder, and create a missing folder.
+    """Wait until no other process works on a folder's files, and create the folder if it is missing.
 
     Raises:
-        RunDirError: the disk has no file locks.
+        RunDirError: the disk does not support file locks.
     """
     make_folder(folder, mode=0o700)
     fd = os.open(folder / ".turn", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -257,7 +260,7 @@ def in_turn(folder: Path) -> Iterator[None]:
 
 
 def _summed_rounds(folder: Path) -> list[int]:
-    """Return the rounds for which a site gave shares of an experiment, according to its log of sent data."""
+    """Return the rounds of an experiment for which a site gave shares, according to its log of sent data."""
     return [
         line["round"]
         for line in lines_of(folder / SENT_FILE)
@@ -266,7 +269,7 @@ def _summed_rounds(folder: Path) -> list[int]:
 
 
 def _ended(record: dict[str, Any], name: str) -> bool:
-    """Record that a session is over, and return True if the session was not in the record yet."""
+    """Record that a session has ended, and return True if the record did not contain the session yet."""
     new = name not in record["past"]
     if new:
         record["past"] = [*record["past"], name][-REMEMBERED_SUMS:]
@@ -274,7 +277,7 @@ def _ended(record: dict[str, Any], name: str) -> bool:
 
 
 def read_checked(path: Path) -> dict[str, Any] | None:
-    """Return the values of a file with a checksum, or None if the file is missing or damaged."""
+    """Return the values in a file with a checksum, or None if the file is missing or damaged."""
     try:
         text, _, digest = regular(path).read_bytes().rpartition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
@@ -286,7 +289,7 @@ def read_checked(path: Path) -> dict[str, Any] | None:
 
 
 def write_checked(path: Path, values: Mapping[str, object]) -> None:
-    """Write plain values durably, with a checksum, in a folder that only its owner can read."""
+    """Write plain values and their checksum permanently, in a folder that only its owner can read."""
     make_folder(path.parent, mode=0o700)
     text = json.dumps(values).encode()
     write_atomic(path, text + b"\n" + hashlib.sha256(text).hexdigest().encode())

@@ -1,7 +1,7 @@
-"""Unmasked: requested sums on the server's disk, so that each sum is revealed for one set of sites only.
+"""Keep requested sums on the server's disk, so that each sum is revealed for only one set of sites.
 
-The server repeats the request for a sum in the same session, to all connected sites of the sum, until enough sites have
-given their shares. The server then keeps the sum itself and sends no more requests. A damaged file is treated as
+The server repeats its request for a sum, in the same session and to all connected sites in the sum, until enough sites
+have given their shares. The server then keeps only the sum and sends no more requests. A damaged file is treated as
 missing.
 """
 
@@ -23,28 +23,27 @@ from fedloom_sites.deploy.secure.protocol import Integers
 
 UNMASKED_FILE = "unmasked.json"
 BYTES_FIELDS = ("signed", "counters", "shown")
-"""Fields with bytes for each client."""
+"""Fields that contain bytes for each client."""
 
 
 class PendingSum(NamedTuple):
-    """Sum that the server has requested.
+    """Sum that the server has requested from the sites.
 
     Attributes:
         round: round of the session.
         nonce: nonce of the session.
-        adverts: keys of the sites of the session, as a message.
+        adverts: keys of the session's sites, as a message.
         question: digest of the request to the sites.
-        shared: sites that share masks.
-        clients: sites whose vectors arrived and are in the sum.
-        signed: signatures of the sites of the sum about the list of these sites.
+        shared: sites that share masks with each other.
+        clients: sites whose vectors have arrived and are part of the sum.
+        signed: signatures of these sites on the list of these sites.
         sums: round of each sum, by kind of sum.
         models: digest of the summed models, by kind of sum.
-        total: sum of the vectors, under masks until the sum is revealed.
-        attempts: number of requests for the sum so far.
-        told: True if the masks are removed.
+        total: sum of the vectors, masked until the sum is revealed.
+        attempts: number of times the sum has been requested.
+        told: True if the masks have been removed.
         counters: masked counters by client, if the sites read the sum of the counters before they open this sum.
-        shown: shares that unmask the counters, by the site that gave the shares. Empty before the sites give these
-            shares.
+        shown: shares that unmask the counters, by the site that gave them. Empty until the sites give these shares.
     """
 
     round: int
@@ -64,17 +63,17 @@ class PendingSum(NamedTuple):
 
 
 class PendingSums:
-    """Newest requested sum of every kind.
+    """Newest requested sum for every kind.
 
     Args:
-        folder: folder of the checkpoints.
+        folder: folder with the checkpoints.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def newest(self, what: str) -> PendingSum | None:
-        """Return the newest sum of a kind, or None if no such sum exists, or its file is missing or damaged."""
+        """Return the newest sum of a kind, or None if it does not exist or its file is missing or damaged."""
         entry = self._read().get(what)
         if entry is None:
             return None
@@ -91,7 +90,7 @@ class PendingSums:
         return PendingSum(**fields, total=total.astype(np.uint64, copy=False))
 
     def about(self, what: str) -> tuple[int, str]:
-        """Return round and models of the newest sum of a kind without reading the sum.
+        """Return the round and the models of the newest sum of a kind without reading the sum itself.
 
         The round is -1 if no such sum exists.
         """
@@ -102,12 +101,12 @@ class PendingSums:
             return -1, ""
 
     def of(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """Return the stored sum that matches one of the given kinds and rounds, or None if no stored sum matches."""
+        """Return the stored sum that matches one of the given kinds and rounds, or None if there is none."""
         matches = (pending for what, t in sums.items() if self.about(what)[0] == t and (pending := self.newest(what)))
         return next(matches, None)
 
     def keep(self, pending: PendingSum) -> None:
-        """Store a sum durably. The new sum replaces the stored sum of the same kind."""
+        """Store a sum permanently. The new sum replaces the previous sum of the same kind."""
         make_folder(self._folder)
         name = f"{pending.nonce.hex()}.{'sum' if pending.told else 'masked'}"
         content = pending.total.astype("<u8", copy=False).data

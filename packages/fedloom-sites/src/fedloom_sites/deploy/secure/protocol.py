@@ -1,33 +1,35 @@
-"""Secure aggregation: the server learns the sum of the vectors that the sites send, and no single vector.
+"""Secure aggregation: the server learns the sum of the vectors that the sites send, but no single vector.
 
-The module implements the protocol of Bonawitz et al. (CCS 2017) on the complete graph, with up to n - threshold sites
-that drop out, against a malicious server that colludes with c sites, for 2 T > n + c (their Theorem 6.5). Each attempt
-at a sum is a session. A session has four steps, and a fifth step if a site drops out on the way.
+The module implements the protocol of Bonawitz et al. (CCS 2017) on the complete graph, tolerates up to n - threshold
+sites that drop out, and protects against a malicious server that colludes with c sites, if 2 T > n + c (their Theorem
+6.5). Each attempt to compute a sum is a session. A session has four steps, or five if a site drops out along the way.
 
 1. Every site generates two X25519 key pairs and a seed. With its signing key, it signs the session, both public keys
-   and a commitment to the seed.
-2. Every site splits its seed and its masking key into Shamir shares, any ``threshold`` of which restore the secrets. It
-   encrypts one share of each secret for every other site, and signs each of these messages, so no other site can have
-   forged a bad share.
-3. Every site adds one mask from its seed, and one mask for every other site from the common key of the two sites, which
-   add this mask with opposite signs. Numbers are integers modulo 2^64 (`integers`), so a masked vector is uniform
-   regardless of its content. The masks depend on the whole request to the sites and on the list of sites that shared
-   secrets (`bound_to`), so masks cancel only between sites that received the same request and list. Together with its
-   vector, a site signs that the sum may cover all sites that shared (`statement`).
-4. If a vector is missing, the sites sign the list of the sites whose vectors arrived. Each site signs only one such
-   list.
-5. The sites reveal their shares of the seeds of the sites whose vectors arrived, and of the masking keys of the other
-   sites. They never reveal shares of both secrets of one site, and they reveal shares only for a list that
-   ``threshold`` sites have signed. With these shares, the server removes the masks from the sum. Both secrets have a
-   commitment, so wrong shares are detected (`fedloom_sites.deploy.secure.shares`).
+   and a commitment to the seed. 2. Every site splits its seed and its masking key into Shamir shares, of which any
+   ``threshold`` restore the secrets. It
+   encrypts one share of each secret for every other site, and signs each of these messages, so that a bad share can
+   only come from its owner. 3. Every site adds a mask from its own seed, and for every other site a mask from the key
+   that both sites share; the two
+   sites add this mask with opposite signs. Numbers are integers modulo 2^64 (see `integers`), so a masked vector is
+   uniformly
+   distributed regardless of its content. The masks depend on the entire request to the sites and on the list of sites
+   that shared
+   secrets (see `bound_to`), so masks cancel only between sites that received the same request and list. Along with its
+   vector, a site signs that the sum may cover all sites that shared secrets (see `statement`). 4. If a vector is
+   missing, the sites sign the list of the sites whose vectors arrived. Each site signs only one such
+   list. 5. The sites reveal their shares of the seeds of sites whose vectors arrived, and of the masking keys of the
+   other
+   sites. They never reveal shares of both secrets of a site, and reveal shares only for a list that ``threshold`` sites
+   have signed. With these shares, the server removes the masks from the sum. There is a commitment
+   to both secrets, so wrong shares are detected (see `fedloom_sites.deploy.secure.shares`).
 
-Two lists can both be opened only if ``threshold`` sites have signed each list. A site that has signed a list in step 4
-opens no other list, so both lists together need T - c honest sites twice: 2 T <= n + c.
+Two different lists can both be opened only if ``threshold`` sites have signed each of them. A site that has signed a
+list in step 4 opens no other list, so both lists together require T - c honest sites twice, i.e. 2 T <= n + c.
 
-Masks are ChaCha20 streams under 256-bit keys from HKDF-SHA256. Shares are encrypted with AES-256-GCM. The sender uses
-one key pair for each receiver, and the associated data are the digest of all advertised keys, so an answer to other
-keys does not decrypt. All random bits come from the operating system. The ciphers are implemented by ``cryptography``,
-and the shares by PyCryptodome.
+Masks are ChaCha20 streams with 256-bit keys derived by HKDF-SHA256. Shares are encrypted with AES-256-GCM. The sender
+uses one key pair per receiver, and the associated data are the digest of all advertised keys, so an answer to different
+keys cannot be decrypted. All random bits come from the operating system. The ciphers come from ``cryptography``, and
+the secret sharing from PyCryptodome.
 """
 
 from __future__ import annotations
@@ -51,28 +53,28 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedloom.errors import Refused, WireError
 
 MIN_SITES, MAX_SITES = 3, 100
-"""Smallest number of sites of a sum and largest number of sites of a session. With two sites, each would learn the
-other's vector from the sum."""
+"""Smallest number of sites in a sum, and largest number of sites in a session. With only two sites, each would learn
+the other's vector from the sum."""
 ACCUSATION_PREFIX = b"accuses\n"
-"""Prefix of a third-step answer that accuses another site of an unreadable share."""
+"""Prefix of an answer in step 3 that accuses another site of an unreadable share."""
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
 MOST_STEPS = 1 << 16
-"""Largest number of steps of an analysis, regardless of the agreement."""
+"""Largest number of steps in an analysis, regardless of the agreement."""
 
 Integers = np.ndarray[Any, np.dtype[np.uint64]]
-"""Integers modulo 2^64, ``[D]``."""
+"""Vector ``[D]`` of integers modulo 2^64."""
 
 
 class Broken(Refused):
-    """Error: a step of the protocol cannot be done. The message contains nothing about the summed numbers."""
+    """Error: a step of the protocol cannot be carried out. The message reveals nothing about the summed numbers."""
 
 
 class Secrets(NamedTuple):
-    """Secrets that a site generates for a session.
+    """Secrets that a site generates for one session.
 
     Attributes:
-        sealing, masking: private keys for the encryption of its shares and for its masks.
-        seed, counting: seeds of the site's masks on its vector, and on its counters, which are opened first.
+        sealing, masking: private keys for encrypting its shares and for its masks.
+        seed, counting: seeds of the site's masks for its vector and for its counters, which are opened first.
     """
 
     sealing: bytes
@@ -82,7 +84,7 @@ class Secrets(NamedTuple):
 
 
 class Advert(NamedTuple):
-    """Signed public keys of a site in a session, and commitments to its seeds."""
+    """A site's signed public keys in a session, and commitments to its seeds."""
 
     client: int
     sealing: bytes
@@ -94,12 +96,12 @@ class Advert(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """Agreement of all sites of a session.
+    """State on which all sites of a session agree.
 
     Attributes:
         name: 32 bytes. Never used twice.
-        threshold: number of sites without which nothing is unmasked, at least `min_threshold` of all sites.
-        adverts: advertisements by client, in ascending order. The position of a site in this order is the position of
+        threshold: number of sites needed to unmask anything, at least `min_threshold` of all sites.
+        adverts: advertisements by client, in ascending order. A site's position in this order is also the position of
             its shares.
     """
 
@@ -109,7 +111,7 @@ class Session:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of the whole session."""
+        """SHA-256 of the entire session."""
         parts = (
             a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed + a.counting for a in self.adverts.values()
         )
@@ -122,10 +124,10 @@ def min_threshold(sites: int) -> int:
 
 
 def safe_threshold(sites: int) -> int:
-    """Return the threshold of Bonawitz et al. (2017, Section 6.2) against a server that colludes with sites.
+    """Return the threshold by Bonawitz et al. (2017, Section 6.2) against a server that colludes with sites.
 
-    Their proof needs 2 T > n + c for c colluding sites (Theorem 6.5). This threshold tolerates fewer than a third of
-    the sites as colluding sites.
+    Their proof needs 2 T > n + c for c colluding sites (Theorem 6.5). This threshold tolerates colluding sites as long
+    as they are fewer than a third of the sites.
     """
     return max(MIN_SITES, 2 * sites // 3 + 1)
 
@@ -133,14 +135,14 @@ def safe_threshold(sites: int) -> int:
 def colluders(sites: int, threshold: int) -> int:
     """Return the largest number of sites that can collude with a server without learning another site's upload.
 
-    2 T > n + c limits the server to one sum, and T >= c + 2 leaves two other sites in that sum after c sites subtract
-    their uploads.
+    The condition 2 T > n + c limits the server to one sum, and T >= c + 2 leaves two other sites in that sum after c
+    sites subtract their uploads.
     """
     return min(2 * threshold - sites - 1, threshold - 2)
 
 
 def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:
-    """Return the name of a session, from the agreement, the round and 16 random bytes of the server."""
+    """Return a session's name, computed from the agreement, the round and 16 random bytes of the server."""
     return hashlib.sha256(b"fedloom session\n" + agreement + round.to_bytes(8, "little") + nonce).digest()
 
 
@@ -154,17 +156,17 @@ def new_secrets() -> Secrets:
 
 
 def advertise(session: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> Advert:
-    """Return the public keys of a site with a signature by its signing key."""
+    """Return a site's public keys, signed with its signing key."""
     sealing, masking = public_of(secrets.sealing), public_of(secrets.masking)
     new = Advert(client, sealing, masking, committed(secrets.seed), committed(secrets.counting), b"")
     return new._replace(signature=key.sign(_advertised(session, new)))
 
 
 def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int, Ed25519PublicKey]) -> None:
-    """Check that every advertisement is from its site and belongs to this session.
+    """Check that every advertisement comes from its site and belongs to this session.
 
     Raises:
-        Broken: an advertisement is forged, from another session, without an owner, or a duplicate.
+        Broken: an advertisement is forged, from a different session, without an owner, or a duplicate.
     """
     if len({a.client for a in adverts}) != len(adverts):
         raise Broken("the keys of one site are advertised twice")
@@ -185,7 +187,7 @@ def _advertised(session: bytes, a: Advert) -> bytes:
 
 
 def committed(seed: bytes) -> bytes:
-    """Return a commitment to a random seed of 256 bits. The commitment hides the seed."""
+    """Return a commitment to a random 256-bit seed. The commitment hides the seed."""
     return hashlib.sha256(b"fedloom seed\n" + seed).digest()
 
 
@@ -200,10 +202,10 @@ def private_key(private: bytes) -> X25519PrivateKey:
 
 
 def common(private: X25519PrivateKey, public: bytes) -> bytes:
-    """Compute the secret that only the owners of two key pairs share.
+    """Compute the secret that only the owners of two key pairs know.
 
     Raises:
-        Broken: the public key is not a valid point, so no common secret exists.
+        Broken: the public key is not a valid point, so there is no common secret.
     """
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
@@ -212,7 +214,7 @@ def common(private: X25519PrivateKey, public: bytes) -> bytes:
 
 
 def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
-    """Return 256 bits that are derived from a secret for one use, by HKDF-SHA256."""
+    """Return 256 bits derived from a secret for a single use, by HKDF-SHA256."""
     return HKDF(SHA256(), KEY_BYTES, salt, b"fedloom " + use).derive(secret)
 
 
@@ -226,23 +228,23 @@ def bound_to(session: Session, question: bytes, peers: Collection[int]) -> bytes
 
 
 def statement(bound: bytes, arrived: Collection[int]) -> bytes:
-    """Encode the statement that a site signs about the sites of a sum."""
+    """Encode the statement about the sites in a sum that a site signs."""
     return b"fedloom sum\n" + bound + join_parts(dict.fromkeys(arrived, b""))
 
 
 def check_statement(
     session: Session, bound: bytes, signed: Mapping[int, bytes], keys: Mapping[int, Ed25519PublicKey]
 ) -> None:
-    """Check that at least the threshold of sites signed the same set of sites for the same question.
+    """Check that at least a threshold of sites signed the same set of sites for the same question.
 
     Args:
         session: agreed session.
         bound: see `bound_to`.
-        signed: signatures of the sites of the sum, empty for a missing signature.
-        keys: signing keys of all sites.
+        signed: signatures of the sites in the sum, empty if a signature is missing.
+        keys: verification keys of all sites.
 
     Raises:
-        Broken: fewer sites have signed, or a signature is about another sum.
+        Broken: too few sites have signed, or a signature belongs to a different sum.
     """
     text, count = statement(bound, [*signed]), 0
     for client, signature in signed.items():
@@ -264,7 +266,7 @@ def check_statement(
 
 
 def stream(key: bytes, length: int) -> Integers:
-    """Return uniform integers modulo 2^64 ``[length]`` from a key of 256 bits that is used once."""
+    """Return uniform integers ``[length]`` modulo 2^64, generated from a 256-bit key that is used only once."""
     cipher = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(cipher.update(bytes(8 * length)), dtype="<u8").astype(np.uint64, copy=False)
 
@@ -272,7 +274,7 @@ def stream(key: bytes, length: int) -> Integers:
 def masked(
     session: Session, bound: bytes, client: int, secrets: Secrets, peers: Collection[int], vector: Integers
 ) -> Integers:
-    """Return a site's vector ``[D]`` under its own mask and the masks that it shares with the ``peers``."""
+    """Return a site's vector ``[D]``, masked with its own mask and with the masks that it shares with the ``peers``."""
     total = vector + stream(derived(secrets.seed, bound, b"seed"), len(vector))
     masking = private_key(secrets.masking)
     for peer in peers:
@@ -284,7 +286,10 @@ def masked(
 def _add_pair(
     total: Integers, session: Session, bound: bytes, client: int, masking: X25519PrivateKey, peer: int
 ) -> None:
-    """Add the mask that ``client`` shares with ``peer``, with the sign for ``client``. The peer adds the opposite."""
+    """Add the mask that ``client`` shares with ``peer``, with the client's sign.
+
+    The peer adds it with the opposite sign.
+    """
     pair = b"mask" + b"".join(c.to_bytes(4, "little") for c in sorted((client, peer)))
     mask = stream(derived(common(masking, session.adverts[peer].masking), bound, pair), len(total))
     (np.add if client < peer else np.subtract)(total, mask, out=total)
@@ -293,14 +298,14 @@ def _add_pair(
 def unmasked(
     session: Session, bound: bytes, arrived: Collection[int], total: Integers, secrets: Mapping[int, bytes]
 ) -> Integers:
-    """Return the sum of the vectors that arrived, without masks.
+    """Return the sum of the arrived vectors without masks.
 
     Args:
         session: agreed session.
         bound: see `bound_to`.
-        arrived: sites whose vectors arrived.
-        total: sum of these vectors, under masks.
-        secrets: seeds of these sites, and masking keys of the other sites that share masks with these sites.
+        arrived: sites whose vectors have arrived.
+        total: masked sum of these vectors.
+        secrets: seeds of these sites, and masking keys of the other sites that share masks with them.
     """
     total = total.copy()
     for owner, secret in secrets.items():
@@ -317,12 +322,12 @@ def unmasked(
 
 
 def join_parts(parts: Mapping[int, bytes]) -> bytes:
-    """Return a message with parts of equal length by client."""
+    """Return a message that contains a part of equal length for each client."""
     return b"".join(client.to_bytes(4, "little") + part for client, part in sorted(parts.items()))
 
 
 def split_parts(message: bytes, width: int) -> dict[int, bytes]:
-    """Return the parts of a message by client, each ``width`` bytes long.
+    """Return the parts of a message by client, where each part has ``width`` bytes.
 
     Raises:
         WireError: the bytes are not a valid list of parts.
@@ -354,5 +359,5 @@ def read_adverts(message: bytes) -> list[Advert]:
 
 
 def session_of(name: bytes, threshold: int, adverts: Collection[Advert]) -> Session:
-    """Build the session of the sites that advertised."""
+    """Build the session of all sites with an advertisement."""
     return Session(name, threshold, {a.client: a for a in sorted(adverts)})

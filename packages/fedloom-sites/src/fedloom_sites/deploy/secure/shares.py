@@ -1,9 +1,9 @@
-"""Share a site's secrets, and prove which site broke the protocol.
+"""Share a site's secrets, and prove which site has violated the protocol.
 
-The sender's signature proves that an undecryptable share is the sender's fault: the receiver accuses the sender, and
-the sender opens its message by the key pair that it generated for this one message. Otherwise the sender is left out.
-A sender that opens its message reveals one share, and only to the receiver that accused. A receiver that accuses
-reveals nothing, so neither a server nor a site gains by a false accusation.
+The sender's signature proves that the sender is to blame for a share that cannot be decrypted: the receiver accuses the
+sender, which then opens its message with the key pair that it generated for this one message. If it does not, the
+sender is excluded. A sender that opens its message reveals one share, and only to the accusing receiver. An accusing
+receiver reveals nothing, so neither a server nor a site gains anything from a false accusation.
 
 The commitments to the secrets expose a share that leads to a wrong secret: for the same fixed set of uploads, other
 subsets of the shares lead to the secret that matches the commitment.
@@ -38,24 +38,24 @@ from fedloom_sites.deploy.secure.protocol import (
 SHARE_NONCE_BYTES, _HALF_KEY_BYTES = 12, KEY_BYTES // 2
 _HALF_KEY_BITS = 8 * _HALF_KEY_BYTES
 FIELD_POLYNOMIAL = (1 << 128) | 0x87
-"""x^128 + x^7 + x^2 + x + 1, the polynomial by which Shamir's scheme in PyCryptodome reduces.
+"""x^128 + x^7 + x^2 + x + 1, the reduction polynomial of Shamir's scheme in PyCryptodome.
 
-PyCryptodome provides the shares, but no arithmetic.
+PyCryptodome provides the secret sharing, but no arithmetic.
 """
 SEALED_SHARE_BYTES = KEY_BYTES + SHARE_NONCE_BYTES + 3 * KEY_BYTES + 16 + SIGNATURE_BYTES
-"""Bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, and a signature."""
+"""Length in bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, and a signature."""
 MAX_SUBSETS = 200
-"""Largest number of subsets of the shares of a secret to try."""
+"""Largest number of subsets of a secret's shares to try."""
 
 
 class Unreadable(Broken):
-    """Error: the sender has signed a share that does not decrypt."""
+    """Error: the sender has signed a share that cannot be decrypted."""
 
 
 def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> dict[int, bytes]:
-    """Return the share of this site's seeds and masking key for every site of the session.
+    """Return one share of this site's seeds and masking key for every site in the session.
 
-    All shares are sealed, except this site's own share.
+    All shares are sealed except this site's own.
     """
     n, shares = len(session.adverts), [b""] * len(session.adverts)
     all_secrets = secrets.seed + secrets.masking + secrets.counting
@@ -76,26 +76,29 @@ def _sealed(session: Session, sender: int, to: int, secrets: Secrets, plain: byt
 
 
 def one_time_key(session: Session, secrets: Secrets, to: int) -> bytes:
-    """Derive the private key with which a site seals its share for one other site. The key opens only that share."""
+    """Derive the private key with which a site seals its share for a particular other site.
+
+    The key opens no other share.
+    """
     return derived(secrets.sealing, session.digest, b"share for" + to.to_bytes(4, "little"))
 
 
 def open_share(
     session: Session, client: int, secrets: Secrets, sender: int, sealed: bytes, public: Ed25519PublicKey
 ) -> bytes:
-    """Return the plain share that another site sent to this site.
+    """Return the decrypted share that another site sent to this site.
 
     Args:
         session: agreed session.
         client: number of the receiving site.
-        secrets: secrets of the receiving site.
+        secrets: the receiving site's secrets.
         sender: number of the sending site.
         sealed: sealed share from the sender.
-        public: verifying key of the sender.
+        public: the sender's verification key.
 
     Raises:
-        Broken: the sender did not make the share for this site with the keys of this session.
-        Unreadable: the sender made the share, but the share does not decrypt.
+        Broken: the sender did not make the share for this site with this session's keys.
+        Unreadable: the sender made the share, but it cannot be decrypted.
     """
     if not is_signed(session, sender, client, sealed, public):
         raise Broken(f"the share of client {sender} was not made with the keys of this session")
@@ -103,7 +106,7 @@ def open_share(
 
 
 def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed25519PublicKey) -> bool:
-    """Return whether the sender of a sealed share has signed it, for this receiver and session."""
+    """Return True if the sender of a sealed share has signed it for this receiver and session."""
     try:
         public.verify(sealed[-SIGNATURE_BYTES:], _share_header(session, sender, to, sealed[:-SIGNATURE_BYTES]))
     except InvalidSignature:
@@ -112,10 +115,10 @@ def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed2
 
 
 def decrypted(session: Session, common: bytes, sender: int, to: int, sealed: bytes) -> bytes:
-    """Decrypt the share in a message with the secret that the message's one-time key shares with the receiver.
+    """Decrypt the share in a message with the secret shared by the message's one-time key and the receiver.
 
     Raises:
-        Unreadable: the share does not decrypt.
+        Unreadable: the share cannot be decrypted.
     """
     nonce, text = (
         sealed[KEY_BYTES : KEY_BYTES + SHARE_NONCE_BYTES],
@@ -139,12 +142,12 @@ def _way(session: Session, common: bytes, sender: int, to: int) -> bytes:
 def reveal_shares(
     shares: Mapping[int, bytes], survivors: Collection[int], *, of_counters: bool = False
 ) -> dict[int, bytes]:
-    """Return one share per site: a share of its seed if its vector arrived, otherwise of its masking key.
+    """Return one share per site: of its seed if its vector arrived, otherwise of its masking key.
 
     Args:
-        shares: three shares of every site.
-        survivors: sites whose vectors arrived.
-        of_counters: True for the seed of the mask on a site's counters instead of the mask on its vector.
+        shares: three shares for every site.
+        survivors: sites whose vectors have arrived.
+        of_counters: True for the seed of a site's counter mask instead of its vector mask.
     """
     seed = slice(2 * KEY_BYTES, None) if of_counters else slice(KEY_BYTES)
     return {
@@ -153,10 +156,10 @@ def reveal_shares(
 
 
 def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """Combine the shares ``(place, share)`` of a threshold of sites into the secret, as `Shamir.combine` does.
+    """Combine the shares ``(place, share)`` of a threshold of sites into the secret, like `Shamir.combine`.
 
-    Each half of the secret is a weighted sum of the shares, times a factor. `_weights` computes weights and factor,
-    which are the same for all secrets of these places.
+    Each half of the secret is a weighted sum of the shares, times a factor. `_weights` computes the weights and the
+    factor, which are the same for all secrets at these places.
     """
     (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [0, 0]
     for weight, (_, both) in zip(weights, parts, strict=True):
@@ -166,7 +169,7 @@ def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
 
 
 def multiply(a: int, b: int) -> int:
-    """Multiply in GF(2^128), in as many steps as ``a`` has bits.
+    """Multiply in GF(2^128), with one step per bit of ``a``.
 
     The bits of an integer are the coefficients of a polynomial.
     """
@@ -191,9 +194,9 @@ def invert(a: int) -> int:
 def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
     """Compute the weights of the shares at these places, and the factor of the weighted sum.
 
-    The weights are Lagrange's polynomials at 0, and the factor is one. If fewer bits result, the weights are these
-    polynomials times all differences of the places, and the factor is the inverse of this product. A product takes one
-    step per bit.
+    The weights are the Lagrange polynomials at 0, and the factor is one. If that takes fewer bits, the weights are
+    these polynomials times all differences of the places, and the factor is the inverse of this product. A product
+    takes one step per bit.
     """
     weights = []
     for k in places:
@@ -210,12 +213,12 @@ def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
 
 
 def accuse(session: Session, accuser: int, accused: int, key: Ed25519PrivateKey) -> bytes:
-    """Return a signed accusation: another site's share for this site does not decrypt."""
+    """Return a signed accusation that another site's share for this site cannot be decrypted."""
     return key.sign(_accusation(session, accuser, accused))
 
 
 def is_accused(session: Session, accuser: int, accused: int, signature: bytes, public: Ed25519PublicKey) -> bool:
-    """Return whether a site has signed that another site's share for it does not decrypt."""
+    """Return True if a site has signed an accusation that another site's share for it cannot be decrypted."""
     try:
         public.verify(signature, _accusation(session, accuser, accused))
     except InvalidSignature:
@@ -224,16 +227,16 @@ def is_accused(session: Session, accuser: int, accused: int, signature: bytes, p
 
 
 def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: bytes) -> bool:
-    """Return whether a sealed share decrypts with the one-time key by which its sender opens it.
+    """Return True if a sealed share can be decrypted with the one-time key by which its sender opens it.
 
-    Any party can check this.
+    Anyone can check this.
 
     Args:
         session: agreed session.
         sender: number of the site that sealed the share.
         to: number of the receiving site.
-        sealed: sealed share, whose signature has been checked.
-        private: sender's private key for this message (`one_time_key`).
+        sealed: sealed share, whose signature has already been checked.
+        private: the sender's private key for this message (see `one_time_key`).
     """
     if public_of(private) != sealed[:KEY_BYTES]:
         return False
@@ -252,10 +255,10 @@ def _accusation(session: Session, accuser: int, accused: int) -> bytes:
 
 
 class Undecided(Broken):
-    """Error: no tried subset of the shares gives the owner's secret.
+    """Error: none of the tried subsets of shares gives the owner's secret.
 
     Args:
-        owner: number of the site that owns the secret.
+        owner: number of the site to which the secret belongs.
         count: answers.
     """
 
@@ -268,14 +271,14 @@ def restored(
     session: Session, peers: Collection[int], arrived: Collection[int], answers: Mapping[int, Mapping[int, bytes]], *,
     of_counters: bool = False,
 ) -> tuple[dict[int, bytes], set[int]]:  # fmt: skip
-    """Restore the secrets that unmask a sum, and return the secrets by owner and the sites whose shares are wrong.
+    """Restore the secrets that unmask a sum, and return them by owner, with the sites whose shares are wrong.
 
     Args:
         session: agreed session.
-        peers: sites that share masks.
-        arrived: sites among these whose vectors arrived. Their seeds are restored, and the masking keys of the other
-            sites.
-        answers: shares by owner (`reveal_shares`), for each site that sends shares.
+        peers: sites that share masks with each other.
+        arrived: those of these sites whose vectors have arrived. Their seeds are restored, as are the masking keys of
+            the other sites.
+        answers: shares by owner (see `reveal_shares`), for each site that sends shares.
         of_counters: see `reveal_shares`.
 
     Raises:
@@ -310,7 +313,7 @@ def restored(
 
 
 def _subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield subsets of a size: the first, windows around the circle, then random subsets, at most `MAX_SUBSETS`."""
+    """Yield subsets of a size: the first, windows around the circle, then random ones, at most `MAX_SUBSETS`."""
     m = len(clients)
     if m < size:
         return

@@ -1,4 +1,4 @@
-"""Answers of a site under secure aggregation: steps of a session, with training results and scores under masks."""
+"""Site's answers under secure aggregation: steps of a session, and masked training results and scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedloom.engine.job import Job
 from fedloom.errors import WireError
-from fedloom.processes.clients import Scores
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import SESSION_STEPS, Envelope, Kind
 from fedloom_sites.deploy.protocol.lengths import shortened
@@ -34,14 +33,14 @@ from fedloom_sites.deploy.site.trainer import Trained, Trainer
 
 
 class MaskedAnswers:
-    """Answers of a site with secure aggregation.
+    """Answers of a site under secure aggregation.
 
     Args:
         site: settings of the site.
-        key: signing key of the site.
-        trainer: training and scores of the site.
-        folder: folder of the site's state in this experiment.
-        budget: models that the site has answered.
+        key: the site's signing key.
+        trainer: the site's training and scores.
+        folder: folder with the site's state in this experiment.
+        budget: record of the models that the site has answered.
     """
 
     def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, budget: AskedModels) -> None:
@@ -60,7 +59,7 @@ class MaskedAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Figures and groups that the site's samples define, as bits in hexadecimal digits. None without sums."""
+        """Metrics and groups that the site's samples define, as bits in hexadecimal digits. None without sums."""
         trainer, client = self._trainer, self._site.client
         if not part_sizes(trainer.fed, client)[0]:
             return ""
@@ -74,7 +73,7 @@ class MaskedAnswers:
         """Return the answer to a step of a session, or to a request for the site's scores.
 
         Raises:
-            FedloomError: the site has no answer. The message states the reason.
+            FedloomError: the site has no answer. The message contains the reason.
         """
         head, arrays, member, kind = envelope.head, envelope.arrays, self._member, envelope.head["kind"]
         if kind == "score":
@@ -97,7 +96,7 @@ class MaskedAnswers:
             return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
-        """Return the number of masked numbers in the arrays of the newest answer, including its counters.
+        """Return how many masked numbers the arrays of the newest answer contain, including its counters.
 
         Args:
             kind: kind of the message.
@@ -112,7 +111,7 @@ class MaskedAnswers:
         return {"samples": part_sizes(trainer.fed, self._site.client)[0]}, [], metrics_of(scores)
 
     def _masked(self, envelope: Envelope) -> bytes:
-        """Return the site's training result, its scores of the received models, or both, under masks."""
+        """Return the site's masked training result, its masked scores of the received models, or both."""
         head, t, trains = envelope.head, envelope.head["round"], envelope.head["kind"] == "masked"
         trainer, client = self._trainer, self._site.client
         sizes, figures = part_sizes(trainer.fed, client), self.figures
@@ -137,14 +136,12 @@ class MaskedAnswers:
         if accusations:
             return ACCUSATION_PREFIX + accusations
         if terms.question is not None:
-            return self._under_masks(envelope, *self._analyses.answer(terms, models))
+            return self._under_masks(envelope, *self._computed_once(lambda: self._analyses.answer(terms, models)))
         job, state = trainer.attach_local_data(head["accepted"], self._weighed(terms))
         vectors, counts = list[Integers](), tuple[int, ...]()
         if terms.scored >= 0:
-            scores = trainer.scores(job, models, terms.scored, common=terms.common)
-            if trainer.scoring == "masked":
-                vector, counts = self._tally(job, terms, models, scores)
-                vectors.append(vector)
+            vector, counts = self._computed_once(lambda: self._scored(job, terms, models))
+            vectors.append(vector)
         if trains:
             with publish_reasons():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
@@ -165,13 +162,29 @@ class MaskedAnswers:
                 counts = (*own[:2], *(counts or own)[2:]) if sizes[0] else ABSENT_COUNTS
         return self._under_masks(envelope, np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
 
-    def _tally(
-        self, job: Job, terms: Terms, models: Sequence[bytes], scores: Scores
+    def _computed_once(
+        self, compute: Callable[[], tuple[Integers, tuple[int, ...]]]
     ) -> tuple[Integers, tuple[int, ...]]:
+        """Return the result of a function, or its result for an earlier message of the session.
+
+        Whether rows have changed since the earlier message must not show in an answer.
+        """
+        with publish_reasons():
+            result = self._member.answer
+        if result is None:
+            result = compute()
+            with publish_reasons():
+                self._member.keep_answer(*result)
+        return result
+
+    def _scored(self, job: Job, terms: Terms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
         """Return the site's scores, after the last round with those of its groups, and the site's counters.
 
-        The vector is zero if one of these scores is not finite.
+        The vector is zero if one of these scores is not finite, and empty if no scores are summed.
         """
+        scores = self._trainer.scores(job, models, terms.scored, common=terms.common)
+        if self._trainer.scoring != "masked":
+            return np.zeros(0, np.uint64), ()
         form, sums, sizes = ScoreVector(job), self._groups.sums, part_sizes(self._trainer.fed, self._site.client)
         agreed, with_groups = (self._agreed.threshold, self._agreed.max_share), terms.scored == self._trainer.rounds
         nothing = np.zeros(form.length + (sums.length if with_groups else 0), dtype=np.uint64)
@@ -203,19 +216,19 @@ class MaskedAnswers:
         return message
 
     def _weighed(self, terms: Terms) -> Job:
-        """Return the run with the shares of these terms.
+        """Return the run with the shares in these terms.
 
-        The shares are cached while the numbers of samples stay the same.
+        The shares are cached as long as the numbers of samples stay the same.
         """
         if self._last is None or self._last[0] != terms.sizes:
             self._last = terms.sizes, terms.weighed(self._trainer.job, self._site.samples)
         return self._last[1]
 
     def _send(self, weights: tuple[float, float]) -> Callable[..., dict[str, Tensor]]:
-        """Return a function that writes an upload as the integers to mask.
+        """Return a function that converts an upload to the integers to be masked.
 
         Args:
-            weights: the site's weights in the mean of the cohort, and in sums that are kept or accumulated over rounds.
+            weights: the site's weights in the cohort's mean, and in sums that are kept or accumulated over rounds.
         """
 
         def send(job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:

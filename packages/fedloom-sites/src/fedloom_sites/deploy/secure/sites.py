@@ -1,4 +1,4 @@
-"""Run sites under secure aggregation. The server receives sums only (`sums`)."""
+"""Run sites under secure aggregation. The server receives only sums (see `sums`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Figure = tuple[float, int]
 
 
 class MaskedSites(Sites):
-    """Sites of a run whose uploads and scores are summed under masks, see `Sites`."""
+    """Sites of a run whose uploads and scores are summed under masks (see `Sites`)."""
 
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
         super().__init__(job, forms, transport, settings, group_sums)
@@ -56,11 +56,11 @@ class MaskedSites(Sites):
         return self._groups
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train at the sites, and yield the sum of their uploads. Single uploads remain unknown.
+        """Train at the sites, and yield the sum of their uploads. Single uploads remain unknown to the server.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
-            GivenUp: the sum is never revealed, or the sum is out of range.
+            GivenUp: the sum cannot be revealed, or is out of range.
         """
         job, forms, t, down = self._job, self._forms, request.round, request.down
         if not is_common(down):
@@ -117,10 +117,10 @@ class MaskedSites(Sites):
         yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
 
     def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
-        """Log how many sites have answered a round without their samples.
+        """Log how many sites have answered a round without using their samples.
 
         Raises:
-            RunStopped: too many sites answered without their samples, so the sites do not open the sum.
+            RunStopped: too many sites answered without using their samples, so the sites do not open the sum.
         """
         if counts is None or (not counts.neutral and counts.answered >= self._agreed.threshold):
             return
@@ -146,10 +146,10 @@ class MaskedSites(Sites):
         self._transport.note("scores given up", t, session.clients, reason)
 
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
-        """Return the round to score with the training, and the requests for its scores, if all sites train.
+        """Return the round to score together with the training, and the requests for its scores, if all sites train.
 
-        Otherwise, or if these scores were already requested, the scores are summed first, in a separate session. A sum
-        of the training that was already requested keeps its form, with or without the scores.
+        Otherwise, or if these scores were already requested, they are summed first, in a separate session. If a sum of
+        the training was already requested, it keeps its form, with or without the scores.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -171,7 +171,7 @@ class MaskedSites(Sites):
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Request the sums of all sites' scores, which `sums` then returns, and yield the sizes of the parts.
 
-        Scores of single clients remain unknown.
+        Scores of single clients remain unknown to the server.
         """
         if not self._tallies:
             yield from super().score(request)
@@ -199,10 +199,11 @@ class MaskedSites(Sites):
     def _tally(self, request: ScoreRequest) -> None:
         """Sum the scores of all connected sites in a separate session.
 
-        If no sum results, the run continues without the scores. After the last round, the run waits for the sites.
+        If this gives no sum, the run continues without the scores. After the last round, the run waits for the sites
+        instead.
 
         Raises:
-            RunStopped: after the last round, too few sites answered. The run continues when they are back.
+            RunStopped: after the last round, too few sites answered. The run continues when these sites are back.
         """
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
@@ -253,14 +254,14 @@ class MaskedSites(Sites):
         )
 
     def _weights(self, terms: Terms) -> Weights:
-        """Return the weights of every site in the sums of a session, computed in the same way as at the sites."""
+        """Return every site's weights in the sums of a session, computed in the same way as at the sites."""
         return terms.weights(terms.weighed(self._job, self._settings.samples))
 
     def _check_cohort(self, terms: Terms) -> Weights:
-        """Return the weights of a drawn cohort after checking the terms. A failure leads to another cohort.
+        """Check the terms, and return the weights of a drawn cohort. If the check fails, a different cohort is drawn.
 
         Raises:
-            GivenUp: the sites would open no sum of this cohort, but may open a sum of another cohort.
+            GivenUp: the sites would not open a sum of this cohort, but may open one of a different cohort.
         """
         weights, agreed = self._weights(terms), self._agreed
         try:
@@ -274,10 +275,10 @@ class MaskedSites(Sites):
         return {"accepted": int(self.accepted[client])}
 
     def _check_length(self, sums: Mapping[str, Tensor], count: int, scale: float) -> None:
-        """Check that summed differences are no longer than their bounds allow. A change of a kept row counts twice.
+        """Check that summed differences are not longer than their bounds allow. A change of a kept row counts twice.
 
         Raises:
-            Broken: a summed difference is longer.
+            Broken: a summed difference is too long.
         """
         if isinstance(self._job.setting.aggregator, SharedMean):
             return

@@ -1,4 +1,4 @@
-"""Stages of a session of secure aggregation, and the message that leads from each stage to the next.
+"""Stages of a session of secure aggregation, and the message that leads from one stage to the next.
 
 The server and the sites follow the same stages.
 
@@ -11,8 +11,8 @@ The server and the sites follow the same stages.
     count            MASKED           COUNTED     signatures of the sum's sites. Masked counters (`counters`)
     unmask           MASKED           REVEALED    signatures of the sum's sites, counters of all. Shares of secrets
 
-Between SHARED and MASKED, a site is at RECEIVED after it has read the shares of the other sites. A repeated message
-gets the same answer. At REVEALED, a site's secrets are deleted, and the site answers only `unmask`.
+Between SHARED and MASKED, a site is at stage RECEIVED once it has read the shares of the other sites. A repeated
+message receives the same answer. At REVEALED, a site's secrets have been deleted, and it answers only `unmask`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedloom_sites.deploy.secure.protocol import Broken
 
 
 class Stage(IntEnum):
-    """Progress of a session, at the server or at a site."""
+    """Progress of a session at the server or at a site."""
 
     NEW = 0
     ADVERTISED = 1
@@ -48,27 +48,27 @@ STAGE_MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
     "count": (Stage.MASKED, Stage.COUNTED),
     "unmask": (Stage.MASKED, Stage.REVEALED),
 }
-"""Earliest stage from which a message is answered, and the stage to which the message leads."""
+"""Earliest stage at which a message is answered, and the stage to which the message leads."""
 
 REVEALED_ENTRY = "told"
-"""Entry in a site's record of a session: the shares that the site has revealed."""
+"""Entry in a site's session record with the shares that the site has revealed."""
 ENTRY_STAGES = {
     "advert": Stage.ADVERTISED, "shares": Stage.SHARED, "held": Stage.RECEIVED, "vector": Stage.MASKED,
     "arrived": Stage.AGREED, "counted": Stage.COUNTED, REVEALED_ENTRY: Stage.REVEALED,
 }  # fmt: skip
-"""Stage that each entry in a site's record shows."""
+"""Stage that is indicated by each entry in a site's record."""
 
 
 class Progress(NamedTuple):
-    """Stage of one session."""
+    """Stage of a single session."""
 
     stage: Stage = Stage.NEW
 
     def require_stage(self, stage: Stage) -> Progress:
-        """Return this progress after checking that the session has reached a stage and still stores its secrets.
+        """Check that the session has reached a stage and still stores its secrets, and return this progress.
 
         Raises:
-            Broken: the session has not reached the stage, or the session is over.
+            Broken: the session has not reached the stage, or has ended.
         """
         if self.stage < stage or self.stage is Stage.REVEALED:
             raise Broken(
@@ -80,7 +80,7 @@ class Progress(NamedTuple):
         """Return the stage after a message of a kind.
 
         Raises:
-            Broken: the session has not reached the stage for this message, or the session is over.
+            Broken: the session has not reached the stage for this message, or has ended.
         """
         earliest, stage = STAGE_MOVES[kind]
         if kind == "unmask" and self.stage is Stage.REVEALED:

@@ -1,8 +1,8 @@
-"""Sessions: the server's side of secure aggregation, from the sites' keys to a plausible sum.
+"""Server's side of secure aggregation, from the sites' keys to a plausible sum.
 
-A site that has provably broken the protocol is named, and left out of sessions until the server is restarted. The
-server requests a round's uploads in a new session only as long as it has not requested a share of the session before.
-After such a request, the sum covers exactly these sites, or the round is lost.
+A site that has provably violated the protocol is named, and excluded from sessions until the server is restarted. The
+server requests a round's uploads in a new session only if it has not yet requested a share in the previous session.
+Once it has, the sum must cover exactly these sites, or the round is lost.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 
 MAX_ATTEMPTS = 3
-"""Number of requests for the shares of a sum before the server gives up."""
+"""Number of requests for a sum's shares before the server gives up."""
 
 Ask = Callable[[int, bytes], Request]
-"""(client, sealed shares of the others) -> request for the client's vector."""
+"""Function that maps a client and the other sites' sealed shares to the request for the client's vector."""
 
 
 Weights = Mapping[int, Sequence[float]]
-"""Weights of every site in a session's sums, see `Terms.weights`."""
+"""Every site's weights in the sums of a session (see `Terms.weights`)."""
 
 
 class Sum(NamedTuple):
-    """Sum that a session produces.
+    """Sum that results from a session.
 
     Attributes:
-        value: decoded sum. None if the counters kept the sum closed.
-        clients: sites of the sum.
-        traffic: bytes per site, up and down.
-        counts: sums of the sites' counters (`counters`). None in a session without counters.
+        value: decoded sum. None if the sum stayed closed because of the counters.
+        clients: sites in the sum.
+        traffic: number of bytes per site, up and down.
+        counts: sums of the sites' counters (see `counters`). None in a session without counters.
     """
 
     value: Any
@@ -56,7 +56,7 @@ class Sum(NamedTuple):
 
 
 class _Course(NamedTuple):
-    """Session in progress: its round, its nonce, and its stage."""
+    """Session in progress, with its round, nonce and stage."""
 
     round: int
     nonce: bytes
@@ -68,9 +68,9 @@ class SecureSums:
 
     Args:
         transport: connection to the sites.
-        settings: settings of the server, with secure aggregation.
-        is_noisy: True if the sums contain noise that is accounted for, so that the sites of the sums may differ each
-            time.
+        settings: settings of the server, which include secure aggregation.
+        is_noisy: True if the sums contain noise that the privacy accounting covers, so that they may cover different
+            sites each time.
     """
 
     def __init__(self, transport: Transport, settings: Server, *, is_noisy: bool = False) -> None:
@@ -85,7 +85,7 @@ class SecureSums:
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
 
     def find_repeated(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """Return the earlier requested sum that matches a kind and a round, or None if no such sum exists."""
+        """Return the previously requested sum that matches a kind and a round, or None if there is none."""
         return self._unmasked.of(sums)
 
     def sum(
@@ -94,16 +94,16 @@ class SecureSums:
     ) -> Sum:  # fmt: skip
         """Compute and return the sum of the sites' vectors.
 
-        If the sum was requested before a stop, the sum is revealed now.
+        A sum that was requested before a stop is revealed now.
 
         Args:
-            terms: terms that state the request to the sites.
-            weights: weights of every site in the sum, see `Terms.weights`.
-            request: function that creates the request for a client's vector. Its arguments include the shares of the
-                other sites.
+            terms: terms that describe the request to the sites.
+            weights: every site's weights in the sum (see `Terms.weights`).
+            request: function that creates the request for a client's vector. Its arguments include the other sites'
+                shares.
             length: length of a vector.
-            read: function that decodes a sum of a number of vectors. The function raises Refused for an implausible
-                sum.
+            read: function that decodes a sum of a given number of vectors. The function raises `Refused` for an
+                implausible sum.
             counted: True if the sites read the sum of their counters before they open the sum of their vectors.
             again: True to begin a new session although a sum was requested, because that sum stays closed.
 
@@ -131,7 +131,7 @@ class SecureSums:
     # --------------------------------------------------------------------------------------- until shares are asked for
 
     def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
-        """Run all steps except the last, and return the masked sum. Nothing is revealed at this point."""
+        """Run all steps but the last, and return the masked sum. Nothing is revealed at this point."""
         while True:
             cohort = self._exclude_revealing(terms, [c for c in terms.cohort if c not in self._out])
             cohort = self._same_sites(terms, weights, cohort)
@@ -143,7 +143,7 @@ class SecureSums:
     def _begun(
         self, terms: Terms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
     ) -> PendingSum | None:
-        """Begin a session. Return None if a site dropped out, so that another session must begin."""
+        """Begin a session. Return None if a site dropped out, so that a new session must begin."""
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE_BYTES)), self._public
         wanted = {c for c in cohort if self._name(c) in self._changes.sites}
         name = secure.session_name(self._agreement, t, course.nonce)
@@ -205,14 +205,14 @@ class SecureSums:
         accusations: Mapping[int, Mapping[int, bytes]],
         sealed: Mapping[int, Mapping[int, bytes]],
     ) -> bool:
-        """Leave out the sites that have provably broken the session, and return whether any site was left out.
+        """Exclude sites that have provably violated the session, and return True if any site was excluded.
 
-        The sites stay out until the server is restarted.
+        These sites stay excluded until the server is restarted.
 
         Args:
             course: progress of the session.
             session: session on which all sites agree.
-            accusations: signatures by accuser and accused site.
+            accusations: signatures by accusing and accused site.
             sealed: sealed shares by sender and receiver.
         """
         against: dict[int, dict[int, bytes]] = {}
@@ -246,13 +246,13 @@ class SecureSums:
     def _exclude_revealing(self, terms: Terms, clients: Collection[int]) -> list[int]:
         """Return the sites that may be summed.
 
-        After a sum of the same models in another round, these are the sites of that sum.
+        After a sum of the same models in a different round, these are the sites in that sum.
 
-        Sites reject any other set, unless so many sites differ that the difference of both sums is itself a sum of
+        Sites reject any other set, unless so many sites differ that the difference of the two sums is itself a sum of
         enough sites.
 
         Raises:
-            RunStopped: sites of the earlier sum are missing.
+            RunStopped: sites in the earlier sum are missing.
         """
         for what, t in terms.sums.items():
             round, models = self._unmasked.about(what)
@@ -274,7 +274,7 @@ class SecureSums:
         return [*clients]
 
     def _same_sites(self, terms: Terms, weights: Weights, cohort: list[int]) -> list[int]:
-        """Return the cohort without sites that would return to the sums more often than the agreement allows."""
+        """Return the cohort without sites that would return to the sums more often than agreed."""
         listed, _ = self._counting(terms, weights, cohort)
         returning = (
             {*self._changes.exhausted({*listed} - {*self._changes.sites})} if self._changes.sites else set[str]()
@@ -293,10 +293,10 @@ class SecureSums:
         return [c for c in cohort if c not in stays_out]
 
     def _check_leaving(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
-        """Raise if the sites would not open a sum, because the sum lacks a site that has left too often.
+        """Raise an error if the sites would not open a sum because a site that has left too often is missing from it.
 
         Raises:
-            RunStopped: the run waits for a site. The message names the site.
+            RunStopped: the run waits for a site. The message contains the site's name.
         """
         if self._is_noisy:
             return
@@ -308,7 +308,7 @@ class SecureSums:
             ) from None
 
     def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
-        """Store and log the sites of a sum that is requested from now on."""
+        """Store and log the sites in a sum that is requested from now on."""
         if self._is_noisy:
             return
         counting, before = self._counting(terms, weights, clients), self._changes
@@ -328,7 +328,7 @@ class SecureSums:
     def _counting(
         self, terms: Terms, weights: Weights, clients: Collection[int]
     ) -> tuple[list[str], dict[str, dict[str, Sequence[float]]]]:
-        """Return the sites of a sum whose contribution is not known, and their weights, as the sites compute these."""
+        """Return the sites in a sum whose contribution is unknown, and their weights, as the sites compute them."""
         listed = {self._name(c): weights[c] for c in clients if any(weights[c])}
         alike: dict[str, Sequence[float]] = dict.fromkeys(listed, (1.0,))
         return sorted(listed), {what: listed if what == "uploads" else alike for what in terms.sums}
@@ -368,7 +368,7 @@ class SecureSums:
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
-            GivenUp: the counters were requested too often, or the numbers are not counters.
+            GivenUp: the counters were requested too often, or the numbers are not valid counters.
         """
         session, t, why = self._session_of(pending), pending.round, "they were never revealed"
         bound, is_new = secure.bound_to(session, pending.question, pending.shared), not pending.shown
@@ -400,11 +400,11 @@ class SecureSums:
         return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
     def _open(self, pending: PendingSum) -> Integers:
-        """Return a sum without its masks.
+        """Return a sum without masks.
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
-            Broken: the shares of the sites do not give secrets that match the commitments of their owners.
+            Broken: the sites' shares do not give secrets that match their owners' commitments.
         """
         session = self._session_of(pending)
         bound = secure.bound_to(session, pending.question, pending.shared)
@@ -430,7 +430,7 @@ class SecureSums:
         most: int = secure.MAX_SITES * (4 + shares.SEALED_SHARE_BYTES),
         wanted: Collection[int] = (),
     ) -> tuple[_Course, dict[int, Any]]:
-        """Take a step of a session, and return the new progress and the sites' answers by client, ascending."""
+        """Carry out a step of a session, and return the new progress and the sites' answers, sorted by client."""
         progress = course.progress.after(kind)
 
         def reader(c: int) -> Callable[[bytes], Any]:
@@ -459,7 +459,7 @@ class SecureSums:
         )
 
     def _check_summands(self, t: int, weights: Weights, clients: Collection[int]) -> None:
-        """Raise if the sites would not open a sum.
+        """Raise an error if the sites would not open a sum.
 
         Raises:
             RunStopped: the sum would cover fewer sites than the threshold, or one site has too much of the weight.
@@ -476,5 +476,5 @@ class SecureSums:
 
 
 def _signatures(pending: PendingSum) -> bytes:
-    """Encode the sites of a sum with their signatures, and with zeros for each missing signature."""
+    """Encode the sites in a sum with their signatures, and zeros for each missing signature."""
     return secure.join_parts({c: pending.signed.get(c, bytes(SIGNATURE_BYTES)) for c in pending.clients})

@@ -1,9 +1,9 @@
 """Terms: the identical request to all sites of a session.
 
-Masks cancel, and shares open, only if the terms are the same.
+Only if all sites have the same terms do the masks cancel and the shares open.
 
-A site checks the parts of the terms that it knows: its own numbers of samples, from which every party can compute all
-shares of the sum, the models that arrive with the terms, and the rounds of the experiment.
+A site checks the parts of the terms that it knows: its own numbers of samples, from which anyone can compute all
+weights in the sum, the models that arrive with the terms, and the rounds of the experiment.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, MOST_STEP
 from fedloom_sites.deploy.site.local_data import federation_of
 
 MAX_TERMS_BYTES = 1 << 18
-"""Largest number of bytes of terms."""
+"""Largest length of terms in bytes."""
 
 Count = Annotated[int, Field(ge=0)]
 Bits = Annotated[str, Field(pattern=rf"^[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}$")]
-"""Figures that the samples of a site define, in the form of `ScoreVector.definable`, and groups and cells that the site
+"""Metrics that a site's samples define, in the form of `ScoreVector.definable`, and groups and cells that the site
 publishes."""
 
 
 class AnalysisStep(Value):
-    """Question of an analysis whose answers are summed: bytes in a form that the analysis declares."""
+    """Question of an analysis whose answers are summed, as bytes in a format that the analysis declares."""
 
     analysis: str = Field(
         pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$",
@@ -57,7 +57,7 @@ class AnalysisStep(Value):
 
     @classmethod
     def of(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
-        """Return the step of an analysis with the bytes of its question."""
+        """Return the step of an analysis, with the bytes of its question."""
         return cls(analysis=analysis, step=step, content=content.hex())
 
     @property
@@ -102,19 +102,19 @@ class Terms(Value):
     def model_digests(self) -> dict[str, str]:
         """Digest of the summed models, by kind of sum. Empty if the sites receive no models.
 
-        All steps of an analysis have the same digest, so that all their sums cover the same sites.
+        All steps of an analysis have the same digest, so all their sums cover the same sites.
         """
         digests = {"uploads": self.download, "scores": " ".join(self.models)}
         return {what: digests.get(what, what) for what in self.sums}
 
     @property
     def course(self) -> str:
-        """SHA-256 of all terms except the question: the same for every step of an analysis."""
+        """SHA-256 of all terms except the question, which is the same for every step of an analysis."""
         return hashlib.sha256(self.with_(question=None).encode()).hexdigest()
 
     @property
     def bases(self) -> dict[int, int]:
-        """Last accepted round of every site of the cohort: the round of the state from which the site answers."""
+        """Last accepted round of every site in the cohort: the round of the state from which the site answers."""
         return dict(zip(self.cohort, self.accepted, strict=True))
 
     def encode(self) -> bytes:
@@ -127,15 +127,15 @@ class Terms(Value):
         return hashlib.sha256(self.encode()).digest()
 
     def summed(self, threshold: int, most: float, parts: Sequence[str]) -> list[bool]:
-        """Return which figures are summed.
+        """Return which metrics are summed.
 
-        A figure is summed if `MIN_SITES` of any threshold of these sites have the figure, so that no sum covers one or
-        two sites, and if no site can dominate the figure's part (`is_dominated`).
+        A metric is summed if at least `MIN_SITES` sites in any threshold of these sites have the metric, so that no sum
+        covers only one or two sites, and if no site can dominate the metric's part (see `is_dominated`).
 
         Args:
             threshold: smallest number of sites in a sum.
-            most: largest share of one site in the samples of a sum.
-            parts: parts of the figures, in the order of their bits.
+            most: largest share of the samples in a sum that a site may have.
+            parts: parts of the metrics, in the order of their bits.
         """
         lacking = [sum(not one >> k & 1 for one in self.bits()) for k in range(len(parts))]
         dominated = {part: self.is_dominated(part, threshold, most) for part in {*parts}}
@@ -144,19 +144,19 @@ class Terms(Value):
         ]
 
     def is_dominated(self, part: str, threshold: int, most: float) -> bool:
-        """Return whether a site can exceed a share of a part's samples in a sum of some threshold of these sites."""
+        """Return True if a site can exceed a share of a part's samples in a sum over some threshold of these sites."""
         counts = sorted(self.sizes[c][DATA_PARTS.index(part)] for c in self.cohort)
         return bool(counts) and counts[-1] > most * (counts[-1] + sum(counts[:-1][: threshold - 1]))
 
     def weights(self, job: Job) -> dict[int, tuple[float, ...]]:
-        """Return the weights of every site of the cohort in the session's sums, or zeros without training samples.
+        """Return the weights of every site in the cohort in the sums, or zeros for a site without training samples.
 
         For uploads, these are the site's weight in the mean, if a field is averaged, and its share of the objective, if
         a field is kept or accumulated over rounds. For an analysis, the weight is the number of rows. For scores, all
         weights are equal, because `summed` checks the samples.
 
         Args:
-            job: run that `weighed` returns.
+            job: run that `weighed` returned.
         """
         if self.question is not None:
             counting = {c: (float(sum(self.sizes[c])),) for c in self.cohort}
@@ -171,25 +171,25 @@ class Terms(Value):
         return {c: weights if self.sizes[c][0] else (0.0,) * len(weights) for c, weights in counting.items()}
 
     def bits(self, first: int = 0) -> list[int]:
-        """Return the bits that the samples of every site define, from ``first`` on: figures, then groups."""
+        """Return the bits, starting at ``first``, that the samples of every site define: metrics, then groups."""
         return [int(self.figures[c] or "0", 16) >> first for c in self.cohort]
 
     def bins(self, first: int, count: int) -> NDArray[np.bool_]:
-        """Return ``count`` bits of every site of the cohort, starting at ``first``, as ``[n, count]``."""
+        """Return ``count`` bits of every site in the cohort, starting at ``first``, as ``[n, count]``."""
         return np.array([[bool(one >> k & 1) for k in range(count)] for one in self.bits(first)], dtype=bool)
 
     def weighed(self, job: Job, samples: InputSpec) -> Job:
-        """Return a site's run with the shares of the objective that follow from all numbers of samples."""
+        """Return a site's run with the shares of the objective that follow from all sites' numbers of samples."""
         fed = federation_of(samples, torch.tensor(self.sizes))
         return replace(job, alpha=shares_of(job.setting.client_weights, fed).to(job.oracle.dtype))
 
     def share(self, job: Job, client: int) -> float:
-        """Return a site's weight in the mean of the cohort relative to the largest weight, for a run of `weighed`."""
+        """Return a site's weight in the cohort's mean relative to the largest weight, for a run from `weighed`."""
         weights = self._weights(job)
         return float(weights[self.cohort.index(client)] / weights.max())
 
     def _weights(self, job: Job) -> Tensor:
-        """Return the weights of the cohort in its mean, ``[m, 1]``."""
+        """Return the weights in the cohort's mean, ``[m, 1]``."""
         ids, sizes = torch.tensor(self.cohort), torch.tensor(self.sizes)[:, :1].clamp(min=1)
         return weights_of(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))[0]
 
@@ -217,18 +217,18 @@ def read_terms(message: bytes) -> Terms:
 def check_summands(
     weights: Mapping[int, Sequence[float]], clients: Collection[int], threshold: int, most: float
 ) -> None:
-    """Raise if too few sites of a sum have samples, or if one site dominates the sum.
+    """Raise an error if too few sites in a sum have samples, or if one site dominates the sum.
 
-    A site without samples sends numbers that every party can compute and subtract.
+    A site without samples sends numbers that anyone can compute and subtract.
 
     Args:
-        weights: weights of every site, see `Terms.weights`.
-        clients: sites of the sum.
-        threshold: smallest number of these sites with a weight.
-        most: largest share of one of these sites.
+        weights: weights of every site (see `Terms.weights`).
+        clients: sites in the sum.
+        threshold: smallest number of these sites that must have a weight.
+        most: largest share that one of these sites may have.
 
     Raises:
-        Broken: too few sites have a weight, or a site exceeds its share. The message states the number or the site.
+        Broken: too few sites have a weight, or a site exceeds its share. The message contains the number or the site.
     """
     counting = [c for c in clients if any(weights[c])]
     if len(counting) < threshold:
@@ -273,18 +273,18 @@ def _check_combinations(columns: NDArray[np.float64], clients: Sequence[int], th
 
 
 def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int) -> None:
-    """Raise if terms are from another experiment or wrong about this site.
+    """Raise an error if terms are from a different experiment or wrong about this site.
 
     Args:
         terms: received terms, for the round of their message.
         client: number of the site.
         sizes: numbers of the site's training, validation and test samples.
-        figures: figures that the site's samples define.
+        figures: metrics that the site's samples define.
         clients: number of sites in the experiment.
         accepted: round of the state from which the site is asked to answer.
 
     Raises:
-        Broken: the terms are wrong. The message states the error.
+        Broken: the terms are wrong. The message describes the error.
     """
     if terms.question is not None:
         if terms.question.analysis in ("uploads", "scores"):
@@ -311,10 +311,10 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
 
 
 def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:
-    """Check that the received models are the models in the terms, and so the same for every site.
+    """Check that the received models are those in the terms, and thus the same at every site.
 
     Raises:
-        Broken: the received models differ.
+        Broken: the received models are different.
     """
     digests = [hashlib.sha256(m).hexdigest() for m in models]
     if digests != [*terms.models] or (hashlib.sha256(download).hexdigest() if download is not None else "") != (

@@ -1,6 +1,6 @@
-"""Convert results to the integer vectors that sites mask, based on facts that both the server and the site know.
+"""Convert results to the integer vectors that sites mask, based on facts known to both the server and the site.
 
-A vector contains the fields of an upload side by side and counts of work, or the site's scores, or both.
+A vector contains the fields of an upload next to each other and counts of work, or the site's scores, or both.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ WORK_COUNTS = 3
 """Number of work counts at the end of an upload."""
 NUMBERS_PER_SCORE = 3
 SCORE_UNIT = 2.0**-20
-"""Unit of weighted scores: a weighted mean sums each score times this unit and the number of samples."""
+"""Unit of weighted scores: for a weighted mean, each score is multiplied by this unit and the number of samples, then
+summed."""
 RATIO_STEP = 2.0**-3
 """Step of a score times the number of samples, if larger scores are better.
 
 Such a score is a ratio of counts. With a finer step, a sum over few sites would determine the ratio of each site.
 """
 PROBE_DISTANCE = 2.0
-"""Distance by which probing outputs are moved towards one prediction. The spread of the outputs themselves is below
+"""Distance by which outputs for probing are moved towards one prediction. The outputs themselves vary by less than
 1."""
 
 
 class UploadVector:
-    """Upload as integers: its fields side by side, and counts of work.
+    """Upload as integers: its fields next to each other, and counts of work.
 
     Args:
         job: run.
@@ -62,15 +63,16 @@ class UploadVector:
         self, output: ClientOutput, share: float, mass: float, before: dict[str, Tensor] | None, *,
         is_neutral: bool = False, is_cut: bool = False,
     ) -> tuple[Integers, dict[str, Tensor], int]:  # fmt: skip
-        """Return a site's vector, its rows in the server's sum after the vector, and the number of clipped numbers.
+        """Return a site's vector, its rows in the server's sum after this vector, and the number of clipped numbers.
 
         Args:
-            output: output of the site.
-            share: share of the site in the mean of the cohort, -1 to 1.
-            mass: share of the site in sums that are kept or accumulated over rounds, 0 to 1.
-            before: rows that the sum contains for the site now, as integers. None for the rows before a first upload.
+            output: the site's output.
+            share: the site's share in the cohort's mean, -1 to 1.
+            mass: the site's share in sums that are kept or accumulated over rounds, 0 to 1.
+            before: rows that the sum currently contains for the site, as integers. None for the rows before a first
+                upload.
             is_neutral: True if the site keeps its state, so that no quantity that depends on a state changes.
-            is_cut: True if the upload was too long and is shortened.
+            is_cut: True if the upload was too long and has been shortened.
         """
         work = output.work[0].numpy().view(np.uint64)
         if self._noise is not None:
@@ -99,7 +101,7 @@ class UploadVector:
         return np.concatenate([*parts, work, *counter]), rows, clipped
 
     def first(self, mass: float) -> dict[str, Tensor]:
-        """Return the rows in the server's sum for a client of this mass before its first upload, as integers."""
+        """Return a client's rows in the server's sum before its first upload, for this mass and as integers."""
         template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
@@ -109,7 +111,7 @@ class UploadVector:
         return start_rows
 
     def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor, int]:
-        """Decode the sums of ``count`` sites into fields ``[d]`` float64, work ``[3]``, and the clipped count.
+        """Decode the sums of ``count`` sites into float64 fields ``[d]``, work ``[3]``, and the clipped count.
 
         Args:
             total: sum without masks.
@@ -149,7 +151,7 @@ class UploadVector:
 
 
 def bits_before(job: Job, groups: Sequence[str]) -> int:
-    """Return the number of a site's bits before the bits of analyses: figures, and groups."""
+    """Return the number of a site's bits that precede the bits of analyses: metrics and groups."""
     return len(ScoreVector(job).figures) + len(groups)
 
 
@@ -175,11 +177,11 @@ class ScoreVector:
         return [part or "train" for _, part, _ in self._names]
 
     def definable(self, client: int) -> int:
-        """Return, as bits, the `figures` that a site's samples define for any model's predictions.
+        """Return the `figures` that a site's samples define for any model's predictions, as bits.
 
-        The check scores two outputs, which predict the first class everywhere and the last class everywhere: AUROC
-        needs both classes, and recall of a class needs a sample of this class. The precision of a class depends on the
-        predictions, so no samples define the precision.
+        The check scores two outputs that predict only the first class and only the last class: AUROC needs both
+        classes, and the recall of a class needs a sample of this class. The precision of a class depends on the
+        predictions, so no samples define it.
         """
         job, task, bits = self._job, self._job.oracle.task, 0
         for part in self._parts:
@@ -207,8 +209,9 @@ class ScoreVector:
         Args:
             scores: values ``[1]``.
             sizes: numbers of training, validation and test samples.
-            summed: flag for each of the `figures`, True if the figure is summed.
-            weighs: True if scores of a model that belong to no part are summed. Training samples weight these scores.
+            summed: flag for each of the `figures`, True if the metric is summed.
+            weighs: True if a model's scores that belong to no part are summed as well. These scores are weighted by
+                training samples.
         """
         columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}
         for model, part, name in self._names:

@@ -1,7 +1,7 @@
-"""Analyses by sums after the last round of a run: questions to the sites, each with one sum that the disk stores.
+"""Run analyses by sums after the last round of a run: questions to the sites, each with one sum stored on disk.
 
-A step that a site cannot answer has no sum. In that case, the analysis either asks for a shorter step, which is a
-separate step, or ends with an error. Every result therefore includes the rows of all sites that have rows.
+A step that a site cannot answer has no sum. In that case, the analysis either asks for a shorter step, which counts as
+a separate step, or ends with an error. Every result therefore covers the rows of all sites that have rows.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.server.sites import Sites
 
 RECORD_END, SUMS_PATTERN = "-analysis.json", "sum-*.bin"
-"""End of the name of a checkpoint file with terms and sites of an analysis, and pattern of the files of its sums."""
+"""Suffix of the checkpoint file with an analysis's terms and sites, and name pattern of the files with its sums."""
 
 
 class AnalysisEnd(NamedTuple):
-    """Result of an analysis: its table, and the log of its questions."""
+    """Result of an analysis: its table and the log of its questions."""
 
     table: pa.Table
     log: list[SumRecord]
 
 
 class AnalysisServer:
-    """Server's side of one analysis.
+    """Server's side of a single analysis.
 
     Args:
         sites: sites of the run.
-        agreed: analysis as agreed by all sites.
-        folder: folder of the checkpoints.
+        agreed: analysis that all sites have agreed on.
+        folder: folder with the checkpoints.
         request: models that the analysis reads. None if the analysis reads no models.
     """
 
@@ -49,13 +49,13 @@ class AnalysisServer:
         self._unanswered = 0
 
     def run(self) -> AnalysisEnd:
-        """Ask all questions, and return the result. The sites then receive the result.
+        """Ask all questions, and return the result. The result is then sent to the sites.
 
         Raises:
-            RunStopped: sites are missing. The sums so far are kept.
-            GivenUp: a sum is never revealed.
-            DataError: the analysis has no result, or sites cannot answer.
-            ConfigError: too few sites reach the cells, or a site's vector is wrong.
+            RunStopped: sites are missing. The sums computed so far are kept.
+            GivenUp: a sum cannot be revealed.
+            DataError: the analysis has no result, or some sites cannot answer.
+            ConfigError: too few sites have the cells, or a site's vector is wrong.
         """
         record = read_checked(self._record)
         if record is None:
@@ -89,10 +89,10 @@ class AnalysisServer:
     def _ask(
         self, question: Question, bounds: Bounds, common: Terms, clients: list[int]
     ) -> tuple[Tensor, Info, list[int]]:
-        """Ask the sites a question, and return the sum, the facts about the sum, and the sites that were asked.
+        """Ask the sites a question, and return the sum, details of the sum, and the sites that were asked.
 
         Raises:
-            DataError: sites cannot answer, and no other question would help.
+            DataError: some sites cannot answer, and no other question would help.
         """
         name, place = self._agreed.name, len([*self._sums.glob(SUMS_PATTERN)])
         nothing = torch.zeros_like(bounds.low)
@@ -118,7 +118,7 @@ class AnalysisServer:
         return total, Info(len(got.clients), clipped, 0, rows), got.clients
 
     def _check_folder(self) -> None:
-        """Raise if checkpoints contain the steps of an earlier form.
+        """Raise an error if the checkpoints contain steps in an earlier format.
 
         Raises:
             ConfigError: the checkpoints contain such steps.

@@ -1,8 +1,8 @@
-"""Bounded: replies are pulled object by object, up to the limit of their kind. Failed calls are repeated for some time.
+"""Pull replies object by object, up to a size limit for each kind of reply. Failed calls are repeated for a while.
 
-Flower sends equal parts of a message once, and inserts these parts as often as the message claims. Therefore, the bytes
-of each object are counted as often as the message contains the object, while the objects arrive. A reply that exceeds
-its limit is abandoned at that point.
+Flower sends identical parts of a message once, and inserts them as often as the message claims. Therefore, while the
+objects arrive, the bytes of each object are counted as often as the message contains it. A reply that exceeds its limit
+is abandoned immediately.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fedloom_sites.flwr_adapter import (
 T = TypeVar("T")
 
 POLL_SECONDS = 0.2
-"""Seconds between two checks for replies."""
+"""Number of seconds between two checks for replies."""
 MAX_RETRY_SECONDS = 30.0
-"""Largest number of seconds between two attempts to reach Flower's server when the server does not answer."""
+"""Largest number of seconds between two attempts to reach Flower's server when it does not answer."""
 
 
 class TooLong(FedloomError):
@@ -47,11 +47,11 @@ class TooLong(FedloomError):
 
 
 def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
-    """Return the replies that arrived. An error replaces a reply that is too long or incomplete.
+    """Return the replies that have arrived. If a reply is too long or incomplete, an error is returned in its place.
 
     Args:
         grid: Flower's.
-        limits: largest number of bytes of a reply, by the message that the reply answers.
+        limits: largest number of bytes in a reply, by the message that it answers.
     """
     client = connection_of(grid)
     if client is None:  # not over a network: a message is there already
@@ -71,10 +71,10 @@ def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
 
 
 def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) -> Message:
-    """Return a reply that is reassembled from its objects.
+    """Return a reply, reassembled from its objects.
 
     Raises:
-        TooLong: the reply contains more bytes than the limit.
+        TooLong: the reply exceeds the limit in bytes.
         ObjectPullError: a part does not arrive.
     """
     times = Counter(part.object_id for part in iterate_object_tree(tree))
@@ -106,7 +106,7 @@ def _error(run_id: int, node: int, request_id: str, reason: str) -> Message:
 def call_with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
     """Call Flower's server and return its answer.
 
-    The call is repeated for some seconds while the server does not answer.
+    The call is repeated for some seconds if the server does not answer.
 
     Raises:
         RunStopped: the server does not answer.

@@ -1,11 +1,11 @@
-"""Presence: the site of each node, and the nodes that actually answer among the nodes that Flower calls online.
+"""Track which site runs on each node, and which of the nodes that Flower calls online actually answer.
 
-A round waits for a node as long as the other nodes took for their answers in the same round, times the server's `pace`.
-No node can therefore set the pace for the others. A node is mute if it exceeds this time or a deadline, or if Flower
-reports its message as lost. The server still sends requests to a mute node, but no round waits for the node until it
+A round waits for a node as long as the other nodes took for their answers in the same round, multiplied by the server's
+`pace`. No node can therefore set the pace for the others. A node is mute if it exceeds this time or a deadline, or if
+Flower reports its message as lost. The server still sends requests to a mute node, but no round waits for it until it
 answers a message. A site that has not answered for a number of rounds counts as absent until it answers a greeting.
-Until then, the site receives greetings, one at a time, but no models. The server ignores a rejected node for the time
-of the patience.
+Until then, the site receives one greeting at a time, but no models. The server ignores a rejected node for as long as
+its patience lasts.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fedloom_sites.deploy.settings import Member
 from fedloom_sites.transport.roll import Roll
 
 SLOW_RATIO = 3.0
-"""Multiple of the other nodes' median seconds above which a node is reported as slow."""
+"""Multiple of the other nodes' median number of seconds above which a node is reported as slow."""
 LEAST_SECONDS = 30.0
-"""Smallest number of seconds to wait for a node: if other nodes answer immediately, nodes that check for messages every
-few seconds, or that read their data first, would otherwise be late by chance."""
+"""Smallest number of seconds to wait for a node: if other nodes answer immediately, nodes that check for messages only
+every few seconds, or that read their data first, could otherwise be late by chance."""
 
 
 class NodePresence(Roll):
-    """Nodes of a run, with the nodes that answer.
+    """A run's nodes, and which of them answer.
 
     Args:
         members: sites that may participate, by client.
         clients: number of sites in the experiment.
-        patience: seconds for which a rejected node is ignored.
-        rounds: number of rounds in which a mute site gets requests before it counts as absent.
-        pace: multiple of the others' median seconds for which a round waits for a node.
-        client_of: client of every node that was accepted in an earlier run of the server.
+        patience: number of seconds for which a rejected node is ignored.
+        rounds: number of rounds in which a mute site receives requests before it counts as absent.
+        pace: multiple of the other nodes' median number of seconds for which a round waits for a node.
+        client_of: client for every node that was accepted in an earlier run of the server.
 
     Attributes:
         round: latest round of the run for which a message was sent.
@@ -59,7 +59,7 @@ class NodePresence(Roll):
         self._fixed = True
 
     def strangers(self, nodes: Iterable[int]) -> list[int]:
-        """Return the connected nodes to greet, and forget nodes that have left or did not answer too often."""
+        """Return the connected nodes to greet, and forget nodes that have left or have failed to answer too often."""
         here, now = set(nodes), time.monotonic()
         self._refused = {n: r for n, r in self._refused.items() if n in here and now < r[1]}
         self._mute = {n: since for n, since in self._mute.items() if n in here}
@@ -68,10 +68,10 @@ class NodePresence(Roll):
         return sorted(here - set(self.nodes.values()) - set(self._refused))
 
     def welcome(self, client: int, node: int, sizes: list[int]) -> None:
-        """Store the node of a site.
+        """Store which node a site runs on.
 
         Raises:
-            Rejected: another node that answers was first, or the site's numbers of samples have changed.
+            Rejected: another node of the site answers already, or the site's numbers of samples have changed.
         """
         other = self.nodes.get(client, node)
         if other != node and other not in self._mute:
@@ -91,13 +91,13 @@ class NodePresence(Roll):
         self._refused[node] = reason, time.monotonic() + self._patience
 
     def answered(self, node: int) -> None:
-        """Wait for a node again after the node has answered a message."""
+        """Wait for a node again once it has answered a message."""
         self._mute.pop(node, None)
 
     def silent(self, node: int) -> bool:
-        """Stop waiting for a node that has not answered in time, and return True if the node was not mute before.
+        """Stop waiting for a node that has not answered in time, and return True if it was not mute before.
 
-        A node that was already mute gives False.
+        The result is False for a node that was already mute.
         """
         new = node not in self._mute
         self._mute.setdefault(node, self.round)
@@ -107,15 +107,15 @@ class NodePresence(Roll):
         """Return the number of seconds to wait for a node's answer.
 
         Args:
-            times: seconds that the other nodes took for their answers to the same kind of message in this round.
+            times: number of seconds that the other nodes took to answer the same kind of message in this round.
         """
         return max(LEAST_SECONDS, self._pace * median(times)) if times else inf
 
     def slow_one(self, took: Mapping[int, float]) -> tuple[int, float] | None:
-        """Return the client that delayed a round and the median seconds of the others, or None if nobody delayed it.
+        """Return the client that delayed a round and the others' median number of seconds, or None for no delay.
 
         Args:
-            took: seconds of every client that answered.
+            took: number of seconds for every client that answered.
         """
         client = max(took, key=lambda c: took[c], default=-1)
         rest = [seconds for c, seconds in took.items() if c != client]
@@ -123,15 +123,15 @@ class NodePresence(Roll):
         return (client, median(rest)) if is_slow else None
 
     def is_awaited(self, node: int, seconds: float, times: Collection[float]) -> bool:
-        """Return whether the server still waits for a node's answer after a number of seconds, see `longest_wait`."""
+        """Return True if the server still waits for a node's answer after a number of seconds (see `longest_wait`)."""
         return node not in self._mute and seconds <= self.longest_wait(times)
 
     def name(self, node: int) -> str:
-        """Return the site's name at a node, or the node's number if the node never answered."""
+        """Return the name of a node's site, or the node's number if the node has never answered."""
         client = self.client(node)
         return f"node {node}" if client is None or client not in self._members else self._members[client].site
 
     def reasons(self) -> dict[str, str]:
-        """Return why connected nodes do not participate, by name."""
+        """Return the reasons why connected nodes do not participate, by name."""
         mute = {self.name(n): "does not answer" for n in self._mute}
         return mute | {self.name(node): why for node, (why, _) in self._refused.items()}

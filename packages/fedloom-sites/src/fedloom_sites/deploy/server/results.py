@@ -1,4 +1,4 @@
-"""Results of a deployment on the server, in the form of a run directory, so that `fedloom report` can read them."""
+"""Write a deployment's results on the server in the form of a run directory, so that `fedloom report` can read them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Results:
 
     Args:
         settings: settings of the server.
-        experiment: one method with one seed.
+        experiment: experiment with one method and one seed.
 
     Raises:
-        CheckpointError: (any method) the disk is full or cannot be written.
+        CheckpointError: (any method) the disk is full or cannot be written to.
     """
 
     def __init__(self, settings: Server, experiment: Experiment) -> None:
@@ -45,11 +45,11 @@ class Results:
         self._rounds, self._notes = 0, tuple[str, ...]()
 
     def hold(self, job: Job, state: State) -> None:
-        """Store the facts for the summary, regardless of the end of the run."""
+        """Store the values for the summary, however the run ends."""
         self._job, self._rounds, self._notes = job, state.round, state.notes
 
     def tables(self, job: Job, state: State) -> None:
-        """Write the measured figures, the public sizes of the sites, and the global model."""
+        """Write the measured values, the public sizes of the sites, and the global model."""
         self.hold(job, state)
         out, method, seed = self._settings.results, self._experiment.methods[0], self._experiment.head.seeds[0]
         make_folder(out)
@@ -80,10 +80,10 @@ class Results:
         """Write a summary of the run's progress or end, and of every site's part in the run.
 
         Args:
-            stop: reason for the end of the run. None while the run continues.
-            detail: detail of the end.
+            stop: reason why the run ended. None while the run continues.
+            detail: details of the end.
             here: connected clients.
-            diverged: round by which the run had diverged, if the run continued to its end.
+            diverged: round in which the run had diverged, if it nevertheless continued to its end.
         """
         settings, method, job = self._settings, self._experiment.methods[0], self._job
         reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"

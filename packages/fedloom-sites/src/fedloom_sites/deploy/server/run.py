@@ -1,4 +1,4 @@
-"""Server of a deployment: the rounds of a simulation, with chunks that real sites compute."""
+"""Server of a deployment, which runs the rounds of a simulation with chunks that real sites compute."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ from fedloom_sites.transport.limits import check_real_clients
 Say = Callable[[str], None]
 
 STOP_PREFIX = "fedloom: stops: "
-"""Beginning of the line with the reason why a run ended early."""
+"""Beginning of the line that says why a run ended early."""
 STOP_FILE = "stop"
-"""File beside the server's audit log that requests the end of the run after the current round."""
+"""File next to the server's audit log that requests the end of the run after the current round."""
 STOP_HINT = "stopped by 'fedloom deploy stop'. To allow the next start: 'fedloom deploy stop FOLDER --undo'"
 FINISHED_HINT = "all rounds are done. For more rounds, deploy an experiment with more rounds"
 
@@ -76,12 +76,12 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
         say: function that prints a line.
 
     Returns:
-        Reason for the end of the run.
+        Reason why the run ended.
 
     Raises:
-        ConfigError: the experiment is not the agreed experiment, or cannot be deployed.
-        RunDirError: another server already works on the same experiment.
-        CheckpointError: the disk is full or cannot be written, or no checkpoint can be read.
+        ConfigError: the experiment differs from the agreed experiment, or cannot be deployed.
+        RunDirError: another server is already working on the same experiment.
+        CheckpointError: the disk is full or cannot be written to, or no checkpoint can be read.
     """
     check_version(settings)
     experiment = read_agreed(settings, workers=1, clients_per_batch=1)
@@ -102,13 +102,13 @@ def stop_file(settings: Server) -> Path:
 
 
 def finished(settings: Server) -> Stop | None:
-    """Return the end of a run that cannot be resumed and has written its results, or None for other runs.
+    """Return the end of a run that has written its results and cannot be resumed, or None for other runs.
 
-    A finished run needs no sites any more.
+    A finished run no longer needs sites.
 
     Raises:
         CheckpointError: no checkpoint can be read.
-        RunDirError: the checkpoints are from another experiment.
+        RunDirError: the checkpoints belong to a different experiment.
     """
     newest = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
     try:
@@ -123,7 +123,7 @@ def finished(settings: Server) -> Stop | None:
 def check_deployable(
     experiment: Experiment, *, masked: bool = False, start: bool = False, clients: int | None = None
 ) -> None:
-    """Raise for settings that only a simulation can use and, if ``masked``, settings that need single uploads.
+    """Raise an error for settings that only a simulation supports and, if ``masked``, that need single uploads.
 
     Args:
         experiment: experiment to deploy.
@@ -133,7 +133,7 @@ def check_deployable(
 
     Raises:
         ConfigError: the run cannot be deployed, or the schedule needs more sites than the experiment has. The message
-            states the reason.
+            contains the reason.
     """
     method = experiment.methods[0]
     if any(one.setting.attack is not None for one in experiment.methods):
@@ -183,7 +183,7 @@ def check_deployable(
 
 
 def counts_samples(setting: Setting) -> str:
-    """Return the reason why a run needs the numbers of samples of all sites.
+    """Return the reason why a run needs every site's numbers of samples.
 
     Return "" if the run does not need these numbers.
     """
@@ -253,7 +253,7 @@ def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
 
 
 class _Run(Hooks):
-    """One run: its state, and the work around its rounds."""
+    """A run with its state and the work around its rounds."""
 
     def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: Say) -> None:
         self._settings, self._experiment, self._say = settings, experiment, say
@@ -289,11 +289,11 @@ class _Run(Hooks):
         return stop
 
     def interrupted(self) -> bool:
-        """Return whether the operator requests the end of the run."""
+        """Return True if the operator has requested the end of the run."""
         return stop_file(self._settings).exists()
 
     def _run(self) -> End:
-        """Run the remaining rounds, and return the end."""
+        """Run the remaining rounds, and return the reason for the end."""
         settings, audit = self._settings, self._audit
         job, server, forms = make_server_job(settings, self._experiment, self._transport.sizes)
         checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
@@ -315,10 +315,10 @@ class _Run(Hooks):
         return end
 
     def _analyze(self, state: State) -> None:
-        """Compute the agreed analyses by sums. An analysis without a result leads to a note.
+        """Compute the agreed analyses by sums. An analysis that gives no result is reported in a note.
 
         Raises:
-            RunStopped: sites are missing. The same call continues the analyses.
+            RunStopped: sites are missing. Calling the method again continues the analyses.
         """
         settings, first = self._settings, 0
         if settings.secure is not None:
@@ -342,7 +342,7 @@ class _Run(Hooks):
     def prepare_round(self, state: State) -> RunStopped | None:
         """Check that the next round stays within the budget, and record the round if the server adds the noise.
 
-        Return the stop if the budget does not suffice, or None.
+        Return the reason to stop if the budget does not suffice, or None.
         """
         self._results.hold(self._job, state)
         setting, t = self._job.setting, state.round + 1
@@ -408,7 +408,7 @@ class _Run(Hooks):
         return {"accepted": accepted.tolist(), "sizes": self._transport.sizes.tolist(), **costs}
 
     def _gather(self) -> None:
-        """Wait for the sites. The numbers of samples at the start of the run stay in force."""
+        """Wait for the sites. The numbers of samples at the start of the run remain valid."""
         sizes = self._checkpoint_sizes()
         if sizes is not None:
             self._transport.sizes.copy_(sizes)
@@ -417,7 +417,7 @@ class _Run(Hooks):
         self._transport.gather(by if sizes is None else "")
 
     def _checkpoint_sizes(self) -> Tensor | None:
-        """Return the sizes in the newest checkpoint, or None without a checkpoint."""
+        """Return the sizes stored in the newest checkpoint, or None if there is no checkpoint."""
         loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
         return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
 

@@ -1,4 +1,4 @@
-"""Sites: the clients of a deployment, which train, answer and score at the location of their samples."""
+"""Clients of a deployment, which train, answer and score where their samples are."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from fedloom_sites.transport.forms import Forms, output_of
 
 
 class AnalysisSum(NamedTuple):
-    """Sum of a step of an analysis.
+    """Sum of a step in an analysis.
 
     Attributes:
         total: sum of the vectors of all sites. None if a site could not answer.
         clients: sites that received the question and sent a vector.
-        counts: number of sites that answered from their rows, and number of sites that could not.
+        counts: number of sites that answered from their rows, and number of sites that could not answer.
     """
 
     total: Integers | None
@@ -53,17 +53,17 @@ class AnalysisSum(NamedTuple):
 
 
 class Sites(StreamedClients):
-    """Sites of a run, see `RemoteClients` and, for a buffered run, `StreamedClients`.
+    """Sites of a run (see `RemoteClients` and, for a buffered run, `StreamedClients`).
 
     Args:
         job: run on the server's side.
-        forms: forms of the run's messages.
+        forms: formats of the run's messages.
         transport: connection to the sites.
         settings: settings of the server.
-        group_sums: encoding of the sums of groups.
+        group_sums: encoding of the sums over groups.
 
     Attributes:
-        group_sums: encoding of the sums of groups.
+        group_sums: encoding of the sums over groups.
     """
 
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
@@ -76,19 +76,19 @@ class Sites(StreamedClients):
         transport.begin(job, forms, group_sums.names)
 
     def score_with_training(self, request: ScoreRequest) -> None:
-        """Request scores in the messages of the next training. `score` then returns these scores."""
+        """Request scores in the messages of the next training step. `score` later returns these scores."""
         self._pending = request
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
-        """Yield model, part, name and value of the federation's figures that the sites have summed after a round."""
+        """Yield model, part, name and value of the federation's metrics that the sites have summed after a round."""
         yield from ()
 
     def groups(self) -> list[GroupScore]:
-        """Return the scores of groups after the last round, for all sites together and for each site."""
+        """Return the scores by group after the last round, for all sites together and for each site."""
         return [*self.group_sums.scores(self._scores[1])] if self._scores is not None else []
 
     def train_each(self, request: TrainRequest, downloads: Mapping[int, object]) -> dict[int, ClientOutput]:
-        """Train at the sites, and return the output of every client.
+        """Train at the sites, and return every client's output.
 
         Raises:
             RunStopped: fewer sites than the quorum answered in time.
@@ -141,9 +141,9 @@ class Sites(StreamedClients):
         self._transport.give_up(client)
 
     def score_each(self, request: ScoreRequest) -> Mapping[int, dict[str, float]]:
-        """Return scores that arrived with the training, or otherwise request them from sites that do not train now.
+        """Return scores that arrived with the training, or request them from sites that are not training now.
 
-        After the last round, every site scores.
+        After the last round, every site computes scores.
         """
         if self._scores is None or self._scores[0] != request.round:
             letters, busy = self._score_letters(request), self._transport.awaited
@@ -154,7 +154,7 @@ class Sites(StreamedClients):
         return self._scores[1]
 
     def analysis_terms(self, name: str, request: ScoreRequest | None) -> Terms:
-        """Return the terms that all steps of an analysis share.
+        """Return the terms that all steps of an analysis have in common.
 
         Args:
             name: name of the analysis.
@@ -172,13 +172,13 @@ class Sites(StreamedClients):
     def analysis_sum(
         self, terms: Terms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
     ) -> AnalysisSum:
-        """Return the sum of the sites' vectors for a step.
+        """Return the sum of the sites' vectors in a step.
 
         Args:
-            terms: terms with the question.
-            form: form of a vector.
+            terms: terms that contain the question.
+            form: format of a vector.
             request: models that the analysis reads. None if the analysis reads no models.
-            clients: sites of the steps before. None before the first step.
+            clients: sites of the previous steps. None before the first step.
 
         Raises:
             RunStopped: one of these sites does not answer, or fewer sites than the quorum answer.

@@ -1,12 +1,14 @@
-"""Post: messages to the sites over Flower's grid, and replies. Each reply is matched to the message that it answers.
+"""Send messages to the sites over Flower's grid, and receive replies.
 
-Each message to a site contains its own nonce and an explicit time to live. A round of messages closes when all messages
-are answered, or at the soft deadline if enough valid replies have arrived. With enough valid replies, the server does
-not wait for a mute node (`fedloom_sites.deploy.server.presence`). A greeting that is answered after its deadline still
-counts.
+Each reply is matched to the message that it answers.
 
-Flower's `Grid.send_and_receive` (1.41) is not suitable: it waits for every node or its time-out, checks every three
-seconds, discards later replies, and assembles a reply of any length.
+Each message to a site contains its own nonce and an explicit time to live. A round of messages ends when all messages
+are answered, or at the soft deadline if enough valid replies have arrived. Once there are enough valid replies, the
+server does not wait for a mute node (see `fedloom_sites.deploy.server.presence`). A greeting that is answered after its
+deadline still counts.
+
+Flower's `Grid.send_and_receive` (1.41) is unsuitable: it waits for every node or its time-out, checks only every three
+seconds, discards late replies, and assembles a reply of any length.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Transport:
     Attributes:
         members: sites that may participate, by client.
         presence: record of the connected sites.
-        figures: figures that the samples of every site define. Empty if scores are not summed.
+        figures: metrics that the samples of every site define. Empty if scores are not summed.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
@@ -72,30 +74,33 @@ class Transport:
 
     @property
     def nodes(self) -> dict[int, int]:
-        """Flower's number of the node of every connected site, by client."""
+        """Flower's node number for every connected site, by client."""
         return self.presence.nodes
 
     @property
     def sizes(self) -> Tensor:
-        """``[n, 3]`` numbers of training, validation and test samples of every site. 0 before its first answer."""
+        """Number of training, validation and test samples of every site, ``[n, 3]``.
+
+        0 before the site's first answer.
+        """
         return self.presence.sizes
 
     def begin(self, job: Job, forms: Forms, names: Collection[str] = ()) -> None:
-        """Begin a run: its messages are known, and the numbers of samples are fixed from now on.
+        """Begin a run: from now on, its messages are known and the numbers of samples are fixed.
 
         Args:
             job: run.
-            forms: forms of the run's messages.
-            names: names of numbers that arrive with the scores of the last round.
+            forms: formats of the run's messages.
+            names: names of the values that arrive with the scores of the last round.
         """
         self.checks = Checks(self._settings, self._keys, job, forms, self.sizes, names)
         self.presence.fix()
 
     def gather(self, everyone: str) -> None:
-        """Greet nodes until all sites are connected, or until the patience ends and the quorum is connected.
+        """Greet nodes until all sites are connected, or until the patience runs out and the quorum is connected.
 
         Args:
-            everyone: part of the run that needs the number of samples of all sites. Empty if the quorum suffices.
+            everyone: part of the run that needs every site's number of samples. Empty if the quorum suffices.
 
         Raises:
             RunStopped: too few sites are connected.
@@ -128,13 +133,13 @@ class Transport:
         self._say(f"fedloom: begins without {', '.join(missing)}")
 
     def note(self, what: str, round: int, clients: Iterable[int], reason: str) -> None:
-        """Print and log the result of a round, with the sites of the round."""
+        """Print and log the result of a round, together with its sites."""
         sites = [self.members[c].site for c in sorted(clients)]
         self._say(f"fedloom: {what}: {reason}")
         self._audit.write(what, round=round, sites=sites, reason=reason)
 
     def step(self, round: int, staleness: Mapping[int, int]) -> None:
-        """Log the sites whose uploads a step has used, with the staleness of each upload."""
+        """Log the sites whose uploads a step has used, and the staleness of each upload."""
         sites = {self.members[c].site: s for c, s in sorted(staleness.items())}
         self._audit.write("step", round=round, staleness=sites)
 
@@ -144,7 +149,7 @@ class Transport:
         self.exchange(0, self._greetings(), 0, self._settings.deadline)
 
     def _greetings(self) -> list[Request]:
-        """Return greetings for unknown nodes without a pending greeting."""
+        """Return greetings for unknown nodes that have no pending greeting."""
         nodes = call_with_retry(self._grid.get_node_ids, self._settings.ttl)
         greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
         return [Request("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
@@ -154,14 +159,15 @@ class Transport:
     ) -> dict[int, Reply]:
         """Return accepted replies by client. Unanswered requests are repeated until ``need`` replies have arrived.
 
-        A reply to a request for scores only does not count towards ``need``. A site that could not write to its disk
-        gets the same request again, `MAX_REPEATS` times, even if enough other sites have answered.
+        A reply to a request that asks only for scores does not count towards ``need``. A site that could not write to
+        its disk receives the same request again, up to `MAX_REPEATS` times, even if enough other sites have answered.
 
         Args:
             round: round of the run.
             requests: by client.
-            need: number of replies without which the run stops.
-            wanted: clients that get requests for the whole patience, even if enough other clients have answered.
+            need: number of replies below which the run stops.
+            wanted: clients that receive requests until the patience runs out, even if enough other clients have
+                answered.
         """
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
@@ -193,9 +199,9 @@ class Transport:
     def exchange(
         self, round: int, requests: Sequence[Request], need: int, deadline: float, wanted: Collection[int] = ()
     ) -> tuple[dict[int, Reply], set[int]]:
-        """Send requests and return checked replies, until all arrived or the quorum and the deadline are reached.
+        """Send requests and return checked replies, until all have arrived or the quorum and the deadline are reached.
 
-        The server waits for a ``wanted`` client until the deadline, even if the other clients answered earlier.
+        The server waits for a ``wanted`` client until the deadline, even if the other clients have answered earlier.
 
         Returns:
             Accepted replies, and the clients whose replies were rejected.
@@ -236,7 +242,7 @@ class Transport:
         return good, bad
 
     def _name_slow(self, round: int, kind: str, took: Mapping[int, float]) -> None:
-        """Log the site that delayed a round."""
+        """Log which site delayed a round."""
         slow = self.presence.slow_one(took)
         if slow is not None and kind != "hello":
             client, usual = slow
@@ -261,7 +267,7 @@ class Transport:
         }
 
     def post(self, round: int, requests: Sequence[Request]) -> None:
-        """Send requests whose replies `arrived` returns at any later time."""
+        """Send requests whose replies `arrived` returns at some later time."""
         self.presence.round, now = max(self.presence.round, round), time.monotonic()
         self._posted |= {id_: (pending, now) for id_, pending in self._push(round, requests).items()}
 
@@ -271,10 +277,10 @@ class Transport:
         return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
 
     def arrived(self) -> tuple[dict[int, Reply], set[int]]:
-        """Return the new replies to posted requests, and the clients whose replies were rejected or lost.
+        """Return new replies to posted requests, and the clients whose replies were rejected or lost.
 
-        The function also greets new nodes. The server waits for a greeting as long as for any other message, but a
-        greeting delays nothing.
+        The function also greets new nodes. The server waits for the answer to a greeting as long as for any other
+        message, but a greeting delays nothing.
         """
         self.post(0, self._greetings())
         replies, failed = dict[int, Reply](), set[int]()
@@ -290,7 +296,7 @@ class Transport:
         return replies, failed
 
     def give_up(self, client: int | None, most: float = 0.0) -> None:
-        """Stop waiting for a client's reply, or for greetings if None, after ``most`` seconds."""
+        """Stop waiting for a client's reply, or for greetings if the client is None, after ``most`` seconds."""
         now = time.monotonic()
         for id_, (pending, start) in [*self._posted.items()]:
             if pending.client == client and now - start >= most:
@@ -311,7 +317,7 @@ class Transport:
         time.sleep(POLL_SECONDS)
 
     def _collect(self, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
-        """Check the replies that have arrived, including late replies, and return the number of replies.
+        """Check the replies that have arrived, including late ones, and return how many there are.
 
         Late replies answer messages for which the server no longer waits.
         """
@@ -331,7 +337,7 @@ class Transport:
         self._audit.write("missed", round=round, client=client, site=site)
 
     def _mark_mute(self, pending: Pending, why: str) -> None:
-        """Mark a node that did not answer in time, or whose answer was lost, as mute.
+        """Mark a node as mute if it did not answer in time, or if its answer was lost.
 
         The server no longer waits for this node.
         """
@@ -344,7 +350,10 @@ class Transport:
             self._audit.write("mute", reason=why, **self._facts(pending))
 
     def _facts(self, pending: Pending) -> dict[str, Any]:
-        """Return the log's facts about a message. The site may be known only from the node's earlier answers."""
+        """Return the information about a message for the log.
+
+        The site may be known only from the node's earlier answers.
+        """
         client = self.presence.client(pending.node) if pending.client is None else pending.client
         site = self.members[client].site if client in self.members else None
         return {"kind": pending.kind, "round": pending.round, "client": client, "site": site, "node": pending.node}
@@ -377,7 +386,7 @@ class Transport:
         )  # fmt: skip
 
     def _reject(self, error: Rejected, id_: str, pending: Pending | None, is_late: bool, lost: bool) -> set[int]:
-        """Log a reply that does not count, and return its client if the client gets no further request in this round.
+        """Log a reply that does not count, and return its client if it receives no further request in this round.
 
         Otherwise, the returned set is empty.
         """

@@ -1,1 +1,1 @@
-"""Answers, local state, ledger and models of one site."""
+"""A site's answers, local state, ledger and models."""

@@ -1,13 +1,14 @@
-"""Answer the questions of analyses at a site, and remember these questions.
+"""Answer the questions of analyses at a site, and remember them.
 
-A site answers a step once, for one question, on the rows of the first step, and under terms that stay the same. Ranges,
-bins and smallest counts come from the agreed experiment. If the site cannot answer, it sends zeros. The site records
-the step before it looks at its rows. Nothing else that the server receives depends on the rows: no message text, no
-length, no further message.
+A site answers each step only once, for one question, on the rows of the first step, and under terms that stay the same.
+Ranges, bins and smallest counts come from the agreed experiment. If the site cannot answer, it sends zeros. The site
+records the step before it looks at its rows. Nothing else that the server receives depends on the rows: no message
+text, no length, and no further message.
 
-Across experiments on data of one name, a site remembers which experiments have asked an analysis, and the subjects of
-every set of rows that an analysis sums. Two analyses of sets that differ in a few subjects would reveal these subjects.
-In that case, a site answers only the first analysis. It records a set with its verdict before it answers.
+A site remembers, across experiments on data with the same name, which experiments have requested an analysis, and the
+subjects in every set of rows that an analysis sums. Two analyses of sets that differ by a few subjects would reveal
+these subjects. In that case, a site answers only the first of them. It records a set and the decision about it before
+it answers.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.trainer import Trainer
 
 MEMORY_FILE = "analyses.json"
-"""File in the memory of the data: experiments that have asked each analysis, and sets of rows."""
+"""File in the data's memory with the experiments that have requested each analysis, and with the sets of rows."""
 MAX_RESULT_BYTES = 1 << 26
-"""Largest number of bytes of a result that a site keeps."""
+"""Largest result in bytes that a site keeps."""
 
 
 class SiteAnswer(NamedTuple):
-    """Answer of a site to a step.
+    """A site's answer to a step.
 
     Attributes:
-        vector: sums of the site as whole numbers, or zeros.
+        vector: the site's sums as whole numbers, or zeros.
         counters: see `fedloom_sites.deploy.secure.counters`.
     """
 
@@ -64,12 +65,12 @@ class SiteAnswer(NamedTuple):
 
 
 class SiteAnalyses:
-    """Part of one site in the analyses of an experiment.
+    """A site's part in the analyses of an experiment.
 
     Args:
-        trainer: training of the site, with its samples.
-        folder: folder of the site's state in this experiment.
-        first: function that returns the number of the site's bits before the bits of the first analysis.
+        trainer: the site's training, with its samples.
+        folder: folder with the site's state in this experiment.
+        first: function that returns the number of the site's bits that precede the bits of the first analysis.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, first: Callable[[], int] = int) -> None:
@@ -84,7 +85,7 @@ class SiteAnalyses:
         return agreed_analyses(trainer.experiment, site.samples, site.clients, site.survivors, self._first())
 
     def begin(self) -> None:
-        """Begin a whole record of the steps at a site that has not sent anything in this experiment yet.
+        """Begin a complete record of the steps at a site that has not sent anything in this experiment yet.
 
         As long as the record contains no step, a damaged list of opened sums does not prevent an analysis.
         """
@@ -95,14 +96,14 @@ class SiteAnalyses:
 
     @cached_property
     def bits(self) -> int:
-        """Cells that the site reaches, over all analyses."""
+        """Cells that the site has, over all analyses."""
         if not self.agreed or not part_sizes(self._trainer.fed, self._trainer.site.client)[0]:
             return 0
         return sum(one.publish(self._rows) << one.first for one in self.agreed.values() if one.flags)
 
     @cached_property
     def _rows(self) -> ClientRows:
-        """Rows of the site, from all parts."""
+        """The site's rows, from all parts."""
         trainer, client = self._trainer, self._trainer.site.client
         if not part_sizes(trainer.fed, client)[0]:
             return empty_rows(next(iter(self.agreed.values())).schema, client)
@@ -112,12 +113,12 @@ class SiteAnalyses:
         """Return the answer to a step, or zeros if the site cannot answer, and log the reason at the site.
 
         Args:
-            terms: terms of the session, already checked against this site.
+            terms: terms of the session, which have already been checked against this site.
             models: messages from the server.
 
         Raises:
             PublicReason: the analysis was not agreed on, the rules do not lead to the question, the step was already
-                answered for another question, or the site has lost its record of answers.
+                answered for a different question, or the site has lost its record of answers.
         """
         assert terms.question is not None
         _, step, name = self.agreed, terms.question.step, terms.question.analysis
@@ -151,7 +152,7 @@ class SiteAnalyses:
             return SiteAnswer(form.zeros, SILENT_COUNTS)
 
     def keep(self, message: bytes) -> None:
-        """Write the result of an analysis into the folder of the site's state.
+        """Write the result of an analysis to the folder with the site's state.
 
         Raises:
             PublicReason: the message is not a result, or the analysis was not agreed on.
@@ -175,7 +176,7 @@ class SiteAnalyses:
         return self._folder / f"{stem_of(name)}{STEPS_FILE_END}"
 
     def _attach_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
-        """Return the site's rows with the models of the end of the run, as functions of inputs."""
+        """Return the site's rows with the final models of the run as functions of the inputs."""
         trainer, ids = self._trainer, self._trainer.ids
         job, _ = trainer.attach_local_data(terms.bases[trainer.site.client], trainer.job)
         down, shared = trainer.node.receive(models, common=terms.common)
@@ -202,9 +203,9 @@ class SiteAnalyses:
         )  # fmt: skip
 
     def _enter(self, one: AgreedAnalysis, terms: Terms, rows: str) -> bool:
-        """Record a step before the site answers, and return True if the rows are still the rows of the first step.
+        """Record a step before the site answers it, and return True if the rows are still those of the first step.
 
-        Other rows give False.
+        The result is False for different rows.
 
         Args:
             one: requested analysis.
@@ -212,8 +213,8 @@ class SiteAnalyses:
             rows: digest of the rows.
 
         Raises:
-            Broken: the step was already answered for another question or under other terms, or the site has lost its
-                record of answers.
+            Broken: the step was already answered for a different question or under different terms, or the site has
+                lost its record of answers.
         """
         assert terms.question is not None
         path, step = self._steps(one.name), terms.question.step
@@ -234,10 +235,10 @@ class SiteAnalyses:
         return bool(rows == first)
 
     def _remember(self, one: AgreedAnalysis) -> None:
-        """Record in the memory of the data that this experiment asks the analysis.
+        """Record in the data's memory that this experiment requests the analysis.
 
         Raises:
-            Broken: so many experiments have asked the analysis that the site answers no further experiment.
+            Broken: so many experiments have requested the analysis that the site answers no more experiments.
         """
         site = self._trainer.site
         most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
@@ -249,14 +250,14 @@ class SiteAnalyses:
             if len(fits) >= most:
                 raise Broken(
                     f"{len(fits)} experiments have already asked for the analysis {one.name} over the "
-                    f"data {site.data_name!r}, and every further one would reveal a difference. Start "
-                    "it under another data_name"
+                    f"data {site.data_name!r}, and every further one would reveal a difference (changes in the table "
+                    "secure). Leave the analysis out, or ask it over other patients"
                 )
             fits.append(site.fingerprint)
             write_checked(site.memory_folder / MEMORY_FILE, record)
 
     def _are_apart(self, one: AgreedAnalysis, terms: AnalysisTerms) -> bool:
-        """Return whether the sets of rows may be summed besides those of other analyses, and remember the verdict."""
+        """Return True if the sets of rows may be summed in addition to other analyses, and remember the decision."""
         sets = one.analysis.row_sets(self._rows, terms)
         with in_turn(self._trainer.site.memory_folder):
             record = self._memory()
@@ -285,7 +286,7 @@ class SiteAnalyses:
         return record or {"asked": {}, "salt": secrets.token_hex(16)}
 
     def _digest(self) -> str:
-        """Return the digest of the rows, or of nothing if the rows cannot be read."""
+        """Return the digest of the rows, or the digest of nothing if the rows cannot be read."""
         try:
             rows = self._rows
             cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1)
@@ -296,7 +297,7 @@ class SiteAnalyses:
 
 
 def _read_result(message: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the name of an analysis and its result with the columns of its table, from a message.
+    """Return the name of an analysis and its result, with the columns of its table, from a message.
 
     Raises:
         WireError: the message is not a result.

@@ -1,10 +1,12 @@
-"""Approval of a run at a site, by the digest of all agreed settings.
+"""Approval of a run at a site, identified by the digest of all agreed settings, and the names of the site's data.
 
-If approval is required, the site trains only after approval.
+If approval is required, the site trains only after approval. The sender of an agreement names the data, and the name
+selects the site's memory. A site therefore keeps the name under which it first used each source of samples.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,9 +14,10 @@ from pathlib import Path
 from fedloom.errors import ConfigError, Refused
 from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.disk import regular
+from fedloom_sites.deploy.secure.opened import OPENED_FILE, in_turn, read_checked
 from fedloom_sites.deploy.settings import Site
 
-APPROVAL_FILE = "approved.json"
+APPROVAL_FILE, NAMES_FILE = "approved.json", "data-names.json"
 
 
 def approve(site: Site, digest: str) -> Path:
@@ -23,7 +26,7 @@ def approve(site: Site, digest: str) -> Path:
     The file contains the digest and the time.
 
     Raises:
-        ConfigError: the digest belongs to another run.
+        ConfigError: the digest belongs to a different run.
     """
     check_approved_digest(site, digest)
     path = site.folder / APPROVAL_FILE
@@ -34,20 +37,20 @@ def approve(site: Site, digest: str) -> Path:
 
 
 def check_approved_digest(site: Site, digest: str) -> None:
-    """Raise if a digest differs from the digest of the site's settings.
+    """Raise an error if a digest differs from the digest of the site's settings.
 
     Raises:
-        ConfigError: the digests differ. The message names both digests.
+        ConfigError: the digests differ. The message contains both digests.
     """
     if digest != site.digest:
         raise ConfigError(f"the digest of the run is {site.digest}, got {digest}. Ask the person who sent the digest")
 
 
 def check_approved(site: Site) -> None:
-    """Raise if a run was not approved although the site's settings require approval.
+    """Raise an error if a site's settings require approval but the run was not approved.
 
     Raises:
-        ConfigError: the run was not approved, or the agreed settings differ from the approved settings.
+        ConfigError: the run was not approved, or the agreed settings differ from the approved ones.
     """
     if not site.approval:
         return
@@ -60,3 +63,42 @@ def check_approved(site: Site) -> None:
             f"site {site.site} has not approved run {site.digest[:16]}. At the site, run: fedloom "
             "deploy approve FOLDER --digest DIGEST"
         )
+
+
+def check_data_name(site: Site) -> None:
+    """Raise if an agreement gives other data names to samples whose sums or budgets the site remembers.
+
+    The first agreement on a source names it.
+
+    Raises:
+        ConfigError: the source has another name at this site, or the list of names is damaged.
+    """
+    if (site.secure is None and site.epsilon is None) or site.snapshot is not None:  # `declare` has checked its source
+        return
+    folder, place = site.memory or site.state, str(site.data.get("path", site.data["source"]))
+    source = hashlib.sha256(str(Path(place).resolve() if Path(place).exists() else place).encode()).hexdigest()
+    with in_turn(folder):
+        path = folder / NAMES_FILE
+        try:
+            names = json.loads(regular(path).read_bytes()) if path.exists() else {}
+            first_name = names.setdefault(source, site.data_name)
+        except (OSError, ValueError, AttributeError, RecursionError):
+            raise Refused(
+                f"{NAMES_FILE} of site {site.site} is damaged, so the site cannot know the names of its data. Restore "
+                f"the file from a copy, or write {{}} into it if the site has not taken part in another experiment"
+            ) from None
+        if first_name != site.data_name:
+            raise Refused(
+                f"site {site.site} knows these data under the name {first_name!r}, but the agreement names them "
+                f"{site.data_name!r}, so the site would forget the sums and budgets of these data. Agree on data_name "
+                f"= {first_name!r}. If the source now contains other patients, delete its line from {NAMES_FILE} in "
+                "the folder memory, or else state, of the site"
+            )
+        if not path.exists() or json.loads(regular(path).read_bytes()) != names:
+            write_atomic(path, (json.dumps(names, indent=1) + "\n").encode())
+
+
+def count_experiments(site: Site) -> int:
+    """Return how many other experiments a site remembers of its data."""
+    record = read_checked(site.memory_folder / OPENED_FILE) or {}
+    return len({*record.get("experiments", {})} - {site.folder.name})

@@ -389,7 +389,7 @@ class Partition(Value):
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
             if draw.test is not None:
-                cure = "give every sample to one client, and to one part. A test set for all clients is Draw.common"
+                cure = "assign every sample to one client, and to one part. A test set for all clients is Draw.common"
             raise Refused(
                 f"{self.kind}: if clients share a sample, this partition would need two versions of the sample; {cure}"
             )

@@ -154,5 +154,5 @@ def scale(values: Sequence[float] | None) -> Tensor | None:
     """
     try:
         return None if values is None else torch.as_tensor(values, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise DataError(f"mean and std must be numbers, one per channel, got {values!r:.60}") from None

@@ -103,16 +103,16 @@ def make_dataset(
     if x.dtype.kind not in "uifb" or x.ndim == 0:
         problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}. Encode text as numbers first")
     if x.ndim == 1:
-        problems.append(f"x must be [N, features], got {x.shape}. For a single feature, give x[:, None]")
+        problems.append(f"x must be [N, features], got {x.shape}. For a single feature, pass x[:, None]")
     if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
-        cures = {"S": "give y.astype(str)", "M": "give y.astype(str), or numbers", "c": "give real numbers"}
-        cure = cures.get(y.dtype.kind, "give one row per sample")
+        cures = {"S": "pass y.astype(str)", "M": "pass y.astype(str), or numbers", "c": "pass real numbers"}
+        cure = cures.get(y.dtype.kind, "pass one row per sample")
         problems.append(f"y must be [N] classes or [N, k] targets, got {y.dtype} {y.shape}; {cure}")
     if len(x.shape) and len(y.shape) and len(x) != len(y):
         problems.append(f"{len(x)} samples but {len(y)} targets. Every sample needs one target")
     problems += [f"{what} must be a list of names, got the text {names!r}" for what, names in texts if names]
     if users is not None and np.shape(users) != x.shape[:1]:
-        problems.append(f"users have shape {np.shape(users)} for {len(x)} samples. Give one per sample")
+        problems.append(f"users have shape {np.shape(users)} for {len(x)} samples. Pass one client per sample")
     refuse(place, problems)
     if names and ((whole := x.astype(np.int32)) != x).any():
         raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}. Encode the text")
@@ -229,7 +229,7 @@ def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
         where = f"sample {at[0]}" + (f", column {at[1]}" if len(at) == 2 else "")
         yield (
             f"x: {int(changed.sum()):,} whole numbers beyond {MAX_EXACT_INTEGER:,} are rounded to "
-            f"float32 ({where}: {x[at]} is {int(kept[at])}). Subtract the smallest number, or give a "
+            f"float32 ({where}: {x[at]} is {int(kept[at])}). Subtract the smallest number, or use a "
             "table, whose columns are scaled first"
         )
 
@@ -273,13 +273,14 @@ def noted(data: Dataset) -> Dataset:
     x = data.x
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
         note = (
-            "x contains bytes (uint8), which are read as pixels and divided by 255. If they are not pixels, give floats"
+            "x contains bytes (uint8), which are read as pixels and divided by 255. If the bytes are "
+            "not pixels, pass floats"
         )
         return replace(data, notes=(*data.notes, note))
     if x.dtype == torch.uint8 and x.numel() and not data.vocabulary and int(x.max()) <= 1:
         note = (
-            "x has bytes of 0 and 1 alone, and bytes are divided by 255, so all samples are nearly black. Give 255 for "
-            "white, or floats"
+            "x contains only the bytes 0 and 1, and bytes are divided by 255, so all samples are "
+            "nearly black. Use 255 for white, or pass floats"
         )
         data = replace(data, notes=(*data.notes, note))
     data = noted_copies(data)
@@ -293,8 +294,8 @@ def noted(data: Dataset) -> Dataset:
         largest = float(x.abs().max())
         note = (
             f"x contains numbers of up to {largest:,.4g}. Floats are used without scaling, so "
-            "training may diverge or learn nothing. Divide them, or give images as bytes (uint8), "
-            "which are divided by 255"
+            "training may diverge or learn nothing. Divide the numbers, or pass images as bytes "
+            "(uint8), which are divided by 255"
         )
         return replace(data, notes=(*data.notes, note)) if largest > LARGE_VALUE and data.std is None else data
     columns = {str(k): values.double().numpy() for k, values in enumerate(x.T)}
@@ -332,7 +333,7 @@ def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
         yield (
             f"column {large[0]} has large numbers, with a median size of "
             f"{sizes[large[0]]:,.4g}{several}. Arrays are not scaled, so training may diverge or "
-            "learn nothing. Divide the numbers by their standard deviation, or give a table, whose "
+            "learn nothing. Divide the numbers by their standard deviation, or use a table, whose "
             "columns are scaled"
         )
 
@@ -365,9 +366,9 @@ def _targets(
     whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
     if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all()):
         shape_in_words = (
-            "a single 1 in every row, as one-hot classes have. Give y.argmax(1)"
+            "a single 1 in every row, like one-hot classes. Pass y.argmax(1)"
             if bool((y.sum(1) == 1).all())
-            else "0 and 1 only, as several labels of a sample have. Give task = 'multilabel'"
+            else "only 0 and 1, like several labels per sample. Set task = 'multilabel'"
         )
         raise DataError(
             f"{place}: y {y.shape} has {shape_in_words}, or task = 'regression', in [data] or in fl.Dataset.create(...)"
@@ -412,7 +413,7 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
         kinds = str if isinstance(cells[0] if cells else "", str) else (int, float, np.number, np.bool_)
         for k, cell in enumerate(cells):
             if not isinstance(cell, kinds):
-                cure = ". Give y[:].astype(str)" if isinstance(cell, bytes) else ""
+                cure = ". Pass y[:].astype(str)" if isinstance(cell, bytes) else ""
                 raise DataError(
                     f"{name}: value {k} is {cell!r:.60}. Use only numbers or only text, without missing values{cure}"
                 )

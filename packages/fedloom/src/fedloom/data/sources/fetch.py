@@ -12,6 +12,7 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 from fedloom.outputs import check_output_folder
 from fedloom.rundir import place_of
+from fedloom.values import check_type
 
 DATA_FOLDER_VARIABLE = "FEDLOOM_DATA"
 """Environment variable that contains the data set folder."""
@@ -135,6 +136,7 @@ def fetch(
             different digest, or the extra ``fetch`` is not installed.
         DataError: no address provides a file, or a downloaded file has a different digest.
     """
+    check_type("name of the data set", name, str)
     if name in UNFETCHED_SETS:
         raise ConfigError(f"{name} {UNFETCHED_SETS[name]}")
     if name not in REMOTE_SETS:
@@ -172,7 +174,7 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
         except RequestException as error:
             failures.append(f"{address}: {type(error).__name__}")
         except ValueError:
-            failures.append(f"{address}: the file has another digest than {digest[:19]}..., so it was not kept")
+            failures.append(f"{address}: the file does not have the digest {digest[:19]}..., so it was not kept")
         except OSError as error:
             raise DataError(f"{name}: {place / file} cannot be written: {error}") from error
     raise DataError(

@@ -20,15 +20,18 @@ from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_
 from fedloom.data.sources.table.reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
+from fedloom.data.tables import level
 from fedloom.errors import ConfigError, DataError
 from fedloom.hints import nearest
-from fedloom.values import fields_of, make
+from fedloom.values import check_type, fields_of, make
 
 COLUMN_OPTIONS = (
     "client_column", "subject", "order", "strata", "test_column", "categorical", "drop", "include", "columns",
     "group_columns", "event",
 )  # fmt: skip
 """Options of a table whose values are names of columns."""
+MAX_TOKENS = 2**24
+"""Largest number of tokens. float32, the type of samples, holds every whole number up to it."""
 
 
 def as_dataset(
@@ -94,6 +97,7 @@ def as_dataset(
     allowed = ("classes", "mean", "std", "clients", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
+    _check_kinds(name, task, options)
     roles = {role: options.pop(role, None) for role in SAMPLE_ROLES}
     roles |= join_roles(sides, name)
     column, users, last = (
@@ -167,16 +171,45 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
         raise ConfigError(f"{name}: target must be the name of a column or the targets themselves, got {shown:.60}")
     names = frame_names(obj)
+    if not names:
+        raise DataError(f"{name}: the table has no column. Give its features and the target as columns")
     target = next((n for n in TARGET_NAMES if n in names), names[-1]) if target is None else target
     target = tuple(target) if labels else str(target)
+    check_type(f"{name}: client_column", options.get("client_column"), str, type(None))
+    check_type(f"{name}: categorical", options.get("categorical", ()), list, tuple)
     options["categorical"] = tuple(
         {*options.get("categorical", ()), *coded_columns(obj)}
         - {*(target if labels else (target,)), options.get("client_column")}
     )
+    check_type(f"{name}: task", task, str, type(None))
     table_options = {"target": target, "task": task or "auto", **options}
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
     problems = Problems(name, first=0)
     return read_table(spec, name, names, spec.with_days(names, frame_cells(obj), problems), problems)
+
+
+def _check_kinds(name: str, task: object, options: dict[str, Any]) -> None:
+    """Raise if an option of arrays has a wrong type. Names of classes and tokens become text.
+
+    Raises:
+        ConfigError: an option has a wrong type. The message names the right one.
+    """
+    for key in ("classes", "vocabulary"):
+        value = options.get(key)
+        if isinstance(value, list | tuple | np.ndarray) and np.ndim(value) == 1:
+            options[key] = tuple(map(level, value))
+    flat = {key: isinstance(options.get(key), str | tuple) for key in ("classes", "vocabulary")}
+    size, last = options.get("vocabulary"), options.get("channels_last")
+    for key, value, right, what in (
+        ("task", task, isinstance(task, str), "a name, as 'regression'"),
+        ("layout", options.get("layout"), isinstance(options.get("layout"), str), "'sequence' or 'image'"),
+        ("channels_last", last, isinstance(last, bool), "True or False"),
+        ("classes", options.get("classes"), flat["classes"], "a list of names"),
+        ("vocabulary", size, flat["vocabulary"] or (isinstance(size, int) and 0 <= size <= MAX_TOKENS),
+         f"a list of names, or a number up to {MAX_TOKENS:,}"),
+    ):  # fmt: skip
+        if value is not None and not right:
+            raise ConfigError(f"{name}: {key} must be {what}, got {value!r:.60}")
 
 
 def _named(value: Any) -> Any:

@@ -39,7 +39,7 @@ REREAD_NOTE = (
     "figures of training parts use one draw of each"
 )
 AUGMENT_HINT = (
-    "leave random transforms out of the data set and give augment to the run, as augment={'flip': 0.5, 'crop': 4}"
+    "leave random transforms out of the data set, and pass augment to the run, as augment={'flip': 0.5, 'crop': 4}"
 )
 
 

@@ -167,7 +167,7 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     for name, value in arrays.items():
         if value.shape != (rows,):
             raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples. Give one value per sample")
-        if any(map(_is_absent, value.tolist() if value.dtype.kind == "O" else value[value != value])):  # NaN and NaT
+        if any(map(is_absent, value.tolist() if value.dtype.kind == "O" else value[value != value])):  # NaN and NaT
             raise DataError(
                 f"{place}: {name} is missing for some samples. Give a value for each sample, or leave those samples out"
             )
@@ -187,7 +187,7 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     return Design(design.get("subject"), design.get("order"), design.get("strata"))
 
 
-def _is_absent(value: object) -> bool:
+def is_absent(value: object) -> bool:
     """Return True for None, NaN, NaT and the missing value of pandas."""
     return value is None or type(value).__name__ == "NAType" or bool(value != value)
 

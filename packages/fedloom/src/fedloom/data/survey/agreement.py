@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from fedloom.data.dataset import CLASS_TASKS, Task
 from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn
 from fedloom.errors import ConfigError, direction_in
+from fedloom.rundir import place_of
 from fedloom.storage import read_toml
 from fedloom.values import Value, fields_of, make
 
@@ -237,7 +238,7 @@ def agreement_of(document: object) -> Agreement | None:
     if document is None or isinstance(document, Agreement):
         return document
     if isinstance(document, str | Path):
-        return Agreement.read(Path(document).expanduser())
+        return Agreement.read(place_of(document, "agreement").expanduser())
     if isinstance(document, Mapping):
         return make(Agreement, dict(document), "agreement", fields_of(Agreement))
     raise ConfigError(f"agreement must be the path of a document, got {document!r:.60}")

@@ -43,8 +43,8 @@ MIN_DISTINCT_SHARE = 0.2
 """Smallest number of different values per row for a column to tell rows apart."""
 NEAR_COPIES_NOTE = (
     "{} of {} have a neighbor that is far closer than all others, like copies with noise. If both "
-    "come from one sample, it is in training and test alike. Leave such rows out, or name the column "
-    "of the patient or person of a row in subject"
+    "come from one sample, this sample is in the training part and in the test part. Leave such rows "
+    "out, or name the column of the patient or person of a row in subject"
 )
 """Note on near-duplicates."""
 MAX_SHOWN_FINDINGS = 6
@@ -222,8 +222,8 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
         fine = fine or len(held) >= MIN_DISTINCT_SHARE * count
     if pairs > CHANCE_MULTIPLE * chance and (fine or pairs > CHANCE_MULTIPLE**2 * max(chance, 1)):
         yield (
-            f"{copies:,} of {count:,} rows are exact copies of others. If copies come from one "
-            "sample, it is in training and test alike. Leave them out"
+            f"{copies:,} of {count:,} rows are exact copies of others. If the copies come from one "
+            "sample, this sample is in the training part and in the test part. Leave the copies out"
         )
 
 

@@ -159,8 +159,8 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return kind
     mostly = different >= MIN_DISTINCT_SHARE
     many = mostly or len(cells) >= (MIN_PATTERN_CELLS if parts & LONE_NAME_COLUMNS else MIN_REPEATED_CELLS)
-    for what, names in CONTACT_WORDS.items():
-        if many and parts & {*names.split()} and _reaches(what, texts, text):
+    for what, listed in CONTACT_WORDS.items():
+        if many and parts & {*listed.split()} and _reaches(what, texts, text):
             return what
     if many and text:
         if _share(WEB_PATTERN, texts) >= MIN_PATTERN_SHARE:

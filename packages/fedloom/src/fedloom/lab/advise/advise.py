@@ -1,4 +1,4 @@
-"""advise: which method, with which settings, for clients given in Python."""
+"""advise: which method to use, with which settings, for clients passed in Python."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fedloom.lab.experiment.units.executors import Executor
 from fedloom.lab.progress import remark
 from fedloom.lab.report.comparison.pairs import checked_margin
 from fedloom.rundir import place_of
+from fedloom.values import check_type
 
 
 @default_to_cpu()
@@ -41,14 +42,14 @@ def advise(
 ) -> Advice:
     """Race a small portfolio of methods and return advice on the method to use for these clients.
 
-    The race reads training and validation data only. The reported gains come from validation data that the race did not
+    The race reads only training and validation data. The reported gains come from validation data that the race did not
     use.
 
     Args:
-        data: a federation, a data set, its name, arrays or clients, as in `fedloom.compare`.
-        model: as in `fedloom.simulate`. Softmax when None.
+        data: a federation, a data set, the name of a data set, arrays or clients, as in `fedloom.compare`.
+        model: model, as in `fedloom.simulate`. Softmax when None.
         partition: how a data set is split among clients.
-        budget: gradients of the race, in runs of FedAvg with all ``rounds``.
+        budget: number of gradients for the race, measured in runs of FedAvg with all ``rounds``.
         margin: largest difference that does not matter, in the units of the metric (0.01 of an accuracy is one point).
             None: no margin is stated.
         tune: ``metric`` and ``space`` of the table ``[tune]`` of an experiment file.
@@ -58,21 +59,24 @@ def advise(
         progress_bar: True to write a line after every comparison, on standard error.
         name: name of the experiment that is written.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
-            ``seed`` is the seed of the split, and of the first run of every method.
+            ``seed`` is the seed of the split, and of each method's first run.
 
     Returns:
-        The answer. Its method ``lines`` returns it in words.
+        The answer. Its method ``lines`` returns the advice in words.
 
     Raises:
-        ConfigError: the values cannot work. Nothing has been run in that case.
+        ConfigError: the values are impossible. Nothing has been run in that case.
         DataError: the data cannot be converted to a data set.
-        RunDirError: the folder belongs to another race.
+        RunDirError: the folder belongs to a different race.
         RunStopped: the race was interrupted, or no method has a result.
     """
     if find_spec("optuna") is None:
         raise ConfigError("advise: Optuna is needed: pip install 'fedloom[tune]'")
     from fedloom.lab.advise.advisor import Advisor
 
+    check_type("advise: join", join, bool)
+    check_type("advise: progress_bar", progress_bar, bool)
+    check_type("advise: tune", tune, Mapping, type(None))
     if join and folder is None:
         raise ConfigError(
             "advise: join needs a folder in which the runs are shared. Name a folder that all processes can use"

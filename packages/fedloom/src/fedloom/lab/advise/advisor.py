@@ -65,21 +65,21 @@ RACE_ENTRIES = (RACE_FILE, LAPS_FOLDER, WORK_FOLDER, *ANSWER_FILES)
 
 
 IDENTITY_ARMS = 4
-"""Number of settings of every method that identify a race. A race with a larger budget tries these and more."""
+"""Number of settings per method that identify a race. A race with a larger budget tries these settings and more."""
 
 LapKey = tuple[str, int, int]
-"""Label and number of an arm, and seed."""
+"""Label of a method, number of its arm, and seed."""
 
 
 class LapWork(NamedTuple):
-    """A lap with its setting.
+    """Lap together with its setting.
 
     Attributes:
         lap: the lap.
         setting: setting of the whole run.
-        rounds: rounds of the whole run.
+        rounds: number of rounds of the whole run.
         end: last round of the lap.
-        unit: place of the result.
+        unit: unit of work, with the location of the result.
         before: last round of the arm's previous lap with this seed. None if there is no such lap.
     """
 
@@ -108,19 +108,19 @@ class Advisor:
     """A race for the clients of an experiment.
 
     Args:
-        document: content of the experiment file. Its methods are not read.
+        document: content of the experiment file. Its methods are ignored.
         where: name of the file, for messages.
         out: directory of the race, created if it does not exist.
         data_dir: folder of data sets.
-        budget: gradients of the race, in runs of FedAvg with all rounds of the experiment.
+        budget: number of gradients for the race, measured in runs of FedAvg with all rounds of the experiment.
         margin: largest difference of the metric that does not matter. None: no margin is stated.
         read: function that returns the experiment of a document.
         methods: names of methods in the registry. None: the frozen portfolio. Local training and FedAvg always take
             part.
 
     Raises:
-        ConfigError: the experiment cannot work, has no validation data, or has too small a budget. Nothing is written.
-        RunDirError: the directory belongs to another race, or is not the directory of a race.
+        ConfigError: the experiment cannot work, has no validation data, or its budget is too small. Nothing is written.
+        RunDirError: the directory belongs to a different race, or is not the directory of a race.
         DataError: the data cannot be read.
     """
 
@@ -167,7 +167,7 @@ class Advisor:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Reason why a method of the portfolio cannot take part, by name."""
+        """Reason why a method of the portfolio cannot take part, by method name."""
         return self._entries.left_out
 
     @property
@@ -194,7 +194,7 @@ class Advisor:
             executor: engine that trains the laps, with ``submit(function, *arguments)``.
 
         Raises:
-            ConfigError: the experiment cannot travel to the workers of the executor.
+            ConfigError: the experiment cannot be sent to the workers of the executor.
             RunStopped: the race was interrupted. Finished laps are kept.
             CheckpointError: the disk is full or rejects a write. Finished laps are kept.
         """
@@ -228,8 +228,8 @@ class Advisor:
     def _run_laps(self, laps: Sequence[Lap], train: TrainLaps) -> list[LapResult]:
         """Train laps and return their results in order.
 
-        The rounds of a method are planned with its first setting. If the rounds of another setting cost something else,
-        its first lap is repeated with another number of rounds.
+        The rounds of a method are planned with its first setting. If the rounds with another setting have a different
+        cost, its first lap is repeated with a different number of rounds.
         """
         results = train([self._work_of(lap) for lap in laps])
         firsts = {lap.arm.label: result for lap, result in zip(laps, results, strict=True) if lap.arm.number == 0}
@@ -256,7 +256,7 @@ class Advisor:
         return LapWork(lap, setting, whole, end, self._unit(lap, end), self._newest.get(_key(lap)))
 
     def _train_here(self, session: JoinedWork, works: Sequence[LapWork]) -> list[LapResult]:
-        """Train laps in processes of this machine, beside other processes that joined."""
+        """Train laps in processes on this machine, together with other processes that have joined."""
 
         def do(k: int, claim: UnitClaim) -> None:
             work = works[k]
@@ -321,7 +321,7 @@ class Advisor:
     def _plan_methods(self) -> list[LapShares]:
         """Find the rounds of every method, with its first setting and the file's step size, and return their shares.
 
-        A step size does not change the cost of a round.
+        The step size does not affect the cost of a round.
         """
         shares = list[LapShares]()
         for label, (arm,) in self._entries.arms(1, self.seeds[0]).items():
@@ -341,7 +341,7 @@ class Advisor:
         return WorkUnit(name, self.out / LAPS_FOLDER / name)
 
     def _check_directory(self, *, joins: bool = False) -> None:
-        """Raise if the directory is not the directory of this race, with this budget or a smaller one."""
+        """Raise if the directory is not the directory of this race, with this budget or a smaller budget."""
         path = self.out / RACE_FILE
         if not is_unused(self.out) and not path.exists():
             raise RunDirError(f"{self.out} is not empty and contains no race (no {RACE_FILE}). Choose another --out")
@@ -373,7 +373,7 @@ class Advisor:
         make_folder(self.out / LAPS_FOLDER)
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything that laps depend on, as it reads in a file."""
+        """Return everything on which laps depend, as a file would contain it."""
         settings = self._experiment_of_share().settings()
         for free in ("name", "seeds", "evaluate"):
             settings.pop(free)

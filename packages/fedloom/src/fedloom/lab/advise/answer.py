@@ -33,7 +33,7 @@ from fedloom.storage.files import write_atomic
 ANSWER_FILES = ADVISED_FILE, ADVICE_FILE, CLIENTS_FILE = "advised.toml", "advice.json", "clients.csv"
 """Files of an answer: the experiment with the advised method, the answer for programs, and the advice for clients."""
 MAX_NAMED_CLIENTS = 6
-"""Largest number of clients that a line names."""
+"""Largest number of clients that a line lists."""
 
 
 class Verdict(StrEnum):
@@ -45,7 +45,7 @@ class Verdict(StrEnum):
 
 
 class Choice(StrEnum):
-    """Course of action for a client, in words."""
+    """Recommended action for a client, in words."""
 
     JOIN = "join"
     TUNE = "fine-tune"
@@ -60,8 +60,8 @@ class ClientAdvice(NamedTuple):
         choice: recommended course of action.
         gain: predicted gain of the method over training alone, from the data of the race, above 0 if the method is
             better.
-        estimate: mean gain on the client's kept validation data. Nan if the client has no kept data.
-        half: half of the interval of the estimate, over seeds. Nan with one seed.
+        estimate: mean gain on the client's kept validation data. NaN if the client has no kept data.
+        half: half width of the estimate's interval, over seeds. NaN with one seed.
     """
 
     name: str
@@ -76,23 +76,23 @@ class Advice(NamedTuple):
 
     Attributes:
         verdict: the answer in words.
-        method: the best federated method, which leads the race unless training alone leads.
+        method: best federated method, which leads the race unless training alone leads.
         arms: the chosen settings, by label.
-        metric: metric that decided.
-        gains: the method minus local training, and minus FedAvg, on validation data that the race did not use, above 0
-            if the method is better. None if a run failed.
-        racing: methods that are still in the race, the best first.
-        departures: for every method that left, the method that was better, the look, and the difference on the data of
-            the race.
+        metric: metric on which the decision is based.
+        gains: difference between the method and local training, and between the method and FedAvg, on validation data
+            that the race did not use, above 0 if the method is better. None if a run failed.
+        racing: methods that are still in the race, best first.
+        departures: for each method that left, the better method, the interim analysis (look) at which it left, and the
+            difference on the data of the race.
         left_out: reason why a method did not take part.
-        more: number of further gradients that would decide the race. None if no more are needed, or if the most seeds
-            of a race would not decide.
-        needed: budget that contains these gradients, in runs of FedAvg. None without such a number.
+        more: number of additional gradients that would decide the race. None if no more are needed, or if even the
+            largest number of seeds would not decide.
+        needed: budget that includes these gradients, measured in runs of FedAvg. None without such a number.
         clients: advice for every client.
         cost: cost of one run of the method: rounds, gradients, bytes, and hours (None without devices).
         spent: number of gradients that the race used.
         budget: largest number of gradients that the race was allowed to use.
-        looks: number of looks.
+        looks: number of interim analyses (looks).
         margin: largest difference that does not matter. None: no margin was stated.
         kept: number of validation samples that only the answer used.
     """
@@ -122,7 +122,7 @@ class Advice(NamedTuple):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Methods that the advised method is compared with."""
+        """Methods with which the advised method is compared."""
         return tuple(label for label in (ALONE_METHOD, AVERAGE_METHOD) if label != self.method)
 
     def lines(self) -> list[str]:
@@ -243,17 +243,18 @@ def form_advice(
     left_out: Mapping[str, str],
     budget_of: Callable[[int, int], float],
 ) -> Advice:
-    """Return the answer of a race.
+    """Return the answer that a race gives.
 
     Args:
         outcome: outcome of the race.
         fed: the federation of the race.
-        metric: metric that decided.
+        metric: metric on which the decision is based.
         margin: largest difference that does not matter. None: no margin is stated.
         budget: largest number of gradients that the race was allowed to use.
         work: number of gradients of a whole run.
         left_out: reason why a method did not take part.
-        budget_of: function from numbers of finalists and seeds to the budget that pays for them, in runs of FedAvg.
+        budget_of: function that maps numbers of finalists and seeds to the budget that pays for them, in runs of
+            FedAvg.
 
     Raises:
         RunStopped: no method has a result.
@@ -325,7 +326,8 @@ def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | 
 def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:
     """Return advice for every client.
 
-    A client stays alone if the predicted gain is below 0. Otherwise it uses the better of the method's models.
+    A client is advised to train alone if the predicted gain is below 0. Otherwise, it is advised to use the better of
+    the method's models.
     """
     read = difference_table(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
     kept = difference_table(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, sign)
@@ -354,7 +356,7 @@ def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
 
 
 def _half(values: Any) -> float:
-    """Return half of the interval of a client's mean over seeds."""
+    """Return the half width of the interval of a client's mean over seeds."""
     if len(values) < 2 or not np.isfinite(values).all():
         return math.nan
     from scipy.stats import t  # slow to import

@@ -1,4 +1,4 @@
-"""Laps trained by an executor: a lap travels as text, with its checkpoint, and its result returns."""
+"""Laps trained by an executor: a lap is sent as text, with its checkpoint, and its result is returned."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def pack_lap(
     Args:
         seed: seed of the run.
         method: table of the method in an experiment file.
-        rounds: rounds of the whole run.
+        rounds: number of rounds of the whole run.
         end: last round of the lap.
-        metric: metric that decides.
+        metric: metric on which the decision is based.
         seeds: all seeds of the race.
         before: folder of the previous lap, whose checkpoint the lap continues. None: the lap starts at round 1.
     """
@@ -51,7 +51,7 @@ def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
     Args:
         experiment: text from `fedloom.lab.experiment.units.travel.pack_experiment`.
         unit: text from `pack_lap`.
-        data: bytes from `pack_experiment`. They are needed once per worker.
+        data: bytes from `pack_experiment`. They are needed only once per worker.
 
     Returns:
         A `UnitReply` as bytes, with the result and the checkpoint of the lap.

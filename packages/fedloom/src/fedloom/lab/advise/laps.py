@@ -28,22 +28,22 @@ from fedloom.storage.files import make_folder, write_atomic
 LAP_FILE = "lap.json"
 """File with the result of a lap."""
 DECIDING_PART, ESTIMATING_PART = "validation", "test"
-"""Parts of the federation of a race: the part that the race reads, and the part that only the answer reads.
+"""Parts of a race's federation: the part that the race reads, and the part that only the answer reads.
 
 Both contain validation data.
 """
 Subjects = NDArray[np.int64]
-"""Numbers of subjects ``[k]``, rising, or a number for each subject."""
+"""Number of subjects ``[k]``, in increasing order, or one number per subject."""
 MODEL_KINDS = ("global", "personal", "hybrid")
 """Kinds of models that are scored if the method has them. A client would use the last kind that exists."""
 
 
 class Arm(NamedTuple):
-    """A method with the settings of one entry of the race.
+    """Method with the settings of one entry in the race.
 
     Attributes:
         label: label of the method.
-        number: number of the entry among the entries of its method, 0 for the file's settings.
+        number: number of the entry among its method's entries, 0 for the file's settings.
         params: values by setting.
     """
 
@@ -53,7 +53,7 @@ class Arm(NamedTuple):
 
 
 class Lap(NamedTuple):
-    """An arm with a seed, trained up to a share of the work of a whole run."""
+    """Arm with a seed, trained up to a given share of the work of a whole run."""
 
     arm: Arm
     seed: int
@@ -65,12 +65,13 @@ class LapResult(NamedTuple):
 
     Attributes:
         round: number of rounds so far.
-        samples: number of samples whose gradient was computed so far, including personal models of the last evaluation.
-        trained: the same number without these models.
-        bytes: bytes sent so far, in both directions.
-        seconds: virtual time so far. None without devices.
-        scores: value of every client by part, by model. None if a value is not known.
-        reason: reason for missing scores. Empty otherwise.
+        samples: number of samples whose gradient was computed so far, including those for personal models at the last
+            evaluation.
+        trained: the same number without these personal models.
+        bytes: number of bytes sent so far, in both directions.
+        seconds: virtual time so far in seconds. None without devices.
+        scores: value for each client by part, by model. None if a value is unknown.
+        reason: reason why scores are missing. Empty otherwise.
     """
 
     round: int
@@ -82,7 +83,7 @@ class LapResult(NamedTuple):
     reason: str = ""
 
     def values(self, part: str, model: str = "") -> NDArray[np.float64] | None:
-        """Return the value of every client on a part, for the model that a client would use or for a given model.
+        """Return the value for each client on a part, for the model that a client would use or for a given model.
 
         The result is None without such a model.
         """
@@ -92,13 +93,14 @@ class LapResult(NamedTuple):
 
 
 def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
-    """Return the federations of a race, one for each of its seeds: without test data, with a part for the answer.
+    """Return the federations of a race, one per seed: without test data, and with a part reserved for the answer.
 
-    Half of the validation subjects of every client are kept for the answer, as the part ``test``. No seed of the race
-    reads them. The other half decides with the first seed. Further seeds validate on the same number of other subjects
-    from the training part, and train on as many of the deciding half instead. So every seed adds validation data, and
-    trains on equally many subjects. If an order is known, all seeds validate on the later half. Subjects stay whole,
-    and classes keep their shares. The only validation subject of a client goes to the race.
+    Half of each client's validation subjects are reserved for the answer, as the part ``test``. No seed of the race
+    reads them. The first seed is evaluated on the other half. Further seeds validate on the same number of other
+    subjects from the training part, and in exchange train on as many subjects of the evaluation half. Every seed
+    therefore adds validation data, and trains on equally many subjects. If an order is known, all seeds validate on the
+    later half. Subjects are not divided, and classes keep their shares. If a client has only one validation subject,
+    the race receives it.
     """
     cut = _Cut(fed)
     decide, kept = cut.halve_validation()
@@ -122,14 +124,14 @@ class _Cut:
         self._draw = torch.rand(len(fed.data), generator=purpose, dtype=torch.float64).numpy()
 
     def halve_validation(self) -> tuple[Subjects, Subjects]:
-        """Return the subjects of the validation part that decide, and the subjects that are kept for the answer."""
+        """Return the validation subjects that the race uses, and the subjects that are reserved for the answer."""
         subjects, _, turn = self._ranked(np.unique(self._who[self._validates]))
         return subjects[turn % 2 == 0], subjects[turn % 2 == 1]
 
     def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
         """Return the federation of a further seed.
 
-        The result is None if a client would be left without a training sample.
+        The result is None if a client would have no training samples left.
         """
         fold = self._take_fold(decide, turn, turns)
         try:
@@ -138,7 +140,7 @@ class _Cut:
             return None
 
     def _take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
-        """Return the same number of other subjects of every client from the training part, spread over its classes."""
+        """Return the same number of other subjects for each client from the training part, spread over its classes."""
         clients = self._fed.n
         trained, home, rank = self._ranked(np.unique(self._who[~self._validates]))
         sizes = np.bincount(home, minlength=clients)
@@ -157,9 +159,10 @@ class _Cut:
         return chosen
 
     def make(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
-        """Return the federation in which the given subjects decide.
+        """Return the federation in which the given subjects are used for evaluation.
 
-        The subjects ``first`` of the validation part decide, or are trained on. Its other subjects are not used.
+        The subjects ``first`` of the validation part are used for evaluation or training. Its other subjects are not
+        used.
         """
         fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
         chosen = np.isin(self._who, decide) & rests
@@ -177,7 +180,7 @@ class _Cut:
         return Split(index.to(self._fed.device), offsets.to(self._fed.device))
 
     def _ranked(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
-        """Return the subjects, their clients, and their ranks at the client: by class, random within a class."""
+        """Return the subjects, their clients, and their ranks at the client: by class, and random within a class."""
         rows = np.flatnonzero(np.isin(self._who, subjects))
         subjects, first = np.unique(self._who[rows], return_index=True)
         place = rows[first]
@@ -221,7 +224,7 @@ def read_lap(folder: Path) -> LapResult:
 
 
 def copy_checkpoint(before: Path, folder: Path) -> None:
-    """Start a lap at the end of another lap, if the checkpoint contains the state.
+    """Start a lap where another lap ended, if the checkpoint contains the state.
 
     Otherwise the lap trains from round 1.
     """

@@ -1,14 +1,14 @@
 """Looks: paired differences of two methods over clients and seeds, and the level that each look may spend.
 
-The difference of two methods is a table with a value for every seed and client. Seeds and clients have random effects:
-a client gains more or less than another client, and a seed favors one method at all clients. The standard error
-contains the mean squares of both (two-way random effects), and the degrees of freedom follow Satterthwaite. Therefore
-neither many clients with one lucky seed nor many seeds at one unusual client decide. A pair has few seeds, so the
-variance of its seeds is at least the variance that all methods of the race share.
+The difference between two methods is a table with a value for each seed and client. Seeds and clients are random
+effects: some clients gain more than others, and a seed may favor one method at all clients. The standard error includes
+the mean squares of both (two-way random effects), and the degrees of freedom follow Satterthwaite. Therefore, neither
+many clients with one lucky seed nor many seeds at one unusual client are enough to decide. A pair of methods has few
+seeds, so its variance over seeds is taken to be at least the variance that all methods of the race share.
 
-A race has several looks. The levels of its looks add up to the level of the race (the spending function of Lan and
+A race has several looks. The levels of these looks add up to the level of the race (the spending function of Lan and
 DeMets that resembles Pocock's), and each look divides its level among the rivals of a method. By Bonferroni's
-inequality the best method leaves with a probability of at most the level of the race, however the looks depend on each
+inequality, the best method leaves with a probability of at most the level of the race, however the looks depend on each
 other.
 
 References: F. E. Satterthwaite, Biometrics Bulletin 2, 1946; S. L. Hillis, Statistics in Medicine 26, 2007 (readers and
@@ -36,7 +36,7 @@ Values = NDArray[np.float64]
 
 
 class SeedPool(NamedTuple):
-    """Effect of seeds on the difference of any two methods of a race.
+    """Effect of seeds on the difference between any two methods of a race.
 
     Attributes:
         variance: variance over seeds of a difference's mean over clients.
@@ -53,8 +53,8 @@ class PairedDifference(NamedTuple):
     Attributes:
         mean: mean over all clients and seeds.
         of_clients: mean square of the clients' means.
-        of_seeds: mean square of the seeds' means, at least the value from the pool. Nan with one seed.
-        of_rest: mean square of the residuals. Nan with one seed.
+        of_seeds: mean square of the seeds' means, at least the value from the pool. NaN with one seed.
+        of_rest: mean square of the residuals. NaN with one seed.
         clients: number of clients.
         seeds: number of seeds.
         seed_degrees: degrees of freedom of ``of_seeds``.
@@ -70,7 +70,7 @@ class PairedDifference(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Standard error of the mean. Nan with fewer than two clients."""
+        """Standard error of the mean. NaN with fewer than two clients."""
         return self._error(self.seeds)
 
     @property
@@ -82,7 +82,7 @@ class PairedDifference(NamedTuple):
         return (self.of_clients + extra) ** 2 / below if below else float(max(1, self.clients - 1))
 
     def _error(self, seeds: int) -> float:
-        """Return the standard error of the mean with another number of seeds."""
+        """Return the standard error that the mean would have with a different number of seeds."""
         if self.clients < 2:
             return math.nan
         if self.seeds < 2:
@@ -93,7 +93,7 @@ class PairedDifference(NamedTuple):
         return math.sqrt((lasting + passing / seeds) / self.clients)
 
     def p_above(self) -> float:
-        """Return the one-sided p of a mean above 0, which is 1 if no test is possible."""
+        """Return the one-sided p value of a mean above 0, which is 1 if no test is possible."""
         if not self.error > 0:
             return 0.0 if self.error == 0 and self.mean > 0 else 1.0
         from scipy.stats import t  # slow to import
@@ -101,15 +101,15 @@ class PairedDifference(NamedTuple):
         return float(t.sf(self.mean / self.error, self.degrees))
 
     def half_width(self, level: float = INTERVAL_LEVEL) -> float:
-        """Return half of the two-sided interval of the mean. Nan with fewer than two clients."""
+        """Return the half width of the two-sided interval of the mean. NaN with fewer than two clients."""
         from scipy.stats import t  # slow to import
 
         return float(t.isf(level / 2, self.degrees) * self.error) if math.isfinite(self.error) else math.nan
 
     def seeds_needed(self, level: float, most: int = 1000) -> int | None:
-        """Return the number of seeds with which a mean of this size would differ from 0.
+        """Return the number of seeds for which a mean of this size would differ significantly from 0.
 
-        The result is None if no number suffices.
+        The result is None if no number is sufficient.
 
         Args:
             level: one-sided.
@@ -126,7 +126,7 @@ def pool_seeds(values: Values) -> SeedPool | None:
     """Return the effect of seeds on differences, estimated from all methods: the interaction of methods and seeds.
 
     Args:
-        values: ``[methods, seeds, clients]``. A client with a value that is not finite is left out.
+        values: values ``[methods, seeds, clients]``. A client with a value that is not finite is omitted.
 
     Returns:
         The result is None with one seed, one method or no client.
@@ -145,7 +145,7 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
     """Return the summary of a difference by seed and client.
 
     Args:
-        values: ``[seeds, clients]``. A client with a value that is not finite is left out of every seed.
+        values: ``[seeds, clients]``. A client with a value that is not finite is omitted for all seeds.
         pool: effect of seeds on all methods. None: unknown.
     """
     values = values[:, np.isfinite(values).all(0)]
@@ -168,10 +168,10 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
 
 
 def shrink_gains(values: Values) -> Values:
-    """Return the predicted difference of every client, ``[clients]``: its mean, shrunk towards the mean of all clients.
+    """Return the predicted difference for each client, ``[clients]``: its mean, shrunk towards the mean of all clients.
 
-    It is the best linear unbiased prediction of the two-way model: only the share of the clients' variance that
-    persists over seeds remains. Clients with a value that is not finite get the mean of the other clients.
+    It is the best linear unbiased prediction in the two-way model: only the share of the clients' variance that
+    persists over seeds remains. Clients with a value that is not finite receive the mean of the other clients.
 
     Args:
         values: difference ``[seeds, clients]``.
@@ -187,11 +187,11 @@ def shrink_gains(values: Values) -> Values:
 
 
 def spend_level(looks: int, level: float = RACE_ERROR_LEVEL) -> list[float]:
-    """Return the level of each look of a race, the first look first.
+    """Return the level of each look of a race, beginning with the first look.
 
     Args:
         looks: number of looks, fixed before the first one.
-        level: level of all looks together.
+        level: total level of all looks.
 
     >>> levels = spend_level(3)
     >>> levels[0] > levels[1] > levels[2], round(sum(levels), 12)

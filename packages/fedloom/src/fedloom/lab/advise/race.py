@@ -1,12 +1,12 @@
-"""The race: which arms run which laps, which settings stay, and which methods leave.
+"""Race: which arms run which laps, which settings are kept, and which methods leave.
 
 Every method starts with the same number of settings. After a ninth of the work of a whole run with one seed, about the
-best third of each method's settings stays. After a third of the work, with two seeds, one setting of each method stays.
-From then on methods are compared: a method leaves if another method is better by more than chance
-(`fedloom.lab.advise.looks`). The remaining methods, and local training and FedAvg for comparison, train to the end. The
-rest of the budget buys further seeds while the race is open.
+best third of each method's settings are kept. After a third of the work, with two seeds, one setting per method is
+kept. From then on, methods are compared: a method leaves if another method is better by more than chance
+(`fedloom.lab.advise.looks`). The remaining methods are trained to the end, and so are local training and FedAvg for
+comparison. The rest of the budget is spent on further seeds while the race is undecided.
 
-The functions here choose laps and read their results. They do not train, so they can be tested with any results.
+The functions here choose laps and read their results. They do not train, so they can be tested with arbitrary results.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ EARLY_DEPTH, MIDDLE_DEPTH, WHOLE_DEPTH = 1 / 9, 1 / 3, 1.0
 FIRST_SEEDS, MOST_SEEDS = 2, 5
 """Number of seeds at the first comparison of methods, and largest number of seeds."""
 MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
-"""Largest number of looks, at which methods may leave."""
+"""Largest number of looks at which methods may leave."""
 ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
-"""Methods that take part in every race, and with which all other methods are compared. They always train to the end."""
+"""Methods that take part in every race, and with which all other methods are compared. They are always trained to the
+end."""
 DEFAULT_BUDGET_RUNS = 16.0
-"""Default number of gradients of a race, in runs of FedAvg: twice the gradients of a search with 8 trials for FedAvg
+"""Default number of gradients for a race, in runs of FedAvg: twice as many as a search with 8 trials needs for FedAvg
 alone."""
 MOST_ARMS, MOST_STAYING = 16, 4
-"""Largest number of settings of a method, and largest number that stays after the first comparison. The rest of a
-larger budget buys seeds."""
+"""Largest number of settings per method, and largest number that is kept after the first comparison. If the budget is
+larger, the rest is spent on seeds."""
 
 RunLaps = Callable[[Sequence[Lap]], Sequence[LapResult]]
-"""Function that trains laps side by side and returns their results in the order of the laps."""
+"""Function that trains laps in parallel and returns their results in the order of the laps."""
 
 
 class Departure(NamedTuple):
-    """A method that has left.
+    """Method that has left the race.
 
     Attributes:
         look: number of the look, from 1.
-        rival: method that is better. Empty if all settings of the method failed.
+        rival: method that is better. It is empty if all settings of the method failed.
         difference: rival minus method, above 0 if the rival is better.
-        reason: reason for the missing result, if all settings failed.
+        reason: reason why the result is missing, if all settings failed.
     """
 
     look: int
@@ -61,13 +62,13 @@ class RaceOutcome(NamedTuple):
     """Outcome of a race.
 
     Attributes:
-        arms: setting of every method that has trained to a third or to the end, by label.
-        results: results of whole runs by label and seed, for methods in the race and methods that serve for comparison.
-        racing: labels of the methods that are still in the race, the best first.
+        arms: setting of each method that has been trained to a third or to the end, by label.
+        results: results of whole runs by label and seed, for methods in the race and methods used for comparison.
+        racing: labels of the methods that are still in the race, best first.
         departures: departures of the other methods, by label.
         looks: number of looks.
-        level: one-sided level at which a method may leave because of another method, at the next look or at the last.
-        spent: number of gradients that all laps have used, and the plans of their rounds.
+        level: one-sided level at which another method may cause a method to leave, at the next or the last look.
+        spent: number of gradients used by all laps and for planning their rounds.
     """
 
     arms: Mapping[str, Arm]
@@ -80,17 +81,17 @@ class RaceOutcome(NamedTuple):
 
 
 def last_round(depth: float, rounds: int) -> int:
-    """Return the round at which a lap ends, of a run with this number of rounds."""
+    """Return the round at which a lap ends, for a run with this number of rounds."""
     return max(1, round(depth * rounds))
 
 
 class LapShares(NamedTuple):
-    """Gradients of a method's laps, in whole runs.
+    """Number of gradients in a method's laps, measured in whole runs.
 
     Attributes:
         early: first rounds, up to the first comparison.
         middle: rounds up to the second comparison.
-        personal: personal models after one lap. Every lap trains them for its result.
+        personal: personal models after one lap. Each lap trains them for its result.
     """
 
     early: float = EARLY_DEPTH
@@ -105,17 +106,17 @@ class LapShares(NamedTuple):
 
 
 def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 0.0) -> tuple[int, int]:
-    """Return the number of settings with which a method starts, and the number that stays after the first comparison.
+    """Return the number of settings with which a method starts, and the number that is kept after the first comparison.
 
-    The budget suffices if no method leaves before the end.
+    The budget is sufficient even if no method leaves before the end.
 
     Args:
-        methods: laps of every method in the race.
+        methods: laps of each method in the race.
         budget: gradients of the race, in whole runs of FedAvg.
-        planned: gradients of the budget with which the rounds of the methods were planned, in the same unit.
+        planned: number of gradients used for planning the methods' rounds, in the same unit.
 
     Raises:
-        ConfigError: the budget is too small for one setting of every method.
+        ConfigError: the budget is too small for one setting per method.
 
     >>> choose_counts([LapShares()] * 6, 16), choose_counts([LapShares()] * 6, 32), choose_counts([LapShares()] * 2, 4)
     ((7, 1), (16, 4), (1, 1))
@@ -139,7 +140,7 @@ def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 
 
 
 def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget: float, planned: float) -> int:
-    """Return a budget above another budget, in whole runs, that pays for a number of seeds of the finalists."""
+    """Return a budget above another budget, in whole runs, that pays for a number of seeds for the finalists."""
     starts, stays, ends = _costs(methods, planned)
     larger = math.floor(budget) + 1
     while True:
@@ -171,15 +172,16 @@ def race(
     """Race methods and return the outcome.
 
     Args:
-        arms: settings of every method, by label. Their number and ``stay`` come from `choose_counts`.
-        stay: number of settings of a method that stay after the first comparison.
+        arms: settings of every method, by label. Their number and ``stay`` are determined by `choose_counts`.
+        stay: number of settings per method that are kept after the first comparison.
         budget: largest number of gradients that all laps may use.
         work: number of gradients of a whole run.
         seeds: the `MOST_SEEDS` seeds of the race.
         run: function that trains laps.
         tell: function that receives a sentence after every comparison.
         higher: True if a higher value of the metric is better.
-        planned: function that returns the number of gradients that were used beside the laps. The budget covers them.
+        planned: function that returns the number of gradients that were used outside the laps. The budget includes
+            them.
     """
     return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell, planned).go(stay)
 
@@ -232,7 +234,7 @@ class _Race:
         return RaceOutcome(arms, results, racing, self._departures, self._looks, level, self._spent + self._planned())
 
     def _affords(self, runs: int) -> bool:
-        """Return whether the rest of the budget pays for whole runs."""
+        """Return True if the rest of the budget pays for whole runs."""
         return self._spent + self._planned() + runs * self._work <= self._budget
 
     @property
@@ -240,13 +242,13 @@ class _Race:
         return len(self._racing()) > 1
 
     def _racing(self) -> tuple[str, ...]:
-        """Return the labels of the methods in the race, the best first."""
+        """Return the labels of the methods in the race, best first."""
         racing = [label for label in self._arms if label not in self._departures]
         means = {label: self._mean(self._arms[label][0]) for label in racing}
         return tuple(sorted(racing, key=lambda label: -means[label]))
 
     def _finalists(self) -> dict[str, Sequence[Arm]]:
-        """Return the setting of every method that is in the race or serves for comparison."""
+        """Return the setting of each method that is in the race or used for comparison."""
         kept = (ALONE_METHOD, AVERAGE_METHOD)
         return {label: one for label, one in self._arms.items() if label not in self._departures or label in kept}
 
@@ -259,7 +261,7 @@ class _Race:
             self._newest[key] = result
 
     def _mean(self, arm: Arm) -> float:
-        """Return the mean of an arm over its seeds and over clients, where higher is better.
+        """Return the mean of an arm over its seeds and over clients, with a sign such that higher is better.
 
         The mean of a failed arm is minus infinity.
         """
@@ -272,7 +274,7 @@ class _Race:
         return self._sign * float(table[:, scored].mean()) if scored.any() else -math.inf
 
     def _keep(self, count: int, seeds: Sequence[int]) -> None:
-        """Keep the best settings of every method. A method whose settings have all failed leaves."""
+        """Keep the best settings of each method. A method leaves if all its settings have failed."""
         for label, one in [*self._arms.items()]:
             best = sorted(one, key=lambda arm: (-self._mean(arm), arm.number))
             self._arms[label] = best[:count]
@@ -314,7 +316,7 @@ class _Race:
 def difference_of(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> PairedDifference | None:
-    """Return one method minus another method on a part, above 0 if the first method is better.
+    """Return the difference between two methods on a part, above 0 if the first method is better.
 
     The result is None if a seed lacks a result.
 
@@ -335,9 +337,9 @@ def difference_of(
 def difference_table(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> Values | None:
-    """Return one method minus another method by seed and client, ``[seeds, clients]``, over their common seeds.
+    """Return the difference between two methods by seed and client, ``[seeds, clients]``, over their common seeds.
 
-    The result is None if a result of a run is missing.
+    The result is None if a run's result is missing.
     """
     seeds = [seed for label, seed in results if label == one and (other, seed) in results]
     pairs = [(results[one, seed].values(part), results[other, seed].values(part)) for seed in seeds]

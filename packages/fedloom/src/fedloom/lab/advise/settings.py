@@ -1,4 +1,4 @@
-"""Settings of a race: the methods of the portfolio that can work, and the settings that each of them tries."""
+"""Settings of a race: the methods of the portfolio that can work, and the settings that each method tries."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from fedloom.values import dump
 STEP_SIZE_KEY = "local.lr"
 """Setting of the step size, in the space of every method."""
 STEP_SIZE_FACTOR = 10.0
-"""Factor of the range of step sizes: from the file's step size divided by it to the file's step size times it."""
+"""Factor that defines the range of step sizes: from the file's step size divided by this factor to the file's step size
+multiplied by it."""
 LEFT_OUT_TABLES = ("method", "grid", "analysis")
-"""Parts of an experiment file that a race does not read."""
+"""Parts of an experiment file that a race ignores."""
 DIGITS_TRIED = 3
-"""Number of significant digits of a number that is tried."""
+"""Number of significant digits of numbers that are tried."""
 
 
 @cache
@@ -40,10 +41,10 @@ def read_portfolio() -> tuple[tuple[str, ...], Mapping[str, Any]]:
 
 
 class Entries:
-    """The methods of a race, with the experiment of each method.
+    """Methods of a race, with an experiment for each method.
 
     Args:
-        document: content of an experiment file, whose methods are not read.
+        document: content of an experiment file, whose methods are ignored.
         where: name of the file, for messages.
         read: function that returns the experiment of a document.
         methods: names of methods in the registry. Local training and FedAvg are always added.
@@ -75,7 +76,7 @@ class Entries:
         """Check which methods can work on the clients.
 
         Args:
-            whole: clients with their test data, on which a final comparison will run.
+            whole: clients with their test data, on which a final comparison would run.
             fed: the federation of the race.
             seed: seed of the first run.
 
@@ -102,13 +103,13 @@ class Entries:
         return tuple(self._methods)
 
     def metric(self, fed: Federation, seed: int) -> tuple[str, bool]:
-        """Return the name of the metric that decides, and whether a higher value is better."""
+        """Return the name of the metric on which the decision is based, and whether a higher value is better."""
         wanted = (self.base.tune.metric or "").partition("/")[0] or None
         setting = lap_setting(self._methods[AVERAGE_METHOD].setting, seed, 1)
         return scored_models(setting, fed, "best-on-validation", wanted, AVERAGE_METHOD)[1:]
 
     def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
-        """Return the settings of every method: the file's setting, then others spread over the space."""
+        """Return the settings of each method: the file's setting, followed by settings spread over the space."""
         arms = dict[str, list[Arm]]()
         for name, method in self._methods.items():
             tried = spread_settings(self.spaces[name], file_params(method, self.spaces[name]), count, name, seed)
@@ -142,12 +143,13 @@ def spread_settings(
 ) -> list[Mapping[str, Any]]:
     """Return settings spread over a space: ``first``, if it is given, then points of a scrambled Halton sequence.
 
-    Fewer settings are the first of more settings, so a race with a larger budget tries further settings.
+    A smaller number of settings is always the beginning of a larger number, so a race with a larger budget tries
+    additional settings.
 
     Args:
         space: search range of every setting.
-        first: setting of the file. None if the space does not contain it.
-        count: largest number of settings. A space of lists may contain fewer.
+        first: setting in the file. None if the space does not contain it.
+        count: largest number of settings. A space of lists may contain fewer settings.
         label: label of the method, on which the draw depends.
         seed: seed of the draw.
 

@@ -72,7 +72,7 @@ class Log(FileIO):
     """Standard error that never ends a run: text that cannot be written, as to a pipe without a reader, is dropped."""
 
     def write(self, data: Buffer, /) -> int:
-        """Write bytes and return their number, also if they cannot be written."""
+        """Write bytes and return their number, even if they cannot be written."""
         try:
             return super().write(data)
         except OSError:
@@ -82,7 +82,8 @@ class Log(FileIO):
 def main() -> None:
     """Run the command ``fedloom``. A standard stream that the caller has closed becomes the null device.
 
-    A character that the encoding of the output lacks, such as the rule of a table in ASCII, becomes a question mark.
+    A character that the encoding of the output lacks, such as the line characters of a table in ASCII, becomes a
+    question mark.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

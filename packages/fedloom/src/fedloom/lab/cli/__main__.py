@@ -1,4 +1,4 @@
-"""``python -m fedloom.lab.cli`` is the command ``fedloom``."""
+"""``python -m fedloom.lab.cli`` runs the command ``fedloom``."""
 
 from fedloom.lab.cli import main
 

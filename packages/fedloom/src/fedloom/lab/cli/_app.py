@@ -1,4 +1,4 @@
-"""The application, the form of its errors, and the arguments that commands share."""
+"""Command-line application, the format of its errors, and the arguments that commands share."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an esca
 
 
 MAX_INTEGER = 2**63 - 1
-"""Largest integer that an option takes."""
+"""Largest integer that an option accepts."""
 MAY_BE_EMPTY = ("--event", "--client-column", "--subject")
-"""Options for which an empty word has a meaning."""
+"""Options for which an empty value has a meaning."""
 
 
 def _plain_number(kind: Any, value: object, param: Any, ctx: Any) -> Any:
-    """Return the number of an option."""
+    """Return the value of an option as a number."""
     if isinstance(value, str) and not re.fullmatch(r"[-+.0-9a-zA-Z]{1,400}", value):
         kind.fail(f"{value!r:.80} is not a number in plain digits, such as 10 or 0.5", param, ctx)
     number = kind.converts(value, param, ctx)
@@ -51,7 +51,7 @@ def _refuse(sentence: str) -> NoReturn:
 
 @contextmanager
 def _for_reader() -> Iterator[None]:
-    """End quietly, as other programs do, once the output has no reader, as after ``| head -1``."""
+    """End quietly, as other programs do, once nobody reads the output any more, as with ``| head -1``."""
     try:
         yield
     except BrokenPipeError:
@@ -67,14 +67,15 @@ HELP_PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studie
 
 
 COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
-"""Released packages that add commands."""
+"""Packages of the release that add commands."""
 
 
 class Words(TyperGroup):
-    """A group of commands that rejects words that are empty or not text: the name of a file may be any bytes.
+    """Command group that rejects arguments that are empty or not text, although the name of a file may be any bytes.
 
-    An empty word usually comes from a shell variable that is not set, and as a path it would be the current folder.
-    A number is written in plain digits: Python also reads ``1_0``, digits of other scripts, and spaces.
+    An empty argument usually comes from a shell variable that is not set, and as a path it would mean the current
+    folder. A number must be written in plain digits, although Python also reads ``1_0``, digits of other scripts, and
+    spaces.
     """
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
@@ -106,7 +107,7 @@ class Words(TyperGroup):
                 raise
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Return the remaining words for the command."""
+        """Return the remaining arguments for the command."""
         for k, word in enumerate(args):
             empty = not word.strip() or (word.startswith("--") and word.find("=") == len(word.rstrip()) - 1)
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
@@ -123,7 +124,7 @@ class Words(TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands in groups, in the order of `HELP_PANELS`. Commands without a panel come last."""
+        """Write the commands in groups, in the order of `HELP_PANELS`. Commands without a panel are listed last."""
         panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in HELP_PANELS}
         width = formatter.width - 6 - max(map(len, self.list_commands(ctx)), default=0)
         for name in self.list_commands(ctx):
@@ -138,9 +139,9 @@ class Words(TyperGroup):
                     formatter.write_dl(rows)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        """Return the command that the first word names.
+        """Return the command that the first argument names.
 
-        The error for an unknown word suggests the nearest commands once.
+        The error for an unknown command suggests the nearest commands once.
         """
         try:
             return super().resolve_command(ctx, args)
@@ -190,7 +191,7 @@ def say_json(value: object) -> None:
 
 
 def finite_only(value: Any) -> Any:
-    """Return a value of lists and tables in which None replaces every number that is not finite.
+    """Return a value of lists and tables in which every number that is not finite is replaced by None.
 
     >>> finite_only({"a": [1.0, float("nan")]})
     {'a': [1.0, None]}
@@ -234,10 +235,10 @@ DataDir = Annotated[
 
 
 def worker_count(text: str) -> int | str:
-    """Read the value of --workers and return it: an integer >= 1, or 'auto'.
+    """Return the value of --workers: an integer >= 1, or 'auto'.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the text is neither of these.
     """
     if text != "auto" and not re.fullmatch(r"0*[1-9][0-9]{0,17}", text):
         raise ConfigError(f"--workers must be 'auto' or a number of at least 1, got {text!r:.80}")
@@ -256,10 +257,10 @@ PACKAGES_BY_MODULE = {
 
 @contextmanager
 def about_file(file: Path) -> Iterator[None]:
-    """Prefix the lines of an error message with the experiment file and the line of the key that they are about.
+    """Prefix the lines of an error message with the experiment file and the line of the key that they refer to.
 
     Raises:
-        ConfigError: raised within the block. Its message gains the file and the line, as does the message of a
+        ConfigError: raised within the block. The file and the line are added to its message, and to the message of a
             DataError.
     """
     try:
@@ -287,18 +288,18 @@ NAMED_KEY = re.compile(
     r"(?:\[\[(?P<array>\w+)\]\] (?P<place>\d+):? ?|\[(?P<table>\w+)\]:? ?|(?P<part>\w+)\.)?"
     r"(?:(?P<key>\w+)(?:[.:]| is )|unknown \w+ '(?P<word>[^']+)')"
 )
-"""Start of a sentence about an experiment file: a table, an entry of a list of tables, a key, or an unknown word."""
+"""Start of a sentence about an experiment file: a table, an entry in a list of tables, a key, or an unknown word."""
 KEY_OF_FIX = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?")
 
 
 def line_of(
     text: str, table: str = "", key: str = "", word: str = "", array: str = "", place: str = "0", part: str = ""
 ) -> int | None:
-    r"""Return the line of an experiment file, counted from 1, that a message is about, or None if no line matches.
+    r"""Return the line of an experiment file, counted from 1, to which a message refers, or None if no line matches.
 
     Args:
         text: text of the file.
-        table: table that contains the key. Empty for a key at the top of the file.
+        table: table that contains the key. It is empty for a key at the top of the file.
         key: the key.
         word: unknown key or value.
         array: list of tables, instead of a table.

@@ -1,4 +1,4 @@
-"""Completion after Tab, without torch: names are read from the sources and from run directories."""
+"""Completion with the Tab key, without torch: names are read from the sources and from run directories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Offer = Callable[[str], list[str]]
-"""Function from the start of a word to the words that complete it."""
+"""Function that maps the start of a word to the words that complete it."""
 
 PACKAGE_FOLDER = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def one_of(*words: str) -> Offer:
 
 
 def _keys(module: str, name: str) -> Iterator[str]:
-    """Return the keys of the dictionary that a module calls ``name``, read from the text of the module."""
+    """Return the keys of the dictionary called ``name`` in a module, read from the text of the module."""
     for node in ast.parse((PACKAGE_FOLDER / module).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and ast.unparse(node.target) == name:
             yield from (
@@ -44,9 +44,9 @@ def _algorithms() -> Iterator[str]:
 
 
 def _summary() -> dict[str, Any]:
-    """Return ``summary.json`` of the first run directory on the line, or {} if the line names no run directory.
+    """Return ``summary.json`` of the first run directory on the command line, or {} if there is no run directory.
 
-    The line comes from the shell: nothing in it is parsed while an option waits for its value.
+    The command line comes from the shell, and nothing in it is parsed while an option waits for its value.
     """
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
     for word in line.split():
@@ -69,6 +69,6 @@ sources = offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
 methods, seeds = _complete_runs("method"), _complete_runs("seed")
 """Labels and seeds of the runs in a run directory."""
 clients = offer(lambda: map(str, range(min(int(_summary().get("clients", 0)), MAX_OFFERED_CLIENTS))))
-"""Numbers of the clients of a run directory."""
+"""Numbers of the clients in a run directory."""
 MAX_OFFERED_CLIENTS = 1000
 """Largest number of clients that the completion offers."""

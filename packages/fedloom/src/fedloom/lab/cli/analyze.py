@@ -42,8 +42,8 @@ def analyze(
 ) -> None:
     """Compute statistics by sums over all clients of a file.
 
-    The clients are the users of the table, or else the clients that the file's partition makes with its first seed.
-    Options come from the file's [[analysis]] of this kind, changed by --set.
+    The clients are the users of the table, or else the clients that the file's partition creates with its first seed.
+    Options are taken from the file's [[analysis]] table of this kind, and can be changed with --set.
 
     Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """
@@ -83,10 +83,10 @@ def analyze(
 def choose_analysis(
     experiment: Experiment, name: str, values: Sequence[str], rules: Sequence[str]
 ) -> tuple[Analysis, Rules]:
-    """Return the analysis of a command and its rules, starting from the experiment's analysis of this name, if any.
+    """Return the analysis of a command and its rules, based on the experiment's analysis of this name, if there is one.
 
     Args:
-        experiment: experiment of the file.
+        experiment: experiment in the file.
         name: name of the analysis.
         values: options of the analysis, such as ``width=30``.
         rules: options of the rules, such as ``min_subjects=5``.

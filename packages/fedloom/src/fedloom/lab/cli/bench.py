@@ -71,14 +71,15 @@ def bench(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Measure how fast an experiment runs here.
+    """Measure how fast an experiment runs on this machine.
 
     It also estimates how long the whole experiment takes. Nothing is written.
 
-    Seconds are the median per round, without the first round and without evaluation. A row during which other processes
-    used more than a tenth of a core is marked as unreliable. With --ranks, rounds on several machines like this machine
-    are calculated from the times of one process, as with --ranks 8 --machines 4 --rate 1000 --trip 50. With
-    --per-gradient, methods are compared with FedAvg, split into time at the clients and time at the server.
+    Seconds are the median per round, without the first round and without evaluation. A row is marked as unreliable if
+    other processes used more than a tenth of a core during its measurement. With --ranks, the times of rounds on
+    several machines like this machine are calculated from the times of one process, as with --ranks 8 --machines 4
+    --rate 1000 --trip 50. With --per-gradient, methods are compared with FedAvg, and the time is split into time at the
+    clients and time at the server.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """
@@ -134,7 +135,7 @@ def bench(
 
 
 def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the processor time per gradient of every method relative to FedAvg."""
+    """Yield each method's processor time per gradient, relative to FedAvg."""
     from fedloom.lab.experiment.measure.per_gradient import measure_per_gradient
 
     fed = experiment.partition(experiment.source.read(data_dir), experiment.head.seeds[0])

@@ -17,7 +17,7 @@ from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, app, errors, say, say_json
 
 LISTS_ENTRY_POINTS = entry_points(group="fedloom.lists")
-"""Kinds of parts that other packages add. Each value is a function that returns the names with a line each."""
+"""Kinds of parts that other packages add. Each value is a function that returns the names with one line each."""
 LISTED_KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
     "devices", "schedules", "analyses", "metrics", *LISTS_ENTRY_POINTS.names,
@@ -67,7 +67,9 @@ def _print(lines: list[tuple[str, str]]) -> None:
 
 
 def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
-    """Yield names with their lines beside them, or below them on a narrow terminal. Without a width, nothing is folded.
+    """Yield names with their descriptions next to them, or below them on a narrow terminal.
+
+    Without a width, lines are not wrapped.
 
     >>> [*format_columns([("fedavg", "average of models.")], 18)]
     ['  fedavg', '    average of', '    models.']
@@ -122,7 +124,7 @@ def describe(
 def _options_of(name: str) -> dict[str, Any]:
     """Return the options that a method defines as a JSON schema: type, default, range and meaning.
 
-    The schema is empty for a method by import path.
+    The schema is empty for a method specified by an import path.
     """
     from fedloom.lab.experiment.index import index
 
@@ -155,9 +157,9 @@ def data(
         bool, typer.Option("--fetch", help="first download the original files and check their digests (extra: fetch)")
     ] = False,
 ) -> None:
-    """Print the contents of a data set, with --fetch after a download.
+    """Print the contents of a data set.
 
-    They are counts, shapes, classes and the checksum.
+    The output contains counts, shapes, classes and the checksum.
 
     Example: fedloom data mnist --data-dir ~/data --fetch
     """

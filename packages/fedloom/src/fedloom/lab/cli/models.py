@@ -59,7 +59,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing 
 def models_command(run: RunArgument) -> None:
     """List the models of a run directory with their scores.
 
-    They are global, personal, hybrid and adapted models.
+    The list contains global, personal, hybrid and adapted models.
 
     Example: fedloom models runs/patients
     """
@@ -131,7 +131,7 @@ def predict(
 ) -> None:
     """Predict rows without labels: a class or a value.
 
-    Classes come with their probabilities.
+    For classes, probabilities are added.
 
     Example: fedloom predict runs/patients patients.csv --out predictions.csv
     """
@@ -146,19 +146,19 @@ def predict(
 
 
 FAR_ROWS_EXIT_CODE = 3
-"""Exit code if some predicted rows lie far beyond the training data."""
+"""Exit code if some predicted rows are far outside the training data."""
 
 
 class PredictionsFile:
     """CSV file of the predictions of a command.
 
     Without ``force``, an existing file is replaced only if it has the same columns as the new file, so that a table
-    with labels, or predictions to which someone has added a column, are kept.
+    with labels, or a predictions file to which someone has added a column, is kept.
 
     Args:
         path: the file.
         inputs: files that the command reads.
-        force: True to replace a file of another kind.
+        force: True to replace a file of a different kind.
 
     Raises:
         ConfigError: predictions must not be written to this path.
@@ -171,12 +171,12 @@ class PredictionsFile:
     def write(
         self, predictions: Predictions, threshold: float | None, by: str = "", set_threshold: float | None = None
     ) -> None:
-        """Write predictions, decided at a threshold of the probability, and print the notes on them.
+        """Write predictions, with classes decided by a threshold on the probability, and print the notes on them.
 
-        Rows far beyond the training data end the command with `FAR_ROWS_EXIT_CODE`.
+        Rows far outside the training data end the command with `FAR_ROWS_EXIT_CODE`.
 
         Raises:
-            ConfigError: the existing file has other columns.
+            ConfigError: the existing file has different columns.
         """
         from fedloom.lab.report.csv_files import csv_of_table
         from fedloom.storage.files import make_folder, write_atomic
@@ -234,9 +234,9 @@ def adapt(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Make a personal model for a client new to the run.
+    """Create a personal model for a client that is new to the run.
 
-    The method's own client step trains it.
+    The model is trained by the method's own client step.
 
     Example: fedloom adapt runs/patients --data new.csv --method ditto --rounds 5
     """
@@ -299,9 +299,10 @@ def export(
     force: ForceOption = False,
     trust: Trust = False,
 ) -> None:
-    """Write a model for other programs.
+    """Write a model for use in other programs.
 
-    It is the model that predict uses, as an ONNX or torch graph that takes raw rows, or only its parameters.
+    It is the model that predict uses, written as an ONNX or torch graph that accepts raw rows, or as its parameters
+    only.
 
     Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx
     """
@@ -328,7 +329,7 @@ def export(
 
 
 def _one(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
-    """Return the requested run, by default the first seed of the only method."""
+    """Return the requested run, which by default is the first seed of the only method."""
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:

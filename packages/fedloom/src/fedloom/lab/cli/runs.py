@@ -88,7 +88,7 @@ def run(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Run an experiment: all its methods and seeds.
+    """Run an experiment with all its methods and seeds.
 
     Run it again to resume.
 
@@ -256,7 +256,7 @@ def merge(
 ) -> None:
     """Merge run directories of one experiment.
 
-    They contain different seeds or methods of the experiment.
+    The directories may contain different seeds or methods of the experiment.
 
     Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
     """
@@ -323,7 +323,7 @@ def report_command(
 ) -> None:
     """Write the report of runs as one offline HTML page.
 
-    It takes one or more run directories. Every chart is also written next to it, as SVG and CSV.
+    One or more run directories may be given. Every chart is also written next to it, as SVG and CSV.
 
     Example: fedloom report runs/a --baseline local
     """

@@ -46,7 +46,7 @@ def tune(
 ) -> None:
     """Choose every method's settings on validation data.
 
-    All methods get the same number of trials and the same work. Run it again to resume.
+    All methods receive the same number of trials and the same compute budget. Run it again to resume.
 
     Writes tuned.toml, the experiment with the chosen settings, and tuning.md, a report on the trials.
 

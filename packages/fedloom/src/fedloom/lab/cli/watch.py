@@ -1,4 +1,4 @@
-"""``fedloom watch``: the report of a run or of a deployment in progress, on this machine only."""
+"""``fedloom watch``: the report of a run or deployment in progress, on this machine only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ setInterval(async () => {
   } catch { /* the command has ended: the last figures stay */ }
 }, %d);
 </script></body>"""
-"""Script that polls for changes of a report and redraws only them."""
+"""Script that polls for changes to a report and redraws only what has changed."""
 
 
 @app.command(rich_help_panel="Run")
@@ -52,7 +52,8 @@ def watch(
 ) -> None:
     """Serve the report of a run in progress.
 
-    A browser on this machine shows it, with a table of who works on which run. Ctrl-C ends the server, not the run.
+    A browser on this machine shows the report, with a table of who works on which run. Ctrl-C ends the server, not the
+    run.
 
     Example: fedloom watch runs/quickstart
     """
@@ -83,11 +84,11 @@ def watch(
 
 
 class Page:
-    """Report of a directory, written again when its figures have changed.
+    """Report of a directory, which is written again when its figures have changed.
 
     Args:
         folder: folder of a run or of a deployment.
-        every: seconds between two requests of the browser.
+        every: number of seconds between two requests of the browser.
 
     Raises:
         RunDirError: the folder is neither a run directory nor a deployment.
@@ -109,7 +110,7 @@ class Page:
         self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE
 
     def text(self) -> str:
-        """Return the current page. The last page stays if a file cannot be read at the moment."""
+        """Return the current page. If a file cannot be read at the moment, the previous page is kept."""
         from fedloom.lab import report
         from fedloom.lab.experiment.live import newest, snapshot
         from fedloom.lab.report.document import CONTENT_POLICY
@@ -132,7 +133,7 @@ class Page:
         return (LIVE_SCRIPT % (1000 * self._every)).join(live.rsplit("</body>", 1))
 
     def _work(self) -> str:
-        """Return the table of who works on what, while processes share the directory. Empty otherwise."""
+        """Return the table of who works on which unit, while processes share the directory. Empty otherwise."""
         from fedloom.lab.experiment.units.status import list_status
         from fedloom.lab.report.markup import scrolling
 
@@ -188,6 +189,6 @@ def handler(page: Page) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(content if body else b"")
 
         def log_message(self, format: str, *args: object) -> None:
-            """Print nothing: the terminal is the user's."""
+            """Print nothing, because the terminal belongs to the user."""
 
     return Handler

@@ -28,17 +28,17 @@ from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models
 from fedloom.lab.report.comparison.pairs import checked_margin
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 from fedloom.rundir import place_of
-from fedloom.values import has_type, list_functions
+from fedloom.values import check_type, has_type, list_functions
 
 
 class Comparison(RecordedComparison):
-    """Result of `compare`: the recorded comparison, and every run with its models.
+    """Result of `compare`: the recorded comparison, and each run with its models.
 
     Attributes:
-        folder: the run directory, as `fedloom run` writes it. `fedloom.open_run` opens it too.
+        folder: run directory, as `fedloom run` writes it. It can also be opened with `fedloom.open_run`.
         results: results of the runs that produced one, by (label, seed).
-        failures: sentence on every run without a result, by (label, seed).
-        chosen: settings that were chosen for every method, by its label. Empty without a search.
+        failures: sentence about each run without a result, by (label, seed).
+        chosen: settings that were chosen for each method, by label. It is empty without a search.
     """
 
     def __init__(
@@ -98,52 +98,55 @@ def compare(
     it.
 
     Args:
-        methods: methods by label: a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of your class), its name, or
-            a table with ``algorithm``, its options and settings of this method only: ``model``, ``task``, ``local``,
-            ``rounds``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
-            ``upload_transform``. Methods in a list are labelled by their names.
-        data: a federation. Or a data set, its name, or arrays ``(x, y)`` and other inputs of `fedloom.Dataset.create`.
-            Or clients as `fedloom.Federation.create` takes them, such as a list with a pair ``(train, test)`` for each
-            client.
-        model: as in `fedloom.simulate`. None: softmax.
+        methods: methods by label. Each is a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of your class), the
+            name of a method, or a table with ``algorithm``, its options and settings for this method only: ``model``,
+            ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``,
+            ``aggregator``, ``upload_transform``. Methods in a list are labelled by their names.
+        data: a federation. Also accepted: a data set, the name of a data set, or arrays ``(x, y)`` and other inputs of
+            `fedloom.Dataset.create`. Clients as `fedloom.Federation.create` accepts them, such as a list with a pair
+            ``(train, test)`` for each client.
+        model: model, as in `fedloom.simulate`. None: softmax.
         partition: how a data set is split among clients, such as ``fl.partitions.dirichlet(clients=20, alpha=0.1)``. It
-            is drawn anew with every seed. A federation is split already, and seeds change everything else.
-        seeds: seeds of the runs, one run of every method per seed. With fewer than five seeds nothing is tested. If the
-            runs of two methods with some seeds only repeat other runs, because they draw nothing that affects the
+            is drawn again for every seed. A federation is already split, so seeds change everything except the split.
+        seeds: seeds of the runs, one run of every method per seed. With fewer than five seeds, nothing is tested. If,
+            for some seeds, the runs of two methods only repeat other runs because they draw nothing that affects the
             results, these seeds count once.
-        tune: number of trials per method, chosen on validation data with equal work, before the runs. Or the table
-            ``[tune]`` of an experiment file. None: the settings are used unchanged.
-        baseline: label of the method that the others are tested against. None: local or FedAvg if one of them was run.
+        tune: number of trials per method. Settings are chosen on validation data with the same compute budget for all
+            methods, before the runs. Or the table ``[tune]`` of an experiment file. None: the settings are used
+            unchanged.
+        baseline: label of the method against which the other methods are tested. None: local training or FedAvg if one
+            of them was run.
         compare_model: model of a method that is compared: ``best-on-validation``, the model that a client would use
             (the better of a global and a personal model on the client's validation part), ``personal``, as papers
             report it, or ``all``.
         margin: largest difference that does not matter, in the units of the leading metric (0.01 of an accuracy is one
-            point). Methods within it are equivalent. None: no margin is stated, and no methods are called equivalent.
-        analyses: analyses computed beside the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
-            ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows them.
-        folder: the run directory, from which the same call resumes. A search uses ``<folder>-tune`` beside it. None: a
+            point). Methods whose difference is within the margin are equivalent. None: no margin is stated, and no
+            methods are called equivalent.
+        analyses: analyses computed in addition to the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables
+            with ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows them.
+        folder: run directory, from which the same call resumes. A search uses ``<folder>-tune`` next to it. None: a
             temporary directory.
         join: True to share the runs with other processes that make the same call with the same folder, on any machine
-            that can access it. Every process returns the whole comparison.
+            that can access the folder. Every process returns the whole comparison.
         executor: executor that computes the runs: an object with ``submit(function, *arguments)``, such as Dask's
             ``Client.get_executor()``, submitit's executors and the executors of `concurrent.futures`. Classes must be
             in modules that its workers can import. The data are sent once per worker. The search for the settings of a
-            method is one call.
-        callbacks: functions of an event (`fedloom.lab.experiment.events.Event`: label, seed, round, figures), called
-            after every round and at the end of every run. An error in a function is reported as a warning. To end runs
-            early, pass ``early_stop``.
-        track: tracker that logs the figures of every run in ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
+            method is a single call.
+        callbacks: functions of an event (`fedloom.lab.experiment.events.Event`: label, seed, round, figures), which are
+            called after every round and at the end of every run. An error in a function is reported as a warning. To
+            end runs early, pass ``early_stop``.
+        track: tracker that logs the metrics of every run in ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
         progress_bar: True to show a bar (in a terminal) or lines, on standard error.
-        name: name of the comparison, in titles.
+        name: name of the comparison, used in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
 
     Returns:
-        Comparison: figures of every method, their tests, models, and the report.
+        The comparison: metrics of every method, their tests, models, and the report.
 
     Raises:
         ConfigError: values are invalid, or (Refused) do not work together. Nothing has been run in that case.
         DataError: the data cannot be converted to a data set.
-        RunDirError: the folder contains another comparison.
+        RunDirError: the folder contains a different comparison.
         RunStopped: the comparison was interrupted (the same call with the folder resumes), or no trial of a search was
             completed.
     """
@@ -151,6 +154,8 @@ def compare(
         raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
     if not isinstance(tune, int | Mapping | None):
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
+    check_type("compare: join", join, bool)
+    check_type("compare: progress_bar", progress_bar, bool)
     if join and folder is None:
         raise ConfigError(
             "compare: join needs a folder in which the runs are shared. Name a folder that all processes can use"
@@ -197,7 +202,7 @@ def compare(
 
 
 class _Hears(NamedTuple):
-    """Functions and the tracker that receive the events of every run."""
+    """Functions and tracker that receive the events of every run."""
 
     callbacks: tuple[Listener, ...]
     track: str | None
@@ -270,4 +275,4 @@ def _tuned(
 
 
 def _silent(event: object) -> None:
-    """Receive an event and show nothing."""
+    """Receive an event and do not show anything."""

@@ -1,7 +1,8 @@
-"""Experiment of values that Python holds: data in memory, methods, modules, a partition or a ready federation.
+"""Experiment built from Python values: data in memory, methods, modules, a partition or a ready federation.
 
-It is the same `Experiment` that a file defines, so the same code tunes, runs, resumes and reports it. Its settings name
-objects in memory by class and digest. The same call with the same values resumes a folder.
+It is the same `Experiment` that a file defines, so the same code tunes, runs, resumes and reports it. Its settings
+refer to objects in memory by class and digest. If the same call is made again with the same values, it resumes from the
+folder.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fedloom.local import LocalSGD
 from fedloom.values import dump, fields_of, has_type
 
 DATA_SET_KEYS = {"x", "train"}
-"""Keys of a mapping that is a data set. Other mappings contain clients by name."""
+"""Keys of a mapping that is a data set. All other mappings contain clients by name."""
 
 
 class InMemory(Source):
@@ -75,11 +76,11 @@ class Ready(Partition):
 
 
 class GivenExperiment:
-    """Experiment of values, as a document that a search may change.
+    """Experiment built from values, as a document that a search may change.
 
     Args:
         methods: methods by label, or several methods that are labelled by their names.
-        data: a federation. Or a data set, its name, or an input of `Dataset.create`.
+        data: a federation. Also accepted: a data set, the name of a data set, or an input of `Dataset.create`.
         partition: partition that splits a data set.
         seeds: seeds of the runs, one run of every method per seed.
         tune: options of the search for settings.
@@ -90,8 +91,8 @@ class GivenExperiment:
         call: call that the user writes, for messages.
 
     Attributes:
-        document: experiment as a file would define it, with values instead of tables.
-        experiment: experiment made from the document.
+        document: experiment as a file would define it, but with values instead of tables.
+        experiment: experiment that was built from the document.
 
     Raises:
         ConfigError: values are invalid. The message names the method or choice.
@@ -111,7 +112,8 @@ class GivenExperiment:
         keywords: Iterable[str] = (),
         call: str = "compare",
     ) -> None:
-        numbers = None if isinstance(seeds, str) or not isinstance(seeds, Iterable) else tuple(seeds)
+        odd = isinstance(seeds, str) or not isinstance(seeds, Iterable) or getattr(seeds, "ndim", 1) == 0
+        numbers = None if odd else tuple(seeds)
         if not numbers:
             raise ConfigError(
                 f"compare: seeds must be a sequence of whole numbers, such as range(5), got {seeds!r:.80}"
@@ -148,7 +150,7 @@ class GivenExperiment:
 
 
 def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> Places:
-    """Return the places of keys in a call from Python: its keywords and the choices that all methods share."""
+    """Return where keys belong in a call from Python: its keywords and the choices that all methods share."""
 
     def special(key: str, value: object) -> str:
         for table in methods:

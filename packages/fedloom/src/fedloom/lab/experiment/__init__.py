@@ -1,7 +1,7 @@
 """Experiments: TOML files, validated values, runs and run directories.
 
-Every name is imported when it is first used, so that `fedloom list` answers without torch and a deployed site does not
-load plans.
+Each name is imported on first use, so that `fedloom list` answers without torch and a deployed site does not load
+plans.
 """
 
 from __future__ import annotations

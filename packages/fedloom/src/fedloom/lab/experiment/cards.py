@@ -1,4 +1,4 @@
-"""Cards for readers: the description of every method and its options.
+"""Cards for readers: descriptions of every method and its options.
 
 The module also describes every other part that an experiment chooses by name.
 """
@@ -44,10 +44,10 @@ PART_KINDS: Mapping[str, Mapping[str, type[Value]]] = {
     "schedules": SCHEDULES,
     "analyses": ANALYSES,
 }
-"""Topics of ``fedloom list`` besides methods, metrics and recipes."""
+"""Topics of ``fedloom list`` in addition to methods, metrics and recipes."""
 
 COUNTED_METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinstance(entry, Preset) and entry.pooled))
-"""Methods counted in the documentation: all except references that train on the pooled data of all clients."""
+"""Methods that the documentation counts: all except references that train on the pooled data of all clients."""
 
 
 def parts(what: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Events: news of runs in progress for the terminal, trackers and callers, also from other processes."""
+"""Events: progress reports of runs for the terminal, trackers and callers, also from other processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
 
 EVENT_INTERVAL_SECONDS = 0.2
-"""Seconds between two events of a run in another process when it has measured nothing new."""
+"""Number of seconds between two events of a run in another process that has measured nothing new."""
 
 ERROR_GRACE_SECONDS = 2.0
-"""Seconds after an error during which events in transit are still passed on."""
+"""Number of seconds after an error during which events in transit are still passed on."""
 
 Figures = dict[str, float]
-"""Figures of the whole federation by ``model/part/metric``."""
+"""Metrics of the whole federation by ``model/part/metric``."""
 
 
 class Event(NamedTuple):
@@ -33,10 +33,10 @@ class Event(NamedTuple):
         seed: seed of the run.
         rounds: number of rounds of the run.
         round: rounds done.
-        figures: figures measured since the last event, by round. The first event of a run contains all figures so far.
-        pace: recent seconds per round, including the round's share of evaluation. None while it is unknown.
-        diverged: sentence on the divergence, if this event is the first to find it. The run continues.
-        status: word for how the run ended. Empty during the run.
+        figures: metrics measured since the last event, by round. The first event of a run contains all metrics so far.
+        pace: recent time per round in seconds, including the round's share of evaluation. None while it is unknown.
+        diverged: sentence about the divergence, if this event is the first to detect it. The run continues.
+        status: word for how the run ended. It is empty during the run.
     """
 
     label: str
@@ -52,18 +52,18 @@ class Event(NamedTuple):
 Listener = Callable[[Event], object]
 """Function that receives every event.
 
-Its return value is ignored, and an exception in it becomes a warning that does not end the run.
+Its return value is ignored, and an exception that it raises becomes a warning that does not end the run.
 """
 
 
 class Emitter:
-    """A callback of `simulate` that turns states of a run into events.
+    """Callback for `simulate` that turns states of a run into events.
 
     Args:
         listeners: functions that receive every event.
         label: name of the run.
         setting: the run.
-        pause: seconds during which events without figures are skipped.
+        pause: number of seconds during which events without metrics are skipped.
     """
 
     def __init__(self, listeners: tuple[Listener, ...], label: str, setting: Setting, pause: float = 0.0) -> None:

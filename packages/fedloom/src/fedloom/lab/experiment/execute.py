@@ -1,4 +1,4 @@
-"""Run an experiment: every missing method and seed, several at a time if that is faster."""
+"""Run an experiment: all missing methods and seeds, several at a time if this is faster."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ NO_PAGE = "no report.html is written, because its charts need another package. R
 
 
 class Plan:
-    """The runs of an experiment in a run directory.
+    """Runs of an experiment in a run directory.
 
     Args:
         experiment: experiment to run.
@@ -86,19 +86,19 @@ class Plan:
         force: True to discard the existing results, once `run` has locked the directory.
         partly: True to discard only the results of the experiment's methods. The directory must belong to this
             experiment.
-        dry: look only. Nothing is written or forgotten.
+        dry: look only. Nothing is written or discarded yet.
         reads: files that the call reads, such as the experiment file.
-        ranks: processes that all make the same calls. Only rank 0 uses the directory, except for rows stored on each
-            machine.
+        ranks: processes, all of which make the same calls. Only rank 0 uses the directory, except for rows stored on
+            each machine.
 
     Attributes:
-        notes: facts about every method that are known before its first round, by label.
+        notes: facts about each method that are known before its first round, by label.
 
     Raises:
-        RunDirError: the directory belongs to another experiment, or is not a run directory.
+        RunDirError: the directory belongs to a different experiment, or is not a run directory.
         DataError: the data cannot be read.
-        ConfigError: the experiment cannot work, or the directory lies in a run directory or a deployment, or contains a
-            file that the call reads. Nothing has been written in that case.
+        ConfigError: the experiment cannot work, or the directory is inside a run directory or a deployment, or contains
+            a file that the call reads. Nothing has been written in that case.
     """
 
     @default_to_cpu()
@@ -163,12 +163,12 @@ class Plan:
 
     @property
     def rounds(self) -> dict[str, int]:
-        """Number of rounds of every method, summed over all seeds, by label."""
+        """Number of rounds of each method, summed over all seeds, by label."""
         return self.experiment.rounds
 
     @cached_property
     def share(self) -> Share:
-        """Number of runs at a time, and number of processes of each run."""
+        """Number of runs at a time, and number of processes per run."""
         return Share(1, 1) if self.ranks.size > 1 else decide_share(self.experiment, self.federations)
 
     @undisturbed()
@@ -181,17 +181,17 @@ class Plan:
             listeners: functions that receive an event after every round and at the end of every run.
             page: True to write the report.
             join: True to share the runs with other processes that join, on any machine that can access the directory.
-            executor: engine that computes the runs, with ``submit(function, *arguments)``, see `units.executors`.
+            executor: engine that computes the runs, with ``submit(function, *arguments)`` (see `units.executors`).
 
         Returns:
-            The outcome of every run, including existing ones.
+            The outcome of every run, including existing outcomes.
 
         Raises:
             CheckpointError: the disk is full or rejects a write. Finished work is kept.
-            RunDirError: another process works in the directory, or has made it the directory of another experiment.
+            RunDirError: another process works in the directory, or has made it the directory of a different experiment.
                 Also raised if two labels differ only in case and the disk ignores case.
             ConfigError: ``join`` is combined with ranks or with discarding existing results.
-            RunStopped: the user interrupted a process that joined. The other processes continue.
+            RunStopped: the user interrupted a process that had joined. The other processes continue.
         """
         if executor is not None:
             self._check_travels(executor, join=join)
@@ -218,7 +218,7 @@ class Plan:
         return outcomes
 
     def _check_travels(self, executor: Executor, *, join: bool) -> None:
-        """Raise if no executor can run the experiment, before any work."""
+        """Raise if no executor can run the experiment, before any work is done."""
         check_executor(executor)
         if join or self.ranks.size > 1:
             raise ConfigError("an executor distributes the work itself. Leave join and torchrun out")
@@ -247,7 +247,7 @@ class Plan:
             return interrupted(), failures
 
     def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
-        """Do the work of `run` beside other processes and return all outcomes.
+        """Do the work of `run` together with other processes and return all outcomes.
 
         The processes share the runs, the further runs of analyses, and the final files.
         """
@@ -346,7 +346,7 @@ class Plan:
 
         A number of workers marks it as one of several simultaneous runs.
 
-        A run with a claim is computed in the claim's folder.
+        A run with a claim is computed in the folder of the claim.
         """
         setting = method.setting.with_(seed=seed)
         if workers is not None:
@@ -425,7 +425,7 @@ class Plan:
         return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_further(self, outcomes: Sequence[Outcome]) -> None:
-        """Compute the further runs that analyses need, for every complete run.
+        """Compute the further runs that analyses need, for each complete run.
 
         Rows of runs that already exist are kept.
         """

@@ -1,4 +1,4 @@
-"""Read experiment files: every key, kind, type and range is checked once, here, and becomes part of a value."""
+"""Read experiment files: each key, kind, type and range is checked once, here, and becomes part of a value."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def read(
     document: Mapping[str, object] | None = None,
     **engine: object,
 ) -> Experiment:
-    """Read a TOML file and return its experiment, with the changes of `fedloom.lab.experiment.overrides`.
+    """Read a TOML file and return its experiment, with the changes described in `fedloom.lab.experiment.overrides`.
 
     Args:
-        path: path of the file, which may lie in a run directory, whose table ``resolved`` records the versions of its
-            run.
+        path: path of the file, which may be in a run directory, where the table ``resolved`` records the versions used
+            in its run.
         values: changed values, such as ``local.lr=0.1``.
-        methods: labels or algorithms of the methods to keep. If empty, all methods.
-        rounds: rounds of every method, instead of the file's number.
+        methods: labels or algorithms of the methods to keep. If it is empty, all methods are kept.
+        rounds: number of rounds of every method, instead of the file's number.
         trust: True to run code that the file names by import path although another user owns the file.
         refit: True to train on all samples with the first seed.
         recorded: True if an earlier version may have written the file, as in a run directory: its keys may have their
@@ -84,13 +84,13 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
     """Check a document and return its experiment.
 
     Args:
-        document: content of an experiment file. In Python its tables may be values, and its algorithms may be methods.
+        document: content of an experiment file. In Python, its tables may be values, and its algorithms may be methods.
         where: name of the file, for messages.
         way: origin of the document. None: a file.
 
     Raises:
-        ConfigError: a key is unknown, a type is wrong, or a value is out of range. The message names the file, the key,
-            the given value and the allowed values.
+        ConfigError: a key is unknown, a type is wrong, or a value is out of range. The message states the file, the
+            key, the given value and the allowed values.
         DataError: the path of the data does not lead to a data set.
     """
     document = expand_grid(document, where)
@@ -158,9 +158,9 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 
 
 def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
-    """Return the setting, with the first analysis' groups in a weigher that compares groups.
+    """Return the setting, with the groups of the first analysis in a weigher that compares groups.
 
-    The groups come from the first analysis that names groups.
+    They are the groups of the first analysis that defines groups.
     """
     columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
     weigher = setting.aggregation_weights.with_groups(columns) if columns else setting.aggregation_weights
@@ -168,7 +168,7 @@ def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
 
 
 def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Return the table [local] merged with the table of a method.
+    """Return the table [local] merged with the corresponding table of a method.
 
     Epochs replace steps, and steps replace epochs.
     """
@@ -178,10 +178,10 @@ def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> d
 
 
 def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], free: str) -> str:
-    """Return a message naming the first key in which recorded and current settings differ, or "" if they agree.
+    """Return a message that states the first key in which recorded and current settings differ, or "" if they agree.
 
-    Methods and analyses may be added or removed. Settings recorded before an option existed use the default of the
-    option.
+    Methods and analyses may be added or removed. If settings were recorded before an option existed, the default of the
+    option applies.
 
     Args:
         recorded: settings as stored in a run directory.
@@ -229,7 +229,10 @@ def _methods(
 def _method(
     declared: Mapping[str, Any], local: object, common: Setting, defaults: Constants, where: str, way: Places
 ) -> Method:
-    """Return the method of a table. The experiment's choice of constants applies if the table makes no choice."""
+    """Return the method that a table describes.
+
+    The experiment's choice of constants applies unless the table makes its own choice.
+    """
     if "algorithm" not in declared or (way.file and not isinstance(declared["algorithm"], str)):
         got = f"must be a name, got {declared['algorithm']!r:.80}" if "algorithm" in declared else "is missing"
         raise ConfigError(f"{where}: algorithm {got}; {way.form}")

@@ -13,14 +13,14 @@ from fedloom.trained.model import facts_of, open_tensors
 from fedloom.trained.model_source import MODEL_CHOICES
 
 Row = dict[str, str | int | float | None]
-"""Row of a model: cells by column."""
+"""Row that describes a model: cells by column."""
 
 
 def listed(opened: RunDirectory) -> list[Row]:
-    """Return a row for every model: method, seed, kind, count, leading metric, and file.
+    """Return a row for each model: method, seed, kind, count, leading metric, and file.
 
-    The metric is the mean over the clients' test parts after the last evaluated round, and the mean over the worst
-    tenth of the clients. The metric of an adapted model is measured on the samples that were held out.
+    The metric is the mean over the clients' test parts after the last evaluated round, followed by the mean over the
+    worst tenth of the clients. The metric of an adapted model is measured on the samples that were held out.
     """
     table = opened.table()
     lead = leading(table["metric"].unique().to_pylist())

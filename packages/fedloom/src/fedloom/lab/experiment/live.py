@@ -1,4 +1,4 @@
-"""Live figures of an unfinished run, for an interim report."""
+"""Live metrics of an unfinished run, for an interim report."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fedloom.rundir import (
 from fedloom.storage.files import make_folder
 
 WRITE_INTERVAL_SECONDS = 2.0
-"""Smallest number of seconds between two files of live figures of a run."""
+"""Smallest number of seconds between two files of a run's live metrics."""
 
 
 class LiveFigures:
-    """A callback of `simulate` that writes the figures of a run in progress for other processes, see `snapshot`.
+    """Callback for `simulate` that writes the metrics of a run in progress for other processes (see `snapshot`).
 
     Args:
         out: the run directory.
         label: label of the method.
         seed: seed of the run.
-        rounds: number of rounds of the run. The figures of the last round are always written.
+        rounds: number of rounds of the run. The metrics of the last round are always written.
     """
 
     def __init__(self, out: Path, label: str, seed: int, rounds: int) -> None:
@@ -42,7 +42,7 @@ class LiveFigures:
         self._last, self._records_written = time.monotonic(), 0
 
     def __call__(self, state: State) -> None:
-        """Write the figures after a round if something was measured since the last file."""
+        """Write the metrics after a round if anything was measured since the last file."""
         count, now = len(state.records.items), time.monotonic()
         if count == self._records_written or (now - self._last < WRITE_INTERVAL_SECONDS and state.round < self._rounds):
             return
@@ -55,7 +55,7 @@ class LiveFigures:
 def newest(out: Path) -> dict[str, int]:
     """Return the files of a run directory that a report reads, with their modification times.
 
-    The times change when there is news.
+    The times change when there is something new.
     """
     names = (SETTINGS_FILE, METRICS_FILE, TIMINGS_FILE, PARTITION_FILE, SUMMARY_FILE)
     paths = [*(out / name for name in names), *_live_files(out)]
@@ -67,7 +67,7 @@ def newest(out: Path) -> dict[str, int]:
 
 
 def snapshot(out: Path, into: Path) -> Path:
-    """Write a run directory with the current figures for a report and return it.
+    """Write a run directory with the current metrics for a report and return it.
 
     The directory of a finished run is returned unchanged.
 

@@ -1,4 +1,4 @@
-"""A finished run directory: its numbers and its models, without recomputing anything and without its data."""
+"""Finished run directory: its numbers and its models, without recomputing anything and without the run's data."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class RunDirectory:
     Args:
         path: the directory.
         model: see `open_run`.
-        trust: True to run code that the directory names by import path although another user owns it.
+        trust: True to run code that the directory names by import path although another user owns the directory.
 
     Raises:
         RunDirError: the path is not a run directory, or the directory is damaged.
-        ConfigError: the given model is not a model, or the settings of the runs already name their models.
+        ConfigError: the given model is not a model, or the settings of the runs already specify their models.
     """
 
     def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
@@ -144,7 +144,7 @@ class RunDirectory:
         return read_table(self.path / METRICS_FILE, FIGURE_COLUMNS)
 
     def table(self) -> pa.Table:
-        """Return every figure of every run, with the columns ``method`` and ``seed`` first.
+        """Return every metric of every run, with the columns ``method`` and ``seed`` first.
 
         Raises:
             RunDirError: the file is missing or damaged.
@@ -155,7 +155,7 @@ class RunDirectory:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The settings. Its data and clients are not loaded, because they may have been moved.
+        """The settings. Data and clients are not loaded, because they may have been moved.
 
         Raises:
             ConfigError: a part of the user's code can no longer be imported, or the directory belongs to another user.
@@ -163,7 +163,7 @@ class RunDirectory:
         return self._experiment(self._methods)
 
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
-        """Return the settings with the given methods only. The code of other methods may no longer exist."""
+        """Return the settings restricted to the given methods. The code of other methods may no longer exist."""
         check_document(self._document, self.path / SETTINGS_FILE, trust=self._trust)
         apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
         document = {k: v for k, v in self._document.items() if k not in apart}
@@ -177,7 +177,7 @@ class RunDirectory:
         return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
 
     def _insert_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a table of settings, with the given model if the table names no model."""
+        """Return a table of settings, with the given model if the table does not specify a model."""
         held = self._model is not None and _has_unnamed_model(table)
         return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
 
@@ -225,10 +225,10 @@ class RunDirectory:
         """Return predictions for rows without labels.
 
         Args:
-            data: a file of rows (for texts: lines of a .txt file), or a value that `fedloom.data.new_rows.new_rows`
-                takes. If a table has the column that named the clients in training, this column names the clients here
-                too.
-            method: label of the method. None: the best method on validation, see `best`.
+            data: file of rows (for texts, the lines of a .txt file), or a value that `fedloom.data.new_rows.new_rows`
+                accepts. If a table contains the column that identified the clients in training, this column also
+                identifies the clients here.
+            method: label of the method. None: the best method on validation (see `best`).
             seed: seed of the run. None: the first seed.
             client: client whose model predicts all rows. None: each row uses the model of its site, and rows without
                 sites use the global model.
@@ -265,13 +265,13 @@ class RunDirectory:
         client: str | int | None = None,
         kind: str | None = None,
     ) -> Iterator[Evaluated]:
-        """Yield the scores of models on new labelled data, each used as in `predict`.
+        """Yield the scores of models on new labelled data, with each model used as in `predict`.
 
-        Arguments and errors are as in `predict`.
+        Arguments and errors are the same as for `predict`.
 
-        Without a client and a kind: all models of every run where the site of each row is a client of the run, else the
-        global model. If a table's model would use the clients' average scale, a second result is scaled on the new
-        rows, as for a client that trains on them.
+        Without a client and a kind, all models of a run are scored if the site of each row is a client of the run, else
+        only the global model. If a table's model would use the clients' average scale, a second result is scaled on the
+        new rows, as for a client that trains on them.
         """
         runs = self.runs(method, seed)
         data = runs[0].models.recipe.facts.labelled(data)
@@ -286,7 +286,7 @@ class RunDirectory:
         """Load a model that was adapted to one of the runs from its file and return it.
 
         Raises:
-            LayoutError: the file is not a model, or contains another architecture.
+            LayoutError: the file is not a model, or contains a different architecture.
         """
         with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
             label = facts_of(file, Path(path))[1].get("method")
@@ -298,7 +298,7 @@ class RunDirectory:
         """Load and return a model that was adapted to one of the selected runs.
 
         Raises:
-            LayoutError: the file is not a model, or contains another architecture.
+            LayoutError: the file is not a model, or contains a different architecture.
             ConfigError: the model was adapted to a run outside the selection.
         """
         model = self.load(path)
@@ -312,8 +312,9 @@ class RunDirectory:
 
         Args:
             seed: seed of the run. None: the first finished seed.
-            personal: True to compare personal models of the methods that have them. False: global models only.
-            shared: True if the method must have a global model.
+            personal: True to compare personal models for the methods that provide them. False to compare global models
+                only.
+            shared: True if the method must provide a global model.
 
         Raises:
             ConfigError: no run is done, or nothing was measured on validation.
@@ -345,7 +346,7 @@ class RunDirectory:
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:
-        """Return the result table as HTML: a row per method and model, averaged over seeds."""
+        """Return the result table as HTML: one row per method and model, averaged over seeds."""
         from fedloom.lab.report import notebook as display
 
         rows = result_table(self.path).to_pylist()
@@ -374,7 +375,7 @@ def _deployed(path: Path) -> str:
 
 
 def _has_unnamed_model(table: Mapping[str, Any]) -> bool:
-    """Return whether a table of settings contains a model that no import path leads to."""
+    """Return True if a table of settings contains a model to which no import path leads."""
     model = table.get("model")
     return isinstance(model, Mapping) and model.get("kind") == Held.kind
 
@@ -382,8 +383,8 @@ def _has_unnamed_model(table: Mapping[str, Any]) -> bool:
 def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> RunDirectory:
     """Open and return a run directory that `fedloom run` wrote: its table, runs and models. Nothing is computed again.
 
-    The only code that is executed is code that ``experiment.toml`` names by import path, and only when models are used.
-    A model file never names code.
+    The only code that is executed is code that ``experiment.toml`` names by import path, and it is executed only when
+    models are used. A model file never names code.
 
     Args:
         path: the directory.
@@ -393,6 +394,6 @@ def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = F
 
     Raises:
         RunDirError: the path is not a run directory, or the directory is damaged.
-        ConfigError: the given model is not a model, or the settings of the runs already name their models.
+        ConfigError: the given model is not a model, or the settings of the runs already specify their models.
     """
     return RunDirectory(path, model, trust=trust)

@@ -45,13 +45,13 @@ RECORDED_PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pyda
 
 
 Spent = tuple[Sequence[float], Sequence[float]]
-"""Seconds of every round, and its one-off costs."""
+"""Duration of each round in seconds, and its one-off costs."""
 
 
 class Outcome(NamedTuple):
-    """One run of the comparison: its result, or the reason for the missing result.
+    """Run in a comparison: its result, or the reason why the result is missing.
 
-    damaged: True if its checkpoint cannot be read, in which case its earlier figures stay in the tables.
+    damaged: True if its checkpoint cannot be read, in which case its earlier metrics stay in the tables.
     """
 
     label: str
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """True if the run reached its end with finite figures and models."""
+        """True if the run reached its end with finite metrics and models."""
         return self.result is not None and (self.status == "done" or self.result.diverged is not None)
 
     @property
@@ -82,7 +82,7 @@ class Outcome(NamedTuple):
 
 
 _version = cache(version)
-"""Version of a package, looked up once because metadata are read from files and parsed every time."""
+"""Version of a package, cached because metadata would otherwise be read from files and parsed every time."""
 
 
 def write_settings(out: Path, experiment: Experiment) -> None:
@@ -108,9 +108,9 @@ def write_measured(
     runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]],
     keep: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """Write the measured figures from labels, seeds, figures, and the seconds and one-off costs of the rounds.
+    """Write the metrics, given labels, seeds, metrics, and the durations and one-off costs of the rounds in seconds.
 
-    Existing rows of the runs to ``keep`` are kept.
+    Existing rows of the runs in ``keep`` are kept.
     """
     metrics = [labelled(table, label, seed) for label, seed, table, _ in runs]
     seconds = [labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
@@ -160,7 +160,7 @@ def write_analyses(
 def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
     """Return the table of an analysis by sums, and notes.
 
-    If the analysis has no answer, only a note on the reason is returned.
+    If the analysis has no answer, only a note that states the reason is returned.
     """
     try:
         return [analyze(analysis, federation).table], []
@@ -187,14 +187,14 @@ def write_further(
 ) -> None:
     """Write the rows of further runs, by label of the method and seed.
 
-    Existing rows of the runs to ``keep`` are kept.
+    Existing rows of the runs in ``keep`` are kept.
     """
     rows = [labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
     write_parquet(out / analysis_file(name_of(analysis)), rows, keep)
 
 
 def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
-    """Write one table of all tables and the existing rows of the runs to ``keep``.
+    """Write one table that combines all tables and the existing rows of the runs in ``keep``.
 
     The file is deleted if it would contain no table.
     """
@@ -211,7 +211,7 @@ def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, 
 
 
 def select_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, invert: bool = False) -> pa.Table:
-    """Return the rows of the named runs of a table, or with ``invert`` all other rows."""
+    """Return the rows of the named runs in a table, or with ``invert`` all other rows."""
     keys = zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)
     return table.filter(pa.array([(key in runs) != invert for key in keys], pa.bool_()))
 
@@ -258,7 +258,7 @@ def write_summary(
 def write_splits(
     out: Path, federations: Mapping[int, Federation], attackers: Mapping[int, NDArray[np.int64]] | None = None
 ) -> None:
-    """Write ``partition.parquet``: how the data were split with every seed, and which clients attack, if known."""
+    """Write ``partition.parquet``: how the data were split with each seed, and which clients attack, if known."""
     attackers_by_seed = attackers or {}
     tables = [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()]
     write_parquet(out / PARTITION_FILE, tables)
@@ -292,16 +292,16 @@ def partition_table(
     attackers: NDArray[np.int64] | None = None,
     tests: Split | None = None,
 ) -> pa.Table:
-    """Return the partition table, a row per client.
+    """Return the partition table, with one row per client.
 
     Args:
         seed: seed of the split.
         names: names of the clients.
         sizes: number of training samples ``[n]``.
         counts: number of training samples by class ``[n, C]``. C = 0 for a regression, or if only the sizes are known.
-        groups: planted groups ``[n]``. None: -1 for all.
+        groups: planted groups ``[n]``. None: -1 for all clients.
         attackers: numbers of the attacking clients.
-        tests: test parts of the clients. Their sizes and one digest of all of them are written. None: unknown.
+        tests: test parts of the clients. Their sizes and a joint digest are written. None: unknown.
     """
     n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {

@@ -1,4 +1,4 @@
-"""Overrides: an experiment file with the values, methods and rounds that the command line gives."""
+"""Overrides: an experiment file with the values, methods and rounds that the command line specifies."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def apply_overrides(
     Args:
         document: content of an experiment file.
         where: name of the file, for messages.
-        values: ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, with the value as in TOML. A different
-            ``kind`` or ``source`` clears its table first. Epochs replace steps, and steps replace epochs.
-        methods: labels or algorithms of the methods to keep. If empty, all methods.
+        values: ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, with the value as in TOML. If the
+            ``kind`` or ``source`` differs, the rest of its table is cleared first. Epochs replace steps, and steps
+            replace epochs.
+        methods: labels or algorithms of the methods to keep. If it is empty, all methods are kept.
         rounds: rounds of every method, instead of the file's number.
         refit: True to train on all samples with the first seed, as after a cross-validation: there are no test samples.
 
     Raises:
-        ConfigError: a text has another form, or a method does not exist. The message names the key.
+        ConfigError: a text has the wrong form, or a method does not exist. The message names the key.
     """
     changed: dict[str, Any] = {**document}
     methods_before = changed.get("method")
@@ -81,7 +82,7 @@ def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _looks_at_tests(entry: object) -> bool:
-    """Return whether an analysis reads a run, whose test parts are empty here.
+    """Return True if an analysis reads a run, whose test parts are empty in this case.
 
     An analysis by sums reads all rows instead.
     """
@@ -109,7 +110,7 @@ def _set(document: dict[str, Any], text: str, where: str) -> None:
 
 
 def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the method table that a key names, and the rest of the key."""
+    """Return the method table that a key refers to, and the rest of the key."""
     labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
         raise ConfigError(f"--set {text!r}: method keys have the form method.LABEL.key. Labels: {', '.join(labels)}")

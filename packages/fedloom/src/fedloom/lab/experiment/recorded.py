@@ -47,7 +47,7 @@ class RecordedRun:
         return rows_where(whole, method=self.method, seed=self.seed).drop_columns(["method", "seed"])
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """Return a metric of every scored client after the last evaluated round, float64 ``[s]``.
+        """Return a metric for each scored client after the last evaluated round, float64 ``[s]``.
 
         Args:
             model: as in `fedloom.engine.result.Result.final`. None: the model that a client would use.
@@ -71,7 +71,7 @@ class RecordedRun:
         return torch.from_numpy(last["value"].to_numpy().copy())
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Return an Altair chart of a metric by round, see `fedloom.lab.report.notebook.chart`."""
+        """Return an Altair chart of a metric by round (see `fedloom.lab.report.notebook.chart`)."""
         from fedloom.lab.report import notebook as display  # slow to import, needed where charts are drawn
 
         return display.draw_curve(self.table(), metric, part)
@@ -84,7 +84,7 @@ class RecordedRun:
         )
 
     def measured(self) -> set[tuple[str, str, str]]:
-        """Return the figures that are recorded for every client: (model, part, metric)."""
+        """Return the metrics that are recorded for every client: (model, part, metric)."""
         kinds = self._clients.group_by(["model", "part", "metric"]).aggregate([])
         return {(r["model"], r["part"], r["metric"]) for r in kinds.to_pylist()}
 
@@ -100,6 +100,6 @@ class RecordedRun:
 
         Raises:
             RunDirError: the run has no models, for example because it is not done.
-            LayoutError: the files are damaged, or contain another architecture.
+            LayoutError: the files are damaged, or contain a different architecture.
         """
         return Models(self._saved())

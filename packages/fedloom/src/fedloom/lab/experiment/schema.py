@@ -31,10 +31,10 @@ class Method:
 
     Attributes:
         label: name of the method in tables and charts.
-        algorithm: name in the file: an entry of the registry, or a class of user code.
+        algorithm: name in the file: an entry of the registry, or a user-written class.
         options: keys that the method defines.
         setting: setting of its run with the first seed.
-        kind: class or preset of the method, needed if no name leads to it.
+        kind: class or preset of the method, needed if no name refers to it.
     """
 
     label: str
@@ -69,8 +69,8 @@ Title = Annotated[str, AfterValidator(_printable)]
 
 
 Constants = Literal["default", "paper", "released"]
-"""Source of constants for options that are not given: the defaults of fedloom, the paper, or the code released with
-it."""
+"""Source of constants for options that are not given: fedloom's defaults, the paper, or the code released with the
+paper."""
 
 
 def _no_path(text: str) -> str:
@@ -80,7 +80,7 @@ def _no_path(text: str) -> str:
 
 
 class Head(Value):
-    """Plain keys of an experiment file that are not choices of a run. `Setting` defines the other keys."""
+    """Plain keys of an experiment file that are not options of a run. `Setting` defines the other keys."""
 
     name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
     seeds: tuple[NonNegativeInt, ...] = Field(
@@ -99,7 +99,7 @@ class Head(Value):
 
 
 class MethodKeys(Value):
-    """Plain keys of a method that are not choices of a run."""
+    """Plain keys of a method that are not options of a run."""
 
     label: Title = Field(description="name of the method in tables and charts")
     defaults: Constants = Field(
@@ -117,13 +117,13 @@ Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[n
 
 
 class DataTable(SettingTable):
-    """The table [data], whose key ``source`` is the name of a data set, or a path, which determines the reader."""
+    """Table [data], whose key ``source`` is the name of a data set, or a path whose content determines the reader."""
 
     def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:
         """Return the source of a table. A file or folder is inspected to determine its reader.
 
         Raises:
-            ConfigError: the source or an option of it does not exist.
+            ConfigError: the source or one of its options does not exist.
             DataError: the path does not lead to a data set.
         """
         if not isinstance(choice, Mapping):
@@ -140,7 +140,7 @@ class DataTable(SettingTable):
 
 
 def _options_of_path(path: str, options: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the options that the reader of a file or folder takes."""
+    """Return the options that the reader of a file or folder accepts."""
     agreement = {"agreement": options["agreement"]} if options.get("agreement") is not None else {}
     try:
         return fields_of(type(source_of(path, **agreement)))
@@ -158,7 +158,7 @@ SETTING_TABLES: dict[str, SettingTable] = {
 
 
 def file_places() -> Places:
-    """Return the places at which an experiment file names keys."""
+    """Return where an experiment file names keys."""
     tables = {name: table.keys() for name, table in SETTING_TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
     keys = (*SETTING_TABLES, *Top.model_fields, "method", "analysis")
@@ -166,13 +166,13 @@ def file_places() -> Places:
 
 
 SHARED_TABLES = ("model", "task", "attack")
-"""Tables that a method takes from the experiment unless it defines them. Among all settings, only settings of methods
-contain them."""
+"""Tables that a method takes from the experiment unless it defines them itself. Among all settings, only the settings
+of methods contain them."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison of methods on the same federation, over seeds.
+    """Comparison of methods on the same federation, over seeds.
 
     Attributes:
         head: name and seeds of the experiment.
@@ -180,10 +180,10 @@ class Experiment:
         source_options: the table [data].
         partition: rule that splits the data among clients.
         model_kind: kind of the table [model].
-        common: setting of methods that choose nothing for themselves.
+        common: setting of methods that do not choose anything themselves.
         tune: the table [tune].
         methods: methods that are compared.
-        analyses: analyses computed besides the rounds, at most one of each kind.
+        analyses: analyses computed in addition to the rounds, at most one of each kind.
     """
 
     head: Head
@@ -198,7 +198,7 @@ class Experiment:
 
     @property
     def kept_columns(self) -> list[str]:
-        """Columns, or bounds of columns, that a table keeps for analyses and weighers."""
+        """Columns, or thresholds on columns, that a table keeps for analyses and weighers."""
         weighers = [self.common.aggregation_weights, *(method.setting.aggregation_weights for method in self.methods)]
         groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
         return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))
@@ -213,7 +213,7 @@ class Experiment:
         return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.methods}
 
     def with_(self, **choices: object) -> Experiment:
-        """Return the same experiment with changed choices in every method."""
+        """Return the same experiment with choices changed in every method."""
         methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)
         return replace(self, common=self.common.with_(**choices), methods=methods)
 

@@ -1,6 +1,6 @@
-"""Tracking: the figures of a run in progress, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
+"""Tracking: the metrics of a run in progress, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
-Figures are metrics of the whole federation. A restart does not change the logged figures. All trackers write to the
+Only metrics of the whole federation are logged. A restart does not change the logged metrics. All trackers write to the
 folder ``tracking`` of the run directory. If MLFLOW_TRACKING_URI is set, MLflow logs there instead. W&B works offline
 unless WANDB_MODE is set otherwise. ``wandb sync`` uploads the offline files.
 """
@@ -27,16 +27,17 @@ from fedloom.lab.experiment.events import Event, Figures
 from fedloom.lab.experiment.schema import Experiment
 from fedloom.rundir import run_folder
 from fedloom.storage.files import make_folder
+from fedloom.values import check_type
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 RETRY_SECONDS = 60.0
-"""Seconds during which a failed tracker is left alone in a run: an unreachable server costs up to `HTTP_SECONDS` and a
-retry, so that a run spends only a small part of its time on it."""
+"""Number of seconds during which a run does not try a failed tracker again: an unreachable server costs up to
+`HTTP_SECONDS` and a retry, so a run spends only a small part of its time on it."""
 HTTP_SECONDS, HTTP_RETRIES = 10, 1
-"""Timeout and retries for MLflow's server, unless the environment sets other values: MLflow's defaults are 120 seconds
-and 7 retries, which would delay a run by many minutes in every evaluation."""
+"""Timeout and number of retries for MLflow's server, unless the environment sets other values: MLflow's defaults are
+120 seconds and 7 retries, which would delay a run by many minutes at every evaluation."""
 LONGEST_CAUSE = 300
 """Largest number of characters of a library's error in a warning."""
 LONGEST_NAME = 250
@@ -47,13 +48,13 @@ MAX_METRICS_PER_CALL = 1000
 
 
 class Writer(Protocol):
-    """Destination of one run's figures."""
+    """Destination of one run's metrics."""
 
     last: int
     """Last round that was written."""
 
     def write(self, round: int, figures: Figures) -> None:
-        """Write the figures of a later round."""
+        """Write the metrics of a later round."""
         ...
 
     def close(self, status: str) -> None:
@@ -62,11 +63,11 @@ class Writer(Protocol):
 
 
 class Tracker:
-    """A listener that passes the figures of every run of an experiment to a separate writer.
+    """Listener that passes the metrics of each run of an experiment to a separate writer.
 
     A failing tracker, for example with an unreachable server, causes a warning and never ends a run. Figures wait until
-    the tracker works again: it is retried after `RETRY_SECONDS`, and at the end of the run. Running the experiment
-    again with the tracker writes the figures that are still missing.
+    the tracker works again: it is retried after `RETRY_SECONDS`, and at the end of the run. If the experiment is run
+    again with the tracker, the metrics that are still missing are written.
 
     Args:
         kind: one of `TRACKERS`.
@@ -74,7 +75,7 @@ class Tracker:
         out: run directory of the experiment.
 
     Attributes:
-        view: command that shows the tracked figures.
+        view: command that shows the tracked metrics.
 
     Raises:
         ConfigError: the kind is unknown, or its packages are missing.
@@ -88,7 +89,7 @@ class Tracker:
         self._lock, self._guard, self._retry_at = threading.Lock(), Guard(), 0.0
 
     def __call__(self, event: Event) -> None:
-        """Write the rounds after the last written one, and close the writer at the end of the run."""
+        """Write the rounds after the last written round, and close the writer at the end of the run."""
         key = event.label, event.seed
         with self._lock:
             self._waiting.setdefault(key, {}).update(event.figures)
@@ -145,7 +146,10 @@ class TensorBoard:
 
 
 class MLflow:
-    """Writer of a run in MLflow. When the run is resumed, it is found again and continued after its last round."""
+    """Writer of a run in MLflow.
+
+    When the run is resumed, the MLflow run is found again and continued after its last round.
+    """
 
     ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
 
@@ -181,7 +185,7 @@ class MLflow:
 
 
 def mlflow_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the name that MLflow allows for each figure. Different names stay different.
+    """Return a name that MLflow allows for each metric. Different names stay different.
 
     >>> mlflow_names(["global/test/recall[0]/mean", "global/test/a(b)", "global/test/a_b_"])
     {'global/test/recall[0]/mean': 'global/test/recall.0/mean', \
@@ -200,7 +204,7 @@ def mlflow_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name of letters, digits and ``_-. :/``. No part is empty or would lead elsewhere as a path."""
+    """Return a name of letters, digits and ``_-. :/``. No part is empty or would lead to another location as a path."""
     parts = re.sub(r"\[(.*?)\]", r".\1", name).split("/")
     parts = [re.sub(r"[^\w. :-]", "_", part) for part in parts]
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_NAME]
@@ -246,6 +250,7 @@ def check_tracker(kind: str | None) -> None:
     """
     if kind is None:
         return
+    check_type("track", kind, str)
     if kind not in TRACKERS:
         raise unknown("tracker", kind, TRACKERS, "--track")
     for package in TRACKER_PACKAGES[kind]:

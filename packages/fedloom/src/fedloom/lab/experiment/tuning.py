@@ -36,7 +36,7 @@ Space = Mapping[str, Dimension]
 
 
 class Tune(Value):
-    """Search for hyperparameters: the same number of trials and the same work for every method."""
+    """Search for hyperparameters: the same number of trials and the same compute budget for every method."""
 
     trials: int = Field(
         20, ge=1, description="number of trials per method. If a list has fewer settings, all of them are tried"

@@ -1,4 +1,4 @@
-"""Writer of every CSV file: cells are converted to text here, and formulas of a spreadsheet are made inert."""
+"""Writer of all CSV files: cells are converted to text here, and spreadsheet formulas are made inert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ T = TypeVar("T")
 
 
 def inert(cell: T) -> T | str:
-    """Return an inert CSV cell. Text that a spreadsheet would compute is prefixed with an apostrophe, as OWASP advises.
+    """Return an inert CSV cell.
+
+    Text that a spreadsheet would evaluate as a formula is prefixed with an apostrophe, as OWASP advises.
 
     Numbers are written with up to 12 digits.
 

@@ -37,9 +37,9 @@ from fedloom.lab.report.tables import csv_text
 from fedloom.rundir import file_name
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Content policy of the page: it runs its embedded scripts and makes no network requests."""
+"""Content security policy of the page: it runs its embedded scripts and makes no network requests."""
 REPORT_TITLE_END = " · fedloom report</title>"
-"""End of the title of a report, which no other page uses."""
+"""End of a report's title, which no other page uses."""
 SCRIPTS_FILE = "vega.js"
 """Name of the file in which the scripts are cached."""
 SECTION_ORDER = {
@@ -65,10 +65,10 @@ SECTION_ORDER = {
     "others": ("More results", "Further values about the whole federation."),
     "partition": ("Data", "The split of the samples over the clients."),
 }
-"""Sections of the page by group of figures, in order, with title and text."""
+"""Sections of the page by group of charts, in order, with title and text."""
 
 FIRST_PLACES = ("patients", "importance")
-"""Sections before the sections of analyses by packages."""
+"""Sections that precede the sections that packages add for analyses."""
 PAIRS_TEXT = (
     "Every method is compared with the baseline. The interval of the difference decides the verdict: better or "
     "worse if it excludes 0, equivalent if it is inside a stated margin, otherwise inconclusive. Holm's correction "
@@ -102,7 +102,7 @@ READING_TEXTS = {
 def _scripts() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as one script that is safe within a script element.
 
-    The script is cached, since it takes seconds to build.
+    The script is cached, because building it takes seconds.
     """
     key = version("vl-convert-python") if can_draw() else ""
     kept = find(SCRIPTS_FILE, key)
@@ -198,7 +198,7 @@ def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:
 
 
 def _payload(figure: Figure) -> dict[str, object]:
-    """Convert a figure for the script of the page: its data sets as columns and lists of cells."""
+    """Convert a chart for the script of the page: its data sets as columns and lists of cells."""
 
     def compact(name: str, rows: Rows) -> dict[str, object]:
         columns = figure.columns(name)

@@ -1,4 +1,4 @@
-"""Tables of groups within clients: the leading metric of every group at every site."""
+"""Tables of groups within clients: the leading metric for each group at each site."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]], str] | None:
     """Return the titles and lines of the table of groups of one model, and its metric. None if no groups were scored.
 
-    The metric is the leading one of the metrics that were scored, because secure sums include no metric that ranks
+    The metric is the leading metric among those that were scored, because secure sums do not include metrics that rank
     samples.
     """
     table = _read(run)
@@ -86,9 +86,9 @@ def _cell(means: dict[tuple[object, ...], float], client: int, group: str, lead:
 
 
 def groups_csv(runs: list[Run]) -> str:
-    """Render the figures of every group as CSV, means over seeds, unscaled.
+    """Render the metrics of each group as CSV: means over seeds, unscaled.
 
-    The client is empty for all clients together.
+    The client column is empty for all clients together.
     """
     keys = ("method", "model", "client", "subgroup", "metric")
     lines: list[tuple[object, ...]] = []

@@ -1,4 +1,4 @@
-"""HTML of a report by templates that escape every text, so that recorded names are never read as markup."""
+"""HTML of a report, built with templates that escape every text, so that recorded names are never read as markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of the figures of the report. The metrics are defined in `fedloom.metrics`."""
+"""Names of the metrics and other values in the report. The metrics are defined in `fedloom.metrics`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FIGURE_SECTIONS = {
         "convergence",
     ),
 }
-"""Sections of the page for figures of the whole federation. Other figures are shown in the section "others"."""
+"""Sections of the page for metrics of the whole federation. Other metrics are shown in the section "others"."""
 
 
 def figure(name: str) -> Metric:
-    """Return the format of a figure: ``metric``, ``metric/statistic``, ``metric@place``, or a total.
+    """Return the format of a metric: ``metric``, ``metric/statistic``, ``metric@place``, or a total.
 
     >>> figure("accuracy/worst10").title, figure("accuracy/jain").unit, figure("loss/variance").higher
     ('Worst 10 %', '', False)
@@ -72,7 +72,7 @@ STATISTIC_TITLES = {
 
 
 def is_ratio(name: str) -> bool:
-    """Return True if a figure is compared by ratios, on the logarithmic scale: costs, and variances over clients.
+    """Return True if a metric is compared by ratios, on the logarithmic scale: costs, and variances over clients.
 
     >>> is_ratio("bytes"), is_ratio("loss/variance"), is_ratio("accuracy/worst10")
     (True, True, False)
@@ -85,7 +85,7 @@ PROPER_NAMES = ("Brier", "Jain", "Lyapunov", "Poisson")
 
 
 def within_line(title: str) -> str:
-    """Render a title inside a sentence: in lower case, except names, symbols and abbreviations.
+    """Render a title for use inside a sentence: in lower case, except names, symbols and abbreviations.
 
     >>> within_line("Macro F1"), within_line("AUROC"), within_line("C-index"), within_line("Brier score")
     ('macro F1', 'AUROC', 'C-index', 'Brier score')

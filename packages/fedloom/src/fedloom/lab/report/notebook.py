@@ -1,4 +1,4 @@
-"""Display of a run in a notebook: a small table and a curve, from the tidy table of its figures."""
+"""Display of a run in a notebook: a small table and a curve, from the tidy table of its metrics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
-    """Draw the mean over clients of a metric by round, with a line per model.
+    """Draw a metric's mean over clients by round, with a line per model.
 
     Args:
-        table: table with the columns round, client, model, part, metric, value, see
-            `fedloom.engine.result.Result.table`.
-        name: name of the metric. None: accuracy, AUROC or another metric that leads.
+        table: table with the columns round, client, model, part, metric, value (see
+            `fedloom.engine.result.Result.table`).
+        name: name of the metric. None: accuracy, AUROC or whichever metric leads.
         part: part of the clients' samples.
 
     Raises:
@@ -73,10 +73,10 @@ def draw_svg(chart: LayerChart) -> str:
 
 
 def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
-    """Draw every method's mean with its 95 % interval over seeds, and every seed as a dot, the best method on top.
+    """Draw each method's mean with its 95 % interval over seeds, and each seed as a dot, with the best method on top.
 
     Args:
-        estimates: figure by the label of the method.
+        estimates: metric by the label of the method.
         name: the figure.
     """
     shown = figure(name)

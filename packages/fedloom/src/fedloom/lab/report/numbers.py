@@ -1,8 +1,8 @@
-"""Figures computed from recorded points: curves, per-seed results, intervals over seeds.
+"""Values computed from recorded points: curves, per-seed results, intervals over seeds.
 
 An interval is the two-sided 95 % Student t interval of the mean over seeds. A recorded statistic over clients is used
 unchanged. Otherwise it is computed from the clients' values. A seed that failed, or diverged before its end, does not
-count as a result. The work of seeds that ended early is not pooled with the work of complete runs.
+count as a result. The work of seeds that ended early is not combined with the work of complete runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedloom.metrics import leading, worst
 from fedloom.rundir import ROLES_BY_NAME, RunRecord
 
 BASELINE_ROLES = ("alone", "average")
-"""Roles of methods that can be the baseline. The first role that was run is used."""
+"""Roles of methods that can serve as the baseline. The first role that was run is used."""
 MODEL_KINDS = ("global", "personal", "hybrid")
 WORK_FIGURES = (
     "steps",
@@ -34,30 +34,30 @@ WORK_FIGURES = (
     "simulated_seconds",
 )
 COUNTED_FIGURES = (*WORK_FIGURES, "seconds")
-"""Figures that are recorded even for a seed that ended early. They count if no seed was completed."""
+"""Metrics that are recorded even for a seed that ended early. They count if no seed was completed."""
 LOST_STATUSES = ("diverged", "failed")
 """Statuses of runs without a result."""
 UNTESTED_REASON = "trained, but not evaluated because there is no test row"
-"""Status of a method without any figure on test parts, not even a loss."""
+"""Status of a method without any metric on test parts, not even a loss."""
 MIN_SEEDS = 5
 """Number of seeds below which nothing is decided, and charts show single seeds instead of an interval."""
 EQUALITY_TOLERANCE = 1e-9
-"""Relative difference up to which figures count as equal."""
+"""Relative difference up to which values count as equal."""
 
 
 class Curve(NamedTuple):
-    """Statistic over rounds, ``[k]`` each."""
+    """Statistic over rounds, each ``[k]``."""
 
     round: Integers
     value: Numbers
 
     @property
     def last(self) -> float:
-        """Value at the last recorded round, nan without rounds."""
+        """Value at the last recorded round, NaN without rounds."""
         return float(self.value[-1]) if len(self.value) else math.nan
 
     def at(self, round: int) -> float:
-        """Return the value at a round, nan if it was not recorded."""
+        """Return the value at a round, or NaN if it was not recorded."""
         hit = np.flatnonzero(self.round == round)
         return float(self.value[hit[0]]) if len(hit) else math.nan
 
@@ -81,7 +81,7 @@ def curve(run: Run, key: Key, statistic: str) -> Curve:
 def over_clients(points: Points, statistic: str, higher: bool) -> Curve:
     """Return ``mean``, ``worst10`` or ``variance`` of the clients' values, by round.
 
-    Clients without a value are left out.
+    Clients without a value are omitted.
     """
     rounds, starts = np.unique(points.round, return_index=True)
     return Curve(rounds, np.array([_statistic(v, statistic, higher) for v in np.split(points.value, starts[1:])]))
@@ -101,7 +101,7 @@ def _statistic(values: Numbers, statistic: str, higher: bool) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Figure per seed, and its mean over the seeds for which it is finite, see `repeated` for ``repeats``."""
+    """Metric per seed, and its mean over the seeds for which it is finite (see `repeated` for ``repeats``)."""
 
     by_seed: dict[int, float]
     repeats: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -113,19 +113,19 @@ class Estimate:
 
     @property
     def mean(self) -> float:
-        """Mean over seeds, nan without seeds."""
+        """Mean over seeds, NaN without seeds."""
         values = list(self.finite.values())
         return sum(values) / len(values) if values else math.nan
 
     @property
     def half(self) -> float:
-        """Half width of the 95 % t interval. Nan with fewer than two seeds."""
+        """Half width of the 95 % t interval. NaN with fewer than two seeds."""
         return half_width(list(self.finite.values()))
 
     def points(self, scale: float = 1.0) -> list[dict[str, float | int | None]]:
         """Return the rows of a chart: the mean (``seed`` None) with its interval.
 
-        With few seeds, the single seeds are returned beside the mean instead of an interval.
+        If there are few seeds, the single seeds are returned together with the mean, instead of an interval.
         """
         count = len(self.finite)
         half = self.half if count >= MIN_SEEDS else math.nan
@@ -138,7 +138,7 @@ class Estimate:
 def half_width(values: Sequence[float], level: float = 0.05) -> float:
     """Return the half width of the t interval of the mean of ``values`` at level 1 - ``level``.
 
-    Nan with fewer than two values.
+    NaN with fewer than two values.
     """
     if len(values) < 2:
         return math.nan
@@ -149,7 +149,7 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
 
 
 def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
-    """Return the seeds whose runs only repeat an earlier seed, with that seed: all figures except costs are equal.
+    """Return the seeds whose runs only repeat an earlier seed, with this seed: all metrics except costs are equal.
 
     Such runs draw nothing that affects the results, so they count as one result.
     """
@@ -161,19 +161,19 @@ def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
 
 
 def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
-    """Return True if the figures of two seeds are equal, and at least one figure exists."""
+    """Return True if the metrics of two seeds are equal, and at least one metric exists."""
     pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
     return all(close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
 
 
 def close(one: float, other: float) -> bool:
-    """Return True if two figures are equal. Two missing figures are equal."""
+    """Return True if two values are equal. Two missing values are equal."""
     return math.isclose(one, other, rel_tol=EQUALITY_TOLERANCE) or (math.isnan(one) and math.isnan(other))
 
 
 @dataclass(frozen=True)
 class Row:
-    """Model of a method of a run, over all seeds.
+    """One model of a method in a run, over all seeds.
 
     ``figures`` contains, per metric on the clients' test parts, ``metric`` (mean over clients at the last round) and
     ``metric/worst10``, and, if recorded, ``metric/weighted``, ``metric/sigma`` and ``metric/jain``. It also contains
@@ -196,16 +196,16 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Text that names the method and the run."""
+        """Text that identifies the method and the run."""
         return f"{self.method} · {self.run}" if self.run else self.method
 
     @property
     def title(self) -> str:
-        """Text that names the method, the run and the model."""
+        """Text that identifies the method, the run and the model."""
         return f"{self.name} · {self.model}" if self.model else self.name
 
     def result(self, name: str) -> Estimate | None:
-        """Return a figure, or None if every seed lacks it."""
+        """Return a metric, or None if all seeds lack it."""
         estimate = self.figures.get(name)
         return estimate if estimate is not None and estimate.finite else None
 
@@ -231,7 +231,7 @@ class Row:
 
     @property
     def untested(self) -> bool:
-        """True if every seed ran to its last round, and all figures of the clients' test parts are missing."""
+        """True if every seed ran to its last round, but all metrics on the clients' test parts are missing."""
         tested = [e for name, e in self.figures.items() if name not in COUNTED_FIGURES and "@" not in name]
         return self.done and bool(tested) and not any(e.finite for e in tested)
 
@@ -252,7 +252,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Short phrase on the state of the runs, e.g. ``diverged by round 7 (seed 2)``."""
+        """Short phrase that describes the state of the runs, e.g. ``diverged by round 7 (seed 2)``."""
         seeds: dict[str, list[int]] = {}
         for record in self.records:
             if record.status != "done":
@@ -266,7 +266,7 @@ class Row:
         return "; ".join(shown[:2]) + (f" and {more} more" if more else "")
 
     def _share(self, seeds: list[int]) -> str:
-        """Return a text with the seeds, or their number if there are several.
+        """Return a text with the seeds, or with their number if there are several.
 
         Return an empty text if all seeds are meant.
         """
@@ -296,7 +296,7 @@ def method_rows(runs: list[Run]) -> list[Row]:
 
 
 def run_of(runs: list[Run], row: Row) -> Run:
-    """Return the run that a row belongs to."""
+    """Return the run to which a row belongs."""
     return next(run for run in runs if run.label == row.run or len(runs) == 1)
 
 
@@ -382,7 +382,7 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
 
 
 def _chosen(validation: Curve, test: Curve, name: str) -> float:
-    """Return the test value at the round that is best on validation (the earliest of equal rounds).
+    """Return the test value at the round that is best on validation (the earliest if several are equal).
 
     Nan without validation.
     """

@@ -23,14 +23,14 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell, columns_of
 
 MAX_OPEN_NOTES = 4
-"""Number of notes that are shown. Further notes are folded away."""
+"""Number of notes that are shown. Further notes are collapsed."""
 UNEQUAL_WORK_RATIO = 1.1
-"""Ratio to the smallest work up to which work counts as equal, as in plans of `fedloom tune`. A note names methods
-whose work exceeds FedAvg's work by more."""
+"""Ratio to the smallest work up to which work counts as equal, as in plans of `fedloom tune`. A note lists methods
+whose work exceeds FedAvg's work by a larger ratio."""
 FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
-"""Work and traffic, which are shown beside the leading metric."""
+"""Work and traffic, which are shown next to the leading metric."""
 MAX_COLUMNS = 6
-"""Largest number of columns beside the leading metric and the status that fit a page of 1,280 pixels."""
+"""Largest number of columns next to the leading metric and the status that fit on a page of 1,280 pixels."""
 MAX_NAMED_MISSING = 20
 """Largest number of clients without a result that are named."""
 TIE_TOLERANCE = 1e-6
@@ -38,7 +38,7 @@ TIE_TOLERANCE = 1e-6
 
 
 def answer(conclusions: Sequence[Conclusion]) -> str:
-    """Return the conclusions as the head of the page: the winner, the lead, the compared models, and their cost."""
+    """Return the conclusions as the top of the page: the winner, the lead, the compared models, and their cost."""
     parts = []
     for one in conclusions:
         first, *pairs = one.lines()
@@ -75,11 +75,11 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
 def cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation") -> str:
     """Render a card per criterion: the leader, its value and its certainty.
 
-    Runs with other data or attacks get separate cards.
+    Runs with different data or attacks have separate cards.
 
     Args:
         runs: runs of the rows.
-        rows: every model of every method.
+        rows: all models of all methods.
         models: which row of a method is compared. At most one row is compared, even if all are requested.
     """
     lead, groups = leading_metric(runs), []
@@ -150,7 +150,7 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
 
 
 def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
-    """Return the result tables: mean, status, work and traffic of every row, and the other figures in a folded part.
+    """Return the result tables: mean, status, work and traffic of each row, and the other metrics in a collapsed part.
 
     Args:
         rows: rows of the table.
@@ -175,7 +175,7 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
 def _results(
     rows: list[Row], runs: Sequence[Run], columns: Mapping[str, str], lead: str, *, status: bool
 ) -> str:  # fmt: skip
-    """Return a table of some figures. The leading figure is shown with a bar and the status."""
+    """Return a table of some metrics. The leading metric is shown with a bar and the status."""
     groups = [peers for _, _, peers in tasks(list(runs), rows)] if runs else [rows]
     rated = [name for name in columns if name not in COST_FIGURES]
     best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
@@ -238,7 +238,7 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | Non
 
 
 def note_list(runs: list[Run], rows: list[Row]) -> str:
-    """Render the notes as HTML: the first notes are open, the others folded."""
+    """Render the notes as HTML: the first notes are open, and the others are collapsed."""
     lines = notes(runs, rows)
     count = len(lines) if len(lines) <= MAX_OPEN_NOTES + 1 else MAX_OPEN_NOTES
     return render_part("notes", first=lines[:count], rest=lines[count:])
@@ -354,7 +354,7 @@ def _repeats(run: Run, run_rows: list[Row]) -> str:
 
 
 def _merged(warnings: tuple[str, ...]) -> list[str]:
-    """Return the warnings. A warning that several seeds share is returned once, with all of these seeds."""
+    """Return the warnings. If several seeds share a warning, it is returned once, with all these seeds."""
     by_text: dict[tuple[str, str], list[str]] = {}
     for warning in warnings:
         match = re.fullmatch(r"(.+), seed (\d+): (.*)", warning, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Writer of the report: one self-contained HTML file, and its tables and charts as files beside it."""
+"""Writer of the report: a self-contained HTML file, and its tables and charts as files next to it."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def write_report(
 ) -> Path:
     """Write a report of one or several run directories and return its path.
 
-    ``out`` becomes a self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder of
-    the same name without its suffix receives ``results.csv`` and ``results.tex``. If there is a method to compare the
-    others with, it receives ``pairs.csv`` and ``pairs.tex``. If clients are few and named, it receives ``sites.csv``
-    and ``sites.tex``.
+    ``out`` becomes a self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder with
+    the same name without its suffix receives ``results.csv`` and ``results.tex``. If there is a method with which the
+    others can be compared, the folder receives ``pairs.csv`` and ``pairs.tex``. If clients are few and named, the
+    folder receives ``sites.csv`` and ``sites.tex``.
 
     Args:
         run_dirs: output directories of runs. Several are compared.
         out: path of the HTML file, e.g. ``RUN/report.html``. Its folder is created if it does not exist.
-        columns: figures of ``results.tex``, by their names in ``results.csv``. None: up to six figures that fit the
+        columns: metrics in ``results.tex``, by their names in ``results.csv``. None: up to six metrics that suit the
             task.
-        charts: True to write every chart as SVG and its data as CSV into the folder too.
-        baseline: label of the method that every other method is compared with. None: `local`, or else `fedavg`, if one
+        charts: True to also write each chart as SVG and its data as CSV into the folder.
+        baseline: label of the method with which every other method is compared. None: `local`, or else `fedavg`, if one
             of them was run.
         compare_model: rows of a method in ``results.tex`` and in the comparison: the model that a client would use, the
             personal model, or all models.
@@ -76,9 +76,9 @@ def write_report(
         ``out``.
 
     Raises:
-        RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would lie in a file. Nothing
-            is written.
-        ConfigError: ``out`` does not end in ``.html``, or lies in a run (except ``RUN/NAME.html``), or exists and is
+        RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would be inside a file.
+            Nothing is written.
+        ConfigError: ``out`` does not end in ``.html``, or is inside a run (except ``RUN/NAME.html``), or exists and is
             not a report, or its folder contains files that were not written by a report. The error is also raised if a
             column or method does not exist, or if the margin is not a number above 0.
         CheckpointError: the disk is full or rejects the files. The runs are unchanged.
@@ -120,7 +120,7 @@ def write_report(
 
 @contextmanager
 def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
-    """Raise `RunDirError` if files that are readable one by one do not fit together."""
+    """Raise `RunDirError` if files that can be read individually are inconsistent with each other."""
     try:
         yield
     except FedloomError:
@@ -142,9 +142,9 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
 
 
 def make_figures(runs: list[Run], rows: list[Row], compare_model: Models = "best-on-validation") -> list[Figure]:
-    """Build every chart that the recorded figures allow.
+    """Build all charts that are possible with the recorded metrics.
 
-    Color means the model unless the caption names another legend.
+    Color means the model unless the caption states another meaning.
     """
     lead = leading_metric(runs)
     charts = [
@@ -169,7 +169,7 @@ def _data_csv(figure: Figure) -> str:
 
 
 def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) -> Path:
-    """Return the folder beside a report for its tables and charts, after a check that both may be written.
+    """Return the folder next to a report for its tables and charts, after checking that both may be written.
 
     Raises:
         RunDirError: the folder is a file.
@@ -203,10 +203,10 @@ def _is_report(path: Path) -> bool:
 
 
 def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
-    """Raise if the folder beside a report contains files to be replaced that were not written by a report.
+    """Raise if the folder next to a report contains files to be replaced that were not written by a report.
 
     A report wrote the files if the report exists, which `check_report` has checked, or if the folder belongs to a run
-    directory. A link among them is replaced, not followed.
+    directory. If one of the files is a link, the link is replaced and not followed.
 
     Raises:
         ConfigError: a file exists without a report.
@@ -220,7 +220,7 @@ def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text under a temporary name first, so that readers never see a half-written file.
+    """Write text to a temporary file first, so that readers never see a half-written file.
 
     Raises:
         CheckpointError: the disk is full or rejects the file.

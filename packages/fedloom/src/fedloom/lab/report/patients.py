@@ -1,4 +1,4 @@
-"""Test samples one by one: recorded predictions, pooled over the seeds or folds that tested them."""
+"""Individual test samples: recorded predictions, pooled over the seeds or folds that tested them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from fedloom.rundir import PREDICTIONS_FILE
 
 
 class Predicted(NamedTuple):
-    """Test samples of one model in the order of client and row.
+    """Test samples of one model, ordered by client and row.
 
     Attributes:
         client: client ``[N]`` of each sample.
-        row: place ``[N]`` of each sample in the data.
+        row: position of each sample in the data ``[N]``.
         target: target ``[N]`` of each sample.
-        prediction: mean prediction ``[N]`` over the seeds that tested the sample. For a binary task, the probability of
-            the second class. For several classes, the share of the seeds that were right (targets are 1 then).
-        event: ``[N]`` 1 if the target is the time of an event, 0 if it is censored. None for other tasks.
+        prediction: mean prediction ``[N]`` over the seeds that tested the sample. For a binary task, it is the
+            probability of the second class. For several classes, it is the share of the seeds that were right (targets
+            are then 1).
+        event: 1 if the target is the time of an event, 0 if it is censored ``[N]``. None for other tasks.
         subject: number ``[N]`` of the subject of the sample. None: each sample belongs to a separate subject.
     """
 
@@ -46,7 +47,7 @@ class Predicted(NamedTuple):
     def units(self) -> NDArray[np.int64]:
         """Subject ``[N]`` of each sample, numbered from 0.
 
-        Each sample is a separate subject if no subjects are known.
+        If no subjects are known, each sample is a separate subject.
         """
         if self.subject is None:
             return np.arange(len(self.target))
@@ -58,7 +59,10 @@ class Predicted(NamedTuple):
 
 
 def tested(run: Run, method: str, model: str) -> Predicted | None:
-    """Return a model's predictions for test samples. None if predictions were not kept, or are several numbers."""
+    """Return a model's predictions for test samples.
+
+    None if predictions were not stored, or consist of several numbers.
+    """
     path = run.path / PREDICTIONS_FILE
     if not path.exists():
         return None

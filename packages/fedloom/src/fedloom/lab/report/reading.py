@@ -1,4 +1,4 @@
-"""Reader of run directories. It checks every file and uses only recorded numbers."""
+"""Reader of run directories. It checks all files and uses only recorded numbers."""
 
 from __future__ import annotations
 
@@ -102,9 +102,10 @@ def _read(path: Path, label: str) -> Run:
 def _recounted(
     series: dict[Key, Points], totals: dict[Key, Points], partitions: dict[int, RunPartition]
 ) -> dict[Key, Points]:
-    """Compute the figures over clients again, without the attackers of any method.
+    """Recompute the metrics over clients without the attackers of any method.
 
-    A run excludes only its attackers. If an attack belongs to one method, the other methods count these clients.
+    A run excludes only its own attackers. If an attack is set for one method only, the other methods count these
+    clients.
     """
     recounted: dict[Key, Points] = {}
     for key, points in series.items():
@@ -139,7 +140,7 @@ def _text(path: Path) -> str:
 
 
 def _check_settings(path: Path, settings: str) -> None:
-    """Raise if a file is not a document of settings as `fedloom run` writes it: a plain value or a table per key."""
+    """Raise if a file is not a settings document as `fedloom run` writes it: a plain value or a table per key."""
     try:
         document = tomllib.loads(settings)
     except RecursionError as error:
@@ -204,10 +205,10 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
 
 
 def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
-    """Read the named columns, cast to the type of the name in every file of a run directory.
+    """Read the named columns, each cast to the type that its name has in all files of a run directory.
 
-    If ``coded`` is true, text is read as codes with a dictionary. ``lacking`` are further columns, which directories of
-    earlier versions may lack. If one of them is missing, all of them are skipped.
+    If ``coded`` is true, text is read as codes with a dictionary. ``lacking`` are additional columns, which directories
+    of earlier versions may lack. If one of them is missing, all of them are skipped.
 
     Raises:
         RunDirError: the file is damaged, or lacks one of the columns.
@@ -249,7 +250,10 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
 
 
 def read_columns(path: Path, names: tuple[str, ...]) -> pa.Table | None:
-    """Read the named columns of a file of a run directory. None if the file is missing, see `read_table`."""
+    """Read the named columns of a file of a run directory.
+
+    The result is None if the file is missing (see `read_table`).
+    """
     return read_table(path, names) if path.exists() else None
 
 

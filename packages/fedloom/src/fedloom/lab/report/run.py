@@ -18,7 +18,7 @@ Integers = NDArray[np.int64]
 
 
 class Key(NamedTuple):
-    """Identity of a recorded series."""
+    """Key that identifies a recorded series."""
 
     method: str
     seed: int
@@ -35,21 +35,21 @@ class Points(NamedTuple):
     value: Numbers
 
     def at(self, rows: Any) -> Points:
-        """Select points by places, a slice or a mask."""
+        """Select points by positions, a slice or a mask."""
         return Points(self.round[rows], self.client[rows], self.value[rows])
 
 
 @dataclass(frozen=True)
 class RunPartition:
-    """Split of one seed's samples over its clients.
+    """Split of one seed's samples among its clients.
 
     Attributes:
         counts: number of training samples ``[n, C]`` by client and class. C = 0 for a regression.
         sizes: number of training samples ``[n]``.
-        groups: planted group ``[n]``, -1 without planted groups.
+        groups: planted group ``[n]``, or -1 without planted groups.
         attackers: clients that attack.
         tested: number of test samples ``[n]``. None if they are not recorded.
-        tests: digest of the clients' test parts. Empty if it is not recorded.
+        tests: digest of the clients' test parts. It is empty if the digest is not recorded.
     """
 
     counts: Numbers
@@ -69,9 +69,9 @@ class Run:
         settings: text of ``experiment.toml``.
         partitions: split of every seed.
         names: names of the clients.
-        series: points of every recorded series about clients.
-        totals: points of every recorded series about the whole federation.
-        seconds: seconds per round of (method, seed), sorted by round.
+        series: points of each recorded series about clients.
+        totals: points of each recorded series about the whole federation.
+        seconds: duration of each round in seconds for (method, seed), sorted by round.
     """
 
     path: Path
@@ -86,12 +86,12 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Parsed settings, with the present names of keys."""
+        """Parsed settings, with current key names."""
         return update_document(tomllib.loads(self.settings))
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions of the packages that made the run, by name."""
+        """Versions of the packages with which the run was made, by name."""
         resolved = self.options.get("resolved", {})
         versions = resolved.get("versions", resolved)
         return {name: version for name, version in versions.items() if isinstance(version, str)}
@@ -104,22 +104,22 @@ class Run:
 
     @property
     def clients(self) -> int:
-        """Number of clients, 0 if it is not recorded."""
+        """Number of clients, or 0 if it is not recorded."""
         return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
 
     def attackers(self, seed: int) -> frozenset[int]:
-        """Clients that attacked. Their scores are not informative about a method."""
+        """Clients that attacked. Scores of clients that attack are not informative about a method."""
         return self.partitions[seed].attackers if seed in self.partitions else frozenset()
 
     @property
     def ratio(self) -> float:
-        """Test samples per training sample if every seed splits the same samples anew, else 0, see `ratios`."""
+        """Test samples per training sample if every seed splits the same samples again, else 0 (see `ratios`)."""
         ratios, sizes = self.ratios, np.sum([part.sizes for part in self.partitions.values()], axis=0)
         return float(np.average(ratios, weights=sizes)) if ratios is not None else 0.0
 
     @property
     def ratios(self) -> Numbers | None:
-        """Test samples per training sample of every client ``[n]``, as mean over seeds.
+        """Test samples per training sample for each client ``[n]``, as a mean over seeds.
 
         None if seeds share their test parts, if there is only one seed, or if test parts are not recorded.
         """

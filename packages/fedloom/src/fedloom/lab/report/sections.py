@@ -24,13 +24,13 @@ MAX_LINES = 200
 
 
 class Section(NamedTuple):
-    """Section of a page on an analysis.
+    """Section of a page about an analysis.
 
     Attributes:
         title: the heading.
         lead: sentence below the title.
-        body: HTML. Empty if nothing was recorded.
-        files: CSV files beside the page, by name without suffix.
+        body: HTML. It is empty if nothing was recorded.
+        files: CSV files next to the page, by name without suffix.
     """
 
     title: str
@@ -66,7 +66,7 @@ def plain_section(runs: list[Run], name: str) -> Section:
 
     Args:
         runs: runs of the report.
-        name: name of the file in a run directory. A file that no run has written is left out.
+        name: name of the file in a run directory. A file that no run has written is omitted.
     """
     title = Path(name).stem.replace("_", " ").capitalize()
     body, columns, lines = "", dict.fromkeys(["run"]), list[dict[str, Any]]()

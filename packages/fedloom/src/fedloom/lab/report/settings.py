@@ -1,4 +1,4 @@
-"""Account of a run: the main settings in words, the settings of every method, versions, and the exact file."""
+"""Description of a run: the main settings in words, the settings of each method, versions, and the exact file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fedloom.lab.report.markup import render_part, scrolling
 from fedloom.lab.report.run import Run
 
 TABLE_TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
-"""Titles of those tables of the experiment file whose titles differ from their names."""
+"""Titles of those tables in the experiment file whose titles differ from their names."""
 UNREPORTED_TABLES = ("engine", "resolved", "tune")
-"""Tables that do not change any figure of the report. The whole file is printed below."""
+"""Tables that do not affect any value in the report. The whole file is printed below."""
 NOT_OPTIONS = ("algorithm", "label")
 """Settings of a method that are not compared with other methods."""
 
 
 def settings(runs: list[Run]) -> str:
-    """Describe the settings, the differences between the runs, and the end of every run."""
+    """Describe the settings, the differences between the runs, and how each run ended."""
     several = len(runs) > 1
     shown = [
         {"label": run.label, "words": _words(run), "methods": _methods(run), "every": _every_run(run),
@@ -50,7 +50,7 @@ def _words(run: Run) -> dict[str, str]:
 def _text(value: object) -> str:
     """Render nested settings in one line, e.g. ``mixed: clients 10, alpha 0.5``.
 
-    Settings that are off or empty are left out.
+    Settings that are off or empty are omitted.
     """
     if isinstance(value, dict):
         head = str(value.get("kind") or value.get("source") or "")
@@ -72,7 +72,7 @@ def _shared(methods: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _methods(run: Run) -> str:
-    """Render every method with the settings that it does not share."""
+    """Render each method with the settings that it does not share with the other methods."""
     methods = [method for method in run.options.get("method", []) if isinstance(method, dict)]
     agreed = _shared(methods)
     lines = []

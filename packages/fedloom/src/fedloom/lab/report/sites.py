@@ -1,6 +1,6 @@
 """Sites of a deployment: rounds that each site joined or missed, and reasons why its replies were rejected.
 
-The tables also show the privacy spent.
+The tables also show how much privacy was spent.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import SiteSummary
 
 MAX_ROUND_LINES = 25
-"""Largest number of lines of a table over rounds. More rounds are thinned evenly and include the first and the last
-round."""
+"""Largest number of lines in a table over rounds. If there are more rounds, they are thinned evenly, keeping the first
+and the last round."""
 
 SITES_TEXT = "Course of the run at the sites. A round counts for a site after its upload was accepted."
 

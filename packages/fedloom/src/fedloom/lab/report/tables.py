@@ -1,4 +1,4 @@
-"""Tables of results as Arrow, as CSV and as LaTeX (booktabs). Numbers and HTML tables for people."""
+"""Tables of results as Arrow, as CSV and as LaTeX (booktabs). They contain numbers and HTML tables for people."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from fedloom.metrics import leading
 T = TypeVar("T")
 
 HIDDEN_FIGURES = set(WORK_FIGURES) - set(COST_FIGURES)
-"""Figures of the CSV that the HTML table leaves out."""
+"""Metrics in the CSV file that the HTML table omits."""
 MAX_LATEX_COLUMNS = 6
 """Largest number of columns of the LaTeX table if no columns are chosen."""
 BOOKTABS_LINE = "% \\usepackage{booktabs}"
 TERMINAL_FIGURES = ("steps", "bytes_down")
-"""Costs that a LaTeX table leaves out if no columns are chosen."""
+"""Costs that a LaTeX table omits if no columns are chosen."""
 
 
 def result_table(run_dir: Path) -> pa.Table:
-    """Return a table with one row per method and model of a run, numbers unrounded and unscaled.
+    """Return a table with one row per method and model of a run, with numbers unrounded and unscaled.
 
-    The columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. For every figure, further
+    The columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. For each metric, further
     columns contain its mean over seeds under its name, the half width of the 95 % t interval under ``<name>_ci95`` and
-    the number of seeds with a finite value under ``<name>_seeds``. The figures are ``<metric>`` (mean over the clients'
+    the number of seeds with a finite value under ``<name>_seeds``. The metrics are ``<metric>`` (mean over the clients'
     test parts at the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (at the round best on validation),
     ``<metric>_common`` (common test set), ``loss_variance``, work, and traffic in bytes and seconds.
 
@@ -47,7 +47,7 @@ def result_table(run_dir: Path) -> pa.Table:
 
 
 def arrow(rows: list[Row]) -> pa.Table:
-    """Convert the rows to an Arrow table, see `result_table`."""
+    """Convert the rows to an Arrow table (see `result_table`)."""
     columns: dict[str, list[str | int | float | None]] = {
         "run": [row.run for row in rows],
         "method": [row.method for row in rows],
@@ -68,7 +68,7 @@ def arrow(rows: list[Row]) -> pa.Table:
 
 
 def column_of(name: str) -> str:
-    """Return the column of a figure in the CSV.
+    """Return the column of a metric in the CSV file.
 
     >>> column_of("accuracy/worst10"), column_of("accuracy@validation")
     ('accuracy_worst10', 'accuracy_at_validation')
@@ -77,13 +77,13 @@ def column_of(name: str) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """Render `arrow` as CSV. Cells without a known value are empty."""
+    """Render the result of `arrow` as CSV. Cells without a known value are empty."""
     table = arrow(rows)
     return csv_of(table.column_names, table.to_pylist())
 
 
 def columns_of(rows: list[Row]) -> dict[str, str]:
-    """Return the figures of the HTML table with their titles, the leading metric first."""
+    """Return the metrics of the HTML table with their titles, leading metric first."""
     have = {name for row in rows for name, estimate in row.figures.items() if estimate.finite}
     lead = leading(have)
     parts = ("@validation", "@common", "/weighted", "/sigma", "/jain")
@@ -93,15 +93,15 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
 
 
 def headline(lead: str) -> tuple[str, ...]:
-    """Return the figures that begin every HTML table for a leading metric."""
+    """Return the metrics with which every HTML table begins, for a leading metric."""
     return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COST_FIGURES
 
 
 def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the figures of the LaTeX table with their titles: the chosen ones, else up to `MAX_LATEX_COLUMNS`.
+    """Return the metrics of the LaTeX table with their titles: the chosen metrics, else up to `MAX_LATEX_COLUMNS`.
 
     Raises:
-        ConfigError: a figure does not exist.
+        ConfigError: a metric does not exist.
     """
     shown = columns_of(rows)
     if chosen is None:
@@ -116,9 +116,9 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
 
 
 def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
-    """Render a figure: mean and half width of the interval, the latter with two significant digits.
+    """Render a metric: mean and half width of the interval, rounded to two significant digits of the half width.
 
-    ``(DASH, "")`` if nothing is known.
+    The result is ``(DASH, "")`` if nothing is known.
 
     >>> cell("accuracy", Estimate({0: 0.9, 1: 0.92}))
     ('91.0', '12.7')
@@ -129,12 +129,12 @@ def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
 
 
 def cell_text(name: str, estimate: Estimate | None) -> str:
-    """Render a figure and its interval in one text."""
+    """Render a metric and its interval as one text."""
     return pair(*cell(name, estimate))
 
 
 def measured(name: str, mean: float, half: float) -> tuple[str, str]:
-    """Render a figure from its unscaled mean and half width, see `cell`."""
+    """Render a metric from its unscaled mean and half width (see `cell`)."""
     scale = figure(name).scale
     if not math.isfinite(mean):
         return UNKNOWN_DASH, ""
@@ -146,7 +146,7 @@ def measured(name: str, mean: float, half: float) -> tuple[str, str]:
 
 
 def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
-    """Render a difference of a figure and its interval, or, from its logarithm, a ratio as one text."""
+    """Render a difference in a metric with its interval or, from its logarithm, a ratio as one text."""
     scale = figure(name).scale
     if is_ratio(name):
         return factor(mean, half), ""
@@ -154,7 +154,7 @@ def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
 
 
 def decimals(name: str) -> tuple[int, int]:
-    """Return the smallest and largest number of decimals of a figure."""
+    """Return the smallest and largest number of decimals of a metric."""
     return PERCENT_DECIMALS if figure(name).scale == 100 else PLAIN_DECIMALS
 
 
@@ -164,13 +164,13 @@ def latex(
     chosen: Sequence[str] | None = None,
     marks: Mapping[str, Marks] = MappingProxyType({}),
 ) -> str:
-    """Render the results as LaTeX (package booktabs). Its columns are returned by `printed`.
+    """Render the results as LaTeX (package booktabs). Its columns are the result of `printed`.
 
     Args:
         rows: rows of the table.
         caption: caption of the table.
         chosen: columns, by their names in the CSV.
-        marks: rows that are bold and rows with a dagger, by figure.
+        marks: rows that are bold and rows with a dagger, by metric.
     """
     columns = printed(rows, chosen)
     several = len({row.run for row in rows}) > 1
@@ -202,7 +202,7 @@ def tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[st
 
     Args:
         caption: caption of the table, as LaTeX.
-        columns: letter of each column, as ``llr``.
+        columns: letter of each column, such as ``llr``.
         heads: titles of the columns, as plain text.
         lines: rows, as LaTeX.
     """

@@ -1,4 +1,4 @@
-"""Tuning: the settings of every method of an experiment, chosen on validation data with equal trials and equal work."""
+"""Tuning: each method's settings are chosen on validation data, with equal trials and equal compute budgets."""
 
 from __future__ import annotations
 

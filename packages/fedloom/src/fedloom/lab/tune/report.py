@@ -1,4 +1,4 @@
-"""Report the trials: ``trials.csv``, ``tuning.md`` and ``trials.svg``, a chart of every trial."""
+"""Report on the trials: ``trials.csv``, ``tuning.md`` and ``trials.svg``, a chart of all trials."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEARCH_REPORT_FILES = TRIALS_CSV, TRIALS_SVG, TUNING_PAGE = "trials.csv", "trial
 def write_report(
     out: Path, name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool
 ) -> None:
-    """Write the three files. ``tuned`` is True if a ``tuned.toml`` exists that the report mentions."""
+    """Write the three files. ``tuned`` is True if the report should mention an existing ``tuned.toml``."""
     write_atomic(out / TRIALS_CSV, _csv(findings).encode())
     write_atomic(out / TRIALS_SVG, _chart(goal, findings).svg().encode())
     write_atomic(out / TUNING_PAGE, "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())

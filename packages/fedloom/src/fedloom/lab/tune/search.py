@@ -1,9 +1,10 @@
 """The search space of a method, and the setting that the search tries next.
 
-The space of a method consists of the defaults of `spaces.toml` and the changes that the experiment makes to them. A
-suggestion depends only on the finished trials and on (seed, method, trial number), so an interrupted search resumes
-with the same trials that it would have run. A space of lists with at most as many settings as trials is searched
-completely (GridSampler). Otherwise, past trials suggest the next trial (TPESampler).
+The search space of a method consists of the defaults in `spaces.toml` and the changes that the experiment makes to
+them. A suggestion depends only on the finished trials and on (seed, method, trial number), so an interrupted search
+resumes with the same trials that it would have run. If a space consists of lists and contains at most as many settings
+as there are trials, it is searched completely (GridSampler). Otherwise, past trials suggest the next trial
+(TPESampler).
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from fedloom.seeds import generator, words
 from fedloom.values import fields_of
 
 Read = Callable[[Mapping[str, Any], str], Experiment]
-"""Function from (document, its name for messages) to the experiment. Raises ConfigError."""
+"""Function of (document, its name for messages) that returns the experiment. Raises ConfigError."""
 ALL_METHODS = "all"
 DERIVED_FACTOR = "1x"
-"""Value that leaves a derived option as it is derived."""
+"""Value that keeps a derived option at its derived value."""
 
 
 @cache
 def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]]:
-    """Return the default space of every method, and a sentence on the origin of each space."""
+    """Return the default space of each method, and a sentence about the origin of each space."""
     tables = tomllib.loads((files("fedloom.lab.tune") / "spaces.toml").read_text(encoding="utf-8"))
     sources = {name: str(table.pop("source")) for name, table in tables.items()}
     return Tune(space=tables).space, sources
@@ -52,10 +53,10 @@ def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]
 def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
     """Return the search space of a method's settings.
 
-    Later entries replace earlier entries, and entries for the method alone replace entries for all methods.
+    Later entries replace earlier entries, and entries for one method replace entries for all methods.
 
     Raises:
-        ConfigError: the method does not have a setting.
+        ConfigError: the method does not have one of the settings.
     """
     default_spaces = defaults()[0] if tune.default_spaces else {}
     settings_of_method = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
@@ -87,7 +88,7 @@ def check_values(
     """Raise if a space contains a value that the method does not accept.
 
     Raises:
-        ConfigError: a value cannot be tried. The message contains the method's sentence on it.
+        ConfigError: a value cannot be tried. The message contains the method's sentence about the value.
     """
     alone = {**document, "method": [document["method"][place]]}  # the other methods need not be read for every value
     for key, dimension in space.items():
@@ -139,7 +140,7 @@ def _holds(dimension: Dimension, value: object) -> bool:
 
 
 class Search:
-    """The choice of the next trial, and of the end of the search.
+    """Choice of the next trial, and of when the search ends.
 
     Args:
         space: search range of every setting.
@@ -163,13 +164,13 @@ class Search:
         return self.settings <= self._tune.trials
 
     def ended(self, trials: Sequence[Trial]) -> bool:
-        """Return whether nothing remains to be tried after the finished trials."""
+        """Return True if nothing remains to be tried after the finished trials."""
         return len(trials) >= self._tune.trials or (self._grid is not None and self._next(trials) is None)
 
     def ask(self, trials: Sequence[Trial]) -> optuna.Trial:
         """Return the next trial after the finished trials of a search that has not ended.
 
-        It belongs to an in-memory study: an interrupted trial leaves no trace that the next trial could see.
+        It belongs to an in-memory study, so an interrupted trial leaves no trace that the next trial could see.
         """
         tune = self._tune
         study = optuna.create_study(
@@ -205,12 +206,12 @@ class Search:
         return sorted(candidates, key=lambda params: params != self._first)
 
     def _seed(self, trial: int = 0) -> Any:
-        """Return a seed of 128 bits, in the form that numpy's generator takes."""
+        """Return a seed of 128 bits, in the form that numpy's generator accepts."""
         return words(generator(self._tune.seed, trial, purpose=("tune", self._label)))
 
 
 class Study(NamedTuple):
-    """Search for one method: its place in the experiment, its space, and the inputs of its trials."""
+    """Search for one method: its position in the experiment, its space, and the inputs of its trials."""
 
     place: int
     method: Method
@@ -220,7 +221,7 @@ class Study(NamedTuple):
 
     @property
     def model(self) -> str:
-        """Names of the scored models."""
+        """Names of the models that are scored."""
         return " and ".join(self.goal.models)
 
 
@@ -233,13 +234,16 @@ class SearchResult(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Share of the budget that the best trial used. None if no trial completed, or if work is not equal."""
+        """Share of the budget that the best trial used.
+
+        None if no trial completed, or if compute budgets are not equal.
+        """
         samples = self.study.goal.samples
         return None if self.best is None or samples is None else self.best.samples_backward / samples
 
 
 def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
-    """Return a sentence on every method whose best trial exceeded its budget (`fedloom.lab.tune.work.BEYOND`)."""
+    """Return a sentence about each method whose best trial exceeded its budget (`fedloom.lab.tune.work.BEYOND`)."""
     return [
         f"{f.study.method.label} did other work: it took {percent(f.share)} of the gradients of "
         f"{f.study.goal.rounds} plain rounds in {f.best.rounds} of its own."
@@ -249,7 +253,7 @@ def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def note_limits(findings: Sequence[SearchResult]) -> list[str]:
-    """Return the limits of the chosen settings: fewer rounds than in the runs, and trials under a delta."""
+    """Return the limitations of the chosen settings: fewer rounds than in the runs, and trials with a delta."""
     return [*_fewer_rounds(findings), *_private_choices(findings)]
 
 

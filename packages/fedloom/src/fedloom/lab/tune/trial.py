@@ -1,4 +1,4 @@
-"""One trial: a setting trained for the work of a trial, scored on validation data, and stored in a journal."""
+"""One trial: a setting that is trained with the work of a trial, scored on validation data, and stored in a journal."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 Params = Mapping[str, Any]
 """Values by setting, such as ``mu`` or ``local.lr``."""
 COMPARISON_POINTS = 5
-"""Number of points at which a trial is compared with earlier trials. Chosen: each point costs an evaluation, and a
-trial without a chance then stops after a fifth of its rounds."""
+"""Number of points at which a trial is compared with earlier trials. Each point costs an evaluation. With this number,
+a trial without a chance stops after a fifth of its rounds."""
 TRIAL_PART: Literal["validation"] = "validation"
 
 
@@ -97,17 +97,17 @@ def setting(params: Params) -> str:
 class TrialJournal:
     """The finished trials of a method, in a file of Optuna's journal storage.
 
-    A trial is one line of the file, so after a crash at any moment the file contains the whole line or nothing of it.
-    The lock of the directory excludes other processes.
+    A trial is one line of the file, so after a crash at any moment the file contains either the whole line or nothing
+    of it. The lock of the directory excludes other processes.
 
     Args:
-        path: path of the file, created if it does not exist. A line that a crash has truncated is removed.
+        path: path of the file, created if it does not exist. A line that was truncated by a crash is removed.
         label: label of the method, which is also the name of Optuna's study.
         higher: True if a higher value is better.
 
     Raises:
         RunDirError: the file is damaged.
-        CheckpointError: (any method) the disk is full or rejects a write. The earlier trials are intact.
+        CheckpointError: (any method) the disk is full or rejects a write. The earlier trials stay intact.
     """
 
     def __init__(self, path: Path, label: str, higher: bool) -> None:
@@ -155,7 +155,7 @@ def _trial(frozen: FrozenTrial) -> Trial:
 
 
 class Interrupted(Exception):
-    """The user asked to stop. The current trial is kept as a checkpoint."""
+    """Interruption: the user asked to stop. The current trial is saved as a checkpoint."""
 
 
 def remove_test(fed: Federation) -> Federation:
@@ -178,7 +178,7 @@ def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
 def scored_models(
     setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
 ) -> tuple[tuple[str, ...], str, bool]:
-    """Return the models and the metric that decide, and whether a higher value is better.
+    """Return the models and the metric on which the choice is based, and whether a higher value is better.
 
     Raises:
         ConfigError: the method does not have the model, the task does not have the metric, or the run cannot work.
@@ -202,7 +202,7 @@ def scored_models(
 
 
 def _defined(problem: JobFacts) -> set[str]:
-    """Return the metrics that are defined on the validation part of some client: AUROC needs both classes."""
+    """Return the metrics that are defined on the validation part of at least one client: AUROC needs both classes."""
     fed, task = problem.eval_fed, problem.oracle.task
     owner, y = fed.owner(TRIAL_PART), fed.targets(fed.parts[TRIAL_PART].index)
     metrics_of_part = task.metrics(torch.zeros(len(y), task.outputs, dtype=problem.oracle.dtype), y, owner, fed.n)
@@ -225,7 +225,7 @@ def attempt(
         goal: inputs of every trial.
         trial: trial that Optuna suggested.
         folder: folder of the checkpoints. An interrupted trial resumes from them.
-        emitter: function from (name of the run, setting of the run) to the callback after every round.
+        emitter: function of (name of the run, setting of the run) that returns the callback to call after every round.
 
     Raises:
         Interrupted: the user asked to stop.
@@ -278,16 +278,16 @@ def attempt(
 
 
 class _Lost(Exception):
-    """A run without a score, with its last state and the reason."""
+    """Run without a score, with its last state and the reason."""
 
     def __init__(self, state: State, reason: RunStopped) -> None:
         self.state, self.reason = state, reason
 
 
 class _PrunedTrial(BaseException):
-    """A trial that is stopped early, with its last state.
+    """Trial that is stopped early, with its last state.
 
-    It is not an Exception, because an Exception in a callback would not end the run.
+    This class is not an Exception, because an Exception in a callback would not end the run.
     """
 
     def __init__(self, state: State) -> None:

@@ -74,7 +74,7 @@ from fedloom.storage.locks import lock
 from fedloom.values import dump, find_difference, flatten_document
 
 TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
-"""Parts of an experiment that no trial depends on."""
+"""Parts of an experiment on which no trial depends."""
 SEARCH_FILE, LOG_FILE = "search.toml", "trials.log"
 SEARCH_FOLDERS = ("trials", "checkpoints", WORK_FOLDER)
 SEARCH_ENTRIES = (*SEARCH_FOLDERS, "search.toml", "tuned.toml", *SEARCH_REPORT_FILES)
@@ -86,7 +86,7 @@ OnTrial = Callable[[str, Trial], None]
 
 
 class Tuning:
-    """The search for the settings of an experiment's methods.
+    """Search for the settings of an experiment's methods.
 
     Args:
         document: content of the experiment file.
@@ -99,9 +99,9 @@ class Tuning:
 
     Raises:
         ConfigError: the experiment cannot work, has no validation data, has an impossible space, or runs on several
-            ranks of torchrun. Also raised if the directory lies in a run directory or contains a file that the search
+            ranks of torchrun. Also raised if the directory is inside a run directory or contains a file that the search
             reads. Nothing is written.
-        RunDirError: the directory belongs to another search, or is not the directory of a search.
+        RunDirError: the directory belongs to a different search, or is not the directory of a search.
         DataError: the data cannot be read.
     """
 
@@ -171,7 +171,7 @@ class Tuning:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of all trials together, as rounds of plain training if work is equal."""
+        """Number of rounds of all trials together, counted as rounds of plain training if compute budgets are equal."""
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
 
@@ -188,14 +188,14 @@ class Tuning:
         Args:
             on_trial: function that is called after every trial.
             listeners: functions that receive an event after every round of a trial.
-            tuned: True to write ``tuned.toml`` too. Every method must then have a complete trial.
+            tuned: True to write ``tuned.toml`` too. In this case, every method must have a complete trial.
             join: True to share the methods with other processes that join, on any machine that can access the
                 directory. The trials of a method run one after another, because each trial depends on the earlier
                 trials.
             executor: engine that computes the searches of the methods, with ``submit(function, *arguments)``.
 
         Returns:
-            The search of every method, in the experiment's order.
+            The search of each method, in the experiment's order.
 
         Raises:
             RunStopped: the search was interrupted. Also raised if no trial of a method completed. Finished trials are
@@ -236,7 +236,7 @@ class Tuning:
             return self._findings(tuned=tuned)
 
     def _run_elsewhere(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
-        """Do the work of `run` with an executor and return all searches: the search of a method is a unit.
+        """Do the work of `run` with an executor and return all searches, where the search of a method is one unit.
 
         An interrupted search starts again.
         """
@@ -282,9 +282,9 @@ class Tuning:
         return findings
 
     def _run_joined(self, search: Callable[[int, Path], None], share: Share, *, tuned: bool) -> list[SearchResult]:
-        """Do the work of `run` beside other processes and return all searches.
+        """Do the work of `run` together with other processes and return all searches.
 
-        One process searches the settings of a method.
+        The settings of a method are searched by a single process.
         """
         if self._force:
             raise ConfigError(
@@ -323,7 +323,7 @@ class Tuning:
         return results or [self._result_of(study) for study in self.studies]
 
     def _adopt(self, claims: Claims) -> None:
-        """Take over the trials of processes that had joined and have ended."""
+        """Take over the trials of processes that joined and have ended."""
         claims.check_ended()
         for study in self.studies:
             name = file_name(study.method.label)
@@ -422,7 +422,7 @@ class Tuning:
     def _check_directory(self) -> None:
         """Raise if a directory does not belong to this search.
 
-        ``search.toml`` contains the choices that the trials depend on.
+        ``search.toml`` contains the choices on which the trials depend.
         """
         out, path = self.out, self.out / SEARCH_FILE
         if not is_unused(out) and not path.exists():
@@ -451,11 +451,11 @@ class Tuning:
         make_folder(self.out / "trials")
 
     def _recorded_identity(self) -> dict[str, Any]:
-        """Return `_identity` as it reads in a file."""
+        """Return `_identity` as a file would contain it."""
         return tomllib.loads(tomli_w.dumps(self._identity()))
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything that trials depend on, as a TOML document."""
+        """Return everything on which trials depend, as a TOML document."""
         settings = self.experiment.settings()
         for free in TRIAL_FREE_PARTS:
             settings.pop(free)
@@ -476,7 +476,7 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
     Args:
         experiment: text from `pack_experiment`, with the table ``tune``.
         unit: JSON with ``label``, and the ``rounds`` of a trial.
-        data: bytes from `pack_experiment`. They are needed once per worker.
+        data: bytes from `pack_experiment`. They are needed only once per worker.
 
     Returns:
         A `UnitReply` as bytes, with the journal of the trials.
@@ -504,7 +504,7 @@ def _table(dimension: Dimension) -> Any:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the changes to settings that decide the trials.
+    """Return the changes to settings on which the trials depend.
 
     A different number of trials, methods or final rounds is allowed.
     """

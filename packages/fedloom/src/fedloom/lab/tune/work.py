@@ -1,9 +1,9 @@
 """Equal work: number of rounds in which a method computes as many gradients as plain local training in its rounds.
 
 Work is the cost of a whole run: the samples whose gradient its rounds compute, and the samples whose gradient its
-personal models compute after the last round. The first round need not cost as much as later rounds (FedALA's second
-round, rules that stop local training), so a plan is made for the sum over rounds, and the actual cost of a run is
-compared with the plan.
+personal models compute after the last round. The first round need not cost as much as later rounds (because of FedALA's
+second round, or rules that stop local training), so a plan is made for the sum over rounds, and the actual cost of a
+run is compared with the plan.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from fedloom.engine.setting import Setting
 from fedloom.lab.experiment.measure.cost import play
 
 MAX_BUDGET_RATIO = 1.1
-"""Largest share of its budget that a run may use without being named on the terminal, in the tuned file and in
+"""Largest share of its budget that a run may use without being mentioned on the terminal, in the tuned file and in
 reports."""
 MIN_BUDGET_RATIO = 0.9
-"""Smallest such share: a run outside this share and `MAX_BUDGET_RATIO` is planned again, round by round."""
+"""Smallest such share: if a run is outside this share and `MAX_BUDGET_RATIO`, it is planned again, round by round."""
 EQUAL_COST_TOLERANCE = 0.01
-"""Relative difference up to which two rounds cost the same and represent all later rounds in a first plan."""
+"""Relative difference up to which two rounds count as equally expensive and represent all later rounds in a first
+plan."""
 MAX_ROUND_MULTIPLE = 20
 """Largest number of rounds in a round-by-round plan, as a multiple of the rounds of plain training."""
 
@@ -33,7 +34,7 @@ class RoundPlan(NamedTuple):
 
     Attributes:
         rounds: number of rounds.
-        spent: number of samples whose gradient was computed to find this number.
+        spent: number of samples whose gradient was computed to determine this plan.
         personal: number of samples whose gradient the personal models need after a round.
     """
 
@@ -47,7 +48,7 @@ class Budget(NamedTuple):
 
     Attributes:
         plain: number of samples whose gradient plain local training computes, for every round.
-        spent: number of samples whose gradient was computed to find this out.
+        spent: number of samples whose gradient was computed to determine these numbers.
     """
 
     plain: tuple[int, ...]
@@ -59,11 +60,11 @@ class Budget(NamedTuple):
         return sum(self.plain)
 
     def missed(self, samples: float) -> bool:
-        """Return whether the actual cost of a run is so far from the budget that its rounds must be planned again."""
+        """Return True if the actual cost of a run is so far from the budget that its rounds must be planned again."""
         return not MIN_BUDGET_RATIO * self.samples <= samples <= MAX_BUDGET_RATIO * self.samples
 
     def rounds(self, setting: Setting, fed: Federation, *, whole: bool = False) -> int:
-        """Return the number of rounds from `plan`."""
+        """Return the number of rounds that `plan` determines."""
         return self.plan(setting, fed, whole=whole).rounds
 
     def plan(self, setting: Setting, fed: Federation, *, whole: bool = False) -> RoundPlan:
@@ -72,8 +73,8 @@ class Budget(NamedTuple):
         Args:
             setting: the run.
             fed: the clients and their data.
-            whole: True to play every round, instead of the first rounds until two cost the same share of plain
-                training.
+            whole: True to play every round, instead of only the first rounds until two rounds cost the same share of
+                plain training.
 
         Raises:
             ConfigError, RunStopped, ClientError: raised by `fedloom.lab.experiment.measure.cost.play`.
@@ -100,7 +101,7 @@ class Budget(NamedTuple):
         raise AssertionError("a run is played until it is planned")
 
     def _cost(self, round: int) -> float:
-        """Return the samples of a round of plain training. After the last round, it is the mean."""
+        """Return the number of samples in a round of plain training. After the last round, the mean is returned."""
         return self.plain[round - 1] if round <= len(self.plain) else self.samples / len(self.plain)
 
     def _nearest(self, totals: list[float], after: int) -> int:
@@ -123,7 +124,7 @@ class Budget(NamedTuple):
 def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
     """Return the budget of plain local training for a number of rounds.
 
-    Under uniform sampling, two rounds of equal work represent all rounds. Otherwise every round is played.
+    Under uniform sampling, two rounds with equal work represent all rounds. Otherwise, every round is played.
 
     Args:
         setting: setting of FedAvg in the experiment.
@@ -144,7 +145,7 @@ class Goal(NamedTuple):
     """Inputs of trials, and the goal by which they are judged.
 
     Attributes:
-        rounds: work of a trial, in rounds of plain local training, or in rounds of the method.
+        rounds: work of a trial, measured in rounds of plain local training, or in rounds of the method.
         budget: work of a trial with one seed. None: the method's number of rounds.
         metric: name of the validation metric.
         seeds: seeds over which the score is averaged.

@@ -363,7 +363,7 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
         wanted = f"a number of at most {MAX_NUMBER:.3g}" if is_number(cells[bad[0]]) else "a finite number"
         what = f"row {problems.first + start + bad[0]}, column {column!r}: expected {wanted}, got "
         if isinstance(cells[bad[0]], str) and QUANTITY_PATTERN.fullmatch(cells[bad[0]].strip()):
-            cure = f"write numbers alone, in one unit; else {cure}"
+            cure = f"write only numbers, in one unit; otherwise {cure}"
         if isinstance(cells[bad[0]], timedelta):
             cure = "name the column in drop, or give its length as a number"
         elif isinstance(cells[bad[0]], date) or DATE_TEXT_PATTERN.fullmatch(str(cells[bad[0]]).strip()):

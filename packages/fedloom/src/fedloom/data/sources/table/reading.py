@@ -427,8 +427,8 @@ class _Reading:
         numeric = [*self._targets.values()] or [label]
         if spec.unlabelled == "keep":
             labels = np.stack(numeric)
-            known = ~np.isnan(labels).all(0)  # rows without any label are left out
-            numeric = [*np.where(np.isnan(labels) & known, -1.0, labels)]
+            has_label = ~np.isnan(labels).all(0)  # rows without any label are left out
+            numeric = [*np.where(np.isnan(labels) & has_label, -1.0, labels)]
         whole = [*numeric, *(coded[c][0] for c in self.special), *self.design.times()]
         keep = torch.from_numpy(~np.isnan(whole).any(0))
         values = torch.from_numpy(self._numbers)

@@ -28,11 +28,11 @@ from fedloom.processes.pool import WorkerPool, Workers, cores
 from fedloom.values import choose
 
 START_TIMEOUT_SECONDS = 60.0
-"""Seconds that a process waits for the others before a round."""
+"""Number of seconds that a process waits for the other processes before a round."""
 
 CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
-"""Number of clients in the federation on which costs per client are measured, and a limit on the bytes of their
-rows."""
+"""Number of clients in the federation on which costs per client are measured, and a limit on the size of their rows in
+bytes."""
 
 
 class Way(NamedTuple):
@@ -47,9 +47,9 @@ class Speed(NamedTuple):
     """Measured speed of a method with an oracle and a number of workers.
 
     Attributes:
-        seconds: median seconds per round, without the first round.
-        samples: samples per second whose gradient was computed, without the first round.
-        others: cores that other processes used in the meantime.
+        seconds: median time per round in seconds, without the first round.
+        samples: number of samples per second whose gradient was computed, without the first round.
+        others: number of cores that other processes used in the meantime.
     """
 
     method: str
@@ -70,10 +70,11 @@ class Bench:
     Args:
         experiment: experiment to measure.
         data_dir: folder of data sets.
-        rounds: number of measured rounds. One more round is played first.
-        oracles: names of oracles to measure besides the picked oracle. If empty, all oracles that can compute the
-            model.
-        workers: numbers to measure besides the picked number, or ``auto``. If empty, 1 and the number of cores.
+        rounds: number of measured rounds. One additional round is played first.
+        oracles: names of oracles to measure in addition to the automatically chosen oracle. If it is empty, all oracles
+            that can compute the model are measured.
+        workers: numbers of workers to measure in addition to the automatically chosen number, or ``auto``. If it is
+            empty, 1 and the number of cores are measured.
 
     Raises:
         DataError: the data cannot be read.
@@ -120,11 +121,11 @@ class Bench:
             gc.unfreeze()
 
     def minutes(self, speeds: Sequence[Speed]) -> float:
-        """Return the minutes of all methods, rounds and seeds, from the picked rows, without evaluation."""
+        """Return the time of all methods, rounds and seeds in minutes, from the picked rows, without evaluation."""
         return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.share.runs / 60
 
     def costs(self, method: Method) -> Costs:
-        """Return the constants of a method on this federation, see `costs_of`."""
+        """Return the constants of a method on this federation (see `costs_of`)."""
         return costs_of(self._setting(method, method.setting.engine.gradient_engine, 1), self.federation, self.rounds)
 
     def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
@@ -155,7 +156,7 @@ class Bench:
 def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
     """Return the constants of a setting with one worker, from rounds in this process.
 
-    One more round is played first and not counted.
+    One additional round is played first and not counted.
     """
     job, _ = make_job(setting, fed)
     measured = _measured_rounds(setting, fed, rounds)
@@ -179,7 +180,7 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
 
 
 def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
-    """Return the seconds of local work per client if every core computes the same rounds.
+    """Return the time of local work per client in seconds, if every core computes the same rounds.
 
     In each round, the slowest process counts.
     """
@@ -200,7 +201,7 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
 def _measured_rounds(
     setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
 ) -> list[tuple[float, MeasuredWorkers]]:
-    """Measure the rounds after the first and return seconds outside chunks and the workers' measurements.
+    """Measure the rounds after the first round, and return the time outside chunks and the workers' measurements.
 
     ``before`` runs first.
     """
@@ -220,9 +221,9 @@ def _seconds(cost: RoundCost) -> float:
 
 
 def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
-    """Return the seconds per client of a federation, independent of the cohort.
+    """Return the time per client of a federation in seconds, independent of the cohort.
 
-    They are measured on two federations whose clients have a sample each.
+    It is measured on two federations whose clients have one sample each.
     """
     many = min(CROWD_SIZE, CROWD_BYTES // max(1, row))
     setting, few = setting.with_(sampler=Uniform(clients=cohort)), max(cohort, many // 10)
@@ -235,7 +236,7 @@ def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row
 
 
 def _crowd(fed: Federation, n: int) -> Federation:
-    """Return ``n`` clients with one training sample each, cycling through all training samples."""
+    """Return ``n`` clients with one training sample each, taken from all training samples in turn."""
     index = fed.parts["train"].index
     train = Split(index[torch.arange(n) % len(index)], torch.arange(n + 1))
     none = Split(index[:0], torch.zeros(n + 1, dtype=torch.long))
@@ -257,9 +258,9 @@ def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
 
 
 def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
-    """Return the minutes of all runs of a plan, from the costs of runs by label.
+    """Return the time of all runs of a plan in minutes, from the costs of runs by label.
 
-    The result is None if the rounds of a method have no time.
+    The result is None if the time of a method's rounds is unknown.
     """
     seconds = {label: cost.seconds for label, cost in costs.items()}
     if any(whole is None for whole in seconds.values()):

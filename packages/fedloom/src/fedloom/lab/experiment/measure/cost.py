@@ -1,7 +1,7 @@
-"""Measure the cost of a run: the time, the gradients and the bytes of its rounds, played in memory.
+"""Measure the cost of a run: the time, the gradients and the bytes of its rounds, which are played in memory.
 
-Every estimate is made from a `RoundCost`: `fedloom run --dry-run`, `fedloom bench`, the plans of equal work of
-`fedloom tune`, and the estimates of the studies.
+Every estimate is based on a `RoundCost`: `fedloom run --dry-run`, `fedloom bench`, the plans with equal compute budgets
+in `fedloom tune`, and the estimates of the studies.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class RoundCost(NamedTuple):
     """Cost of a round, summed over its clients.
 
     Attributes:
-        seconds: seconds of the round. None after too few rounds.
+        seconds: duration of the round in seconds. None after too few rounds.
         clients: number of clients that sent a message.
         steps: local steps.
         samples: number of samples whose gradient is computed.
         bytes_up: bytes of the uploads.
         bytes_down: bytes of the downloads.
-        simulated: seconds in virtual time. None without devices.
+        simulated: duration in virtual time in seconds. None without devices.
     """
 
     seconds: float | None
@@ -66,13 +66,13 @@ class RoundCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """A round played in memory.
+    """Round played in memory.
 
     Attributes:
         cost: cost of this round.
         state: after it.
         job: the run.
-        clients: clients that compute the round.
+        clients: clients that computed the round.
     """
 
     cost: RoundCost
@@ -102,7 +102,7 @@ class Measured(NamedTuple):
 
 
 class OtherCost(NamedTuple):
-    """Cost of a run besides its rounds: finding clusters, and training personal models for the last evaluation.
+    """Cost of a run outside its rounds: finding clusters, and training personal models for the last evaluation.
 
     Attributes:
         samples: number of samples whose gradient is computed.
@@ -134,7 +134,7 @@ class RunCost(NamedTuple):
     def seconds(self) -> float | None:
         """Estimated seconds of the run.
 
-        Finding clusters is estimated from its share of the gradients. None after too few rounds.
+        The time for finding clusters is estimated from its share of the gradients. None after too few rounds.
         """
         if self.round.seconds is None:
             return None
@@ -152,13 +152,13 @@ def play(
 
     Args:
         setting: the run.
-        fed: the clients and their data.
+        fed: clients and their data.
         clock: function that returns the time in seconds.
         through: function called before every round with the workers. It returns the workers that compute the round,
             which may use the given workers.
 
     Raises:
-        ConfigError: values cannot work, or (Refused) cannot work together.
+        ConfigError: values are impossible, or (Refused) do not work together.
         RunStopped: too few uploads of a round are usable, or the run diverged.
         ClientError: code of the method failed.
     """
@@ -178,7 +178,7 @@ def measure_rounds(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Measured:
-    """Play the first ``count`` >= 1 rounds of a setting and return their costs, see `play`.
+    """Play the first ``count`` >= 1 rounds of a setting and return their costs (see `play`).
 
     Returns:
         The cost of each round, the oracle, and the number of workers.

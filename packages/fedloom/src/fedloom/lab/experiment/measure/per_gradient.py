@@ -22,7 +22,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 PAIR_COUNT = 5
-"""Number of pairs of blocks of rounds per method: a block of FedAvg and a block of the method."""
+"""Number of pairs of blocks of rounds per method, where a pair is one block of FedAvg and one block of the method."""
 
 
 class GradientCost(NamedTuple):
@@ -35,7 +35,7 @@ class GradientCost(NamedTuple):
         server: all other time (the server's step, messages, and the stored rows of the clients), in the same units.
         forward: number of samples passed forward without a gradient, per gradient.
         oracle: method of computing the gradients. PyTorch computes terms that the compiled kernels lack.
-        reason: reason for missing figures. Empty otherwise.
+        reason: reason why figures are missing. Empty otherwise.
     """
 
     method: str
@@ -103,7 +103,8 @@ def measure_per_gradient(
         rounds: number of measured rounds in a block, after one round that is not measured.
 
     Returns:
-        A row for each method, from the pair of blocks with the median ratio. The blocks of a pair follow each other, so
+        A row for each method, taken from the pair of blocks with the median ratio. The blocks of a pair follow each
+        other, so
         a slow phase of the machine affects both.
     """
     pairs: dict[str, list[tuple[_Block, _Block]]] = {label: [] for label, _ in settings}

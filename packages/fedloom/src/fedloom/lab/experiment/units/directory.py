@@ -1,4 +1,4 @@
-"""Directory: the state of a run directory before its runs, and the experiment that it belongs to."""
+"""Directory: the state of a run directory before its runs, and the experiment to which it belongs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from fedloom.storage.files import is_unused, refuse_links
 
 
 class ExperimentDirectory:
-    """The run directory of an experiment, as the next process finds it.
+    """Run directory of an experiment, as the next process finds it.
 
     Args:
-        experiment: experiment that the directory belongs to.
+        experiment: experiment to which the directory belongs.
         out: the directory.
         force: True to discard the existing results, in `prepare`.
         partly: True to discard only the results of the experiment's methods. The directory must belong to this
@@ -56,14 +56,14 @@ class ExperimentDirectory:
         return run_folder(self.out, kind, method.label, seed)
 
     def check(self, *, joins: bool = False) -> None:
-        """Raise if the directory is not a run directory, or belongs to another experiment.
+        """Raise if the directory is not a run directory, or belongs to a different experiment.
 
         Methods and seeds may differ.
 
-        They must be equal if other processes are working on them (``joins``).
+        They must be equal if other processes are working on the directory (``joins``).
 
         Raises:
-            RunDirError: the directory cannot be used. The message says why.
+            RunDirError: the directory cannot be used. The message states the reason.
         """
         if is_unused(self.out):
             return
@@ -114,7 +114,8 @@ class ExperimentDirectory:
         """Make the directory a run directory of this experiment. With claims, unfinished runs can be claimed again.
 
         Raises:
-            RunDirError: it belongs to another experiment, or its runs cannot be extended by further rounds.
+            RunDirError: the directory belongs to a different experiment, or its runs cannot be extended by further
+                rounds.
         """
         check_case(self.out, [method.label for method in self.experiment.methods])
         self.check()
@@ -138,7 +139,7 @@ class ExperimentDirectory:
             self._adopt(Claims(self.out / WORK_FOLDER))
 
     def _check_rounds(self, federations: Mapping[int, Federation]) -> None:
-        """Extend finished runs by further rounds, or raise if something in them depends on the number of rounds."""
+        """Extend finished runs by further rounds, or raise if part of them depends on the number of rounds."""
         longer = list[Path]()
         for method, seed in self.runs:
             folder, setting = self.folder(CHECKPOINTS_FOLDER, method, seed), method.setting.with_(seed=seed)
@@ -153,7 +154,10 @@ class ExperimentDirectory:
                 (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _adopt(self, claims: Claims) -> None:
-        """Take over the results of processes that had joined and ended. Raise if one of them may still be working."""
+        """Take over the results of processes that joined and have ended.
+
+        Raise if one of these processes may still be working.
+        """
         claims.check_ended()
         for method, seed in self.runs:
             folder = self.folder(CHECKPOINTS_FOLDER, method, seed)
@@ -179,7 +183,7 @@ class ExperimentDirectory:
 
 
 def is_whole(folder: Path, rounds: int) -> bool:
-    """Return whether a folder contains a finished run with this number of rounds."""
+    """Return True if a folder contains a finished run with this number of rounds."""
     meta = Checkpoints(folder).meta() or {}
     stop, planned = str(meta.get("stop")), meta.get("numbers", {}).get("rounds", rounds)
     return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable

@@ -13,7 +13,7 @@ from fedloom.hints import unknown
 from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit
 
 LOOK_SECONDS = 0.05
-"""Seconds between two checks of an executor."""
+"""Number of seconds between two checks of an executor."""
 MAX_TRIES = 3
 """Number of times that a unit is submitted if its worker dies."""
 
@@ -26,7 +26,7 @@ class Future(Protocol):
         ...
 
     def result(self) -> Any:
-        """Return the value of a call that has ended. An error of the call is raised."""
+        """Return the value of a call that has ended. An error raised by the call is raised here."""
         ...
 
 
@@ -69,7 +69,7 @@ EXECUTOR_KINDS: Mapping[str, Callable[[str], Any]] = {
     "dask": _dask,
     "slurm": _slurm,
 }
-"""Executors by name. Each function takes the text after the colon."""
+"""Executors by name. Each function receives the text after the colon."""
 
 
 def open_executor(name: str) -> Executor:
@@ -118,7 +118,7 @@ def compute_units(
             public function.
 
     Yields:
-        The number of a unit and its reply, in the order in which the units end.
+        The number of each unit and its reply, in the order in which the units end.
 
     Raises:
         FedloomError: a unit failed, or the executor lost a unit `MAX_TRIES` times.
@@ -160,7 +160,7 @@ class _Wanting:
         self._lacking, self._having, self._under_way = set[str](), set[str](), 0
 
     def sends(self, worker: str) -> bool:
-        """Return whether the next unit is sent with the data, because this worker lacks the data."""
+        """Return True if the next unit is sent with the data, because its worker lacks the data."""
         self._lacking.add(worker)
         self._lacking -= self._having
         sends = self._under_way < len(self._lacking)

@@ -22,7 +22,7 @@ from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, run_folder
 from fedloom.storage.files import make_folder
 
 ROWS_FILE = "rows.parquet"
-"""File of a unit that contains its rows of an analysis' table."""
+"""File of a unit that contains the unit's rows of an analysis' table."""
 
 
 class Further(NamedTuple):
@@ -88,14 +88,14 @@ class FurtherRuns:
         write_parquet(folder / ROWS_FILE, [rows])
 
     def place(self, k: int) -> WorkUnit:
-        """Return the unit of work, with the place where its rows are published."""
+        """Return the unit of work, with the location where its rows are published."""
         _, label, seed, number, _ = self.units[k]
         place = self._analyses.index(self.units[k].analysis)
         name = f"{run_folder(self._out, CHECKPOINTS_FOLDER, label, seed).name}@{place}-{number}"
         return WorkUnit(name, self._out / WORK_FOLDER / name / "done")
 
     def is_last(self, k: int) -> bool:
-        """Return whether a unit is the last one of its analysis and run."""
+        """Return True if a unit is the last unit of its analysis and run."""
         return k + 1 == len(self.units) or self.units[k + 1].number == 0
 
     def write(self, rows_by_unit: Sequence[pa.Table]) -> None:

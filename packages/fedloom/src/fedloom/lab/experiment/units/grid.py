@@ -1,4 +1,4 @@
-"""Grid: every method of an experiment file with every combination of values in its table [grid]."""
+"""Grid: each method of an experiment file with each combination of the values in its table [grid]."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MAX_METHODS = 10_000
 def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return a document in which each method is replaced by one method per combination of the values in ``[grid]``.
 
-    Keys are as for ``--set``: an option of methods, such as ``lam``, or a key of a table that a method may define, such
-    as ``local.lr``. With ``method.LABEL.`` in front, a key applies to one method only. A method without such an option
-    is unchanged.
+    Keys are written as for ``--set``: an option of methods, such as ``lam``, or a key of a table that a method may
+    define, such as ``local.lr``. With ``method.LABEL.`` in front, a key applies to one method only. A method without
+    such an option stays unchanged.
 
     Args:
         document: content of an experiment file.
         where: name of the file, for messages.
 
     Raises:
-        ConfigError: no method has a key, all methods share a key, or the values are not a list.
+        ConfigError: no method accepts a key, all methods share a key, or the values are not a list.
     """
     changed = {key: value for key, value in document.items() if key != "grid"}
     methods = document.get("method")
@@ -56,7 +56,7 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
 
 
 def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield every dotted key with its values."""
+    """Yield each dotted key with its values."""
     for name, choices in values.items():
         key = f"{prefix}{name}"
         if isinstance(choices, Mapping):
@@ -78,7 +78,7 @@ def _options(entry: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
-    """Raise if no method takes values for a key."""
+    """Raise if no method accepts values for a key."""
     of_method = key.startswith("method.")
     label = next((label for label in names if key.startswith(f"method.{label}.")), None) if of_method else None
     if of_method and label is None:

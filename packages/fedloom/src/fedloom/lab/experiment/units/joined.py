@@ -18,7 +18,7 @@ from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import make_folder, write_atomic
 
 PAUSE_SECONDS = 0.5
-"""Seconds between two searches for an unclaimed unit."""
+"""Number of seconds between two searches for an unclaimed unit."""
 BEGIN_STAGE, FINISH_STAGE = "begin", "finish"
 BEGUN_FILE, FAILED_FILE = "begun", "failed"
 
@@ -37,12 +37,12 @@ class WorkUnit(NamedTuple):
 
 ClaimedUnit = tuple[int, WorkUnit, UnitClaim]
 Work = Callable[[int, UnitClaim], str | None]
-"""Function from (number of the unit, claim) to the reason why the unit has no result, or None once its state is
+"""Function of (number of the unit, claim) that returns the reason why the unit has no result, or None once its state is
 complete. An interrupt raises."""
 
 
 class JoinedWork:
-    """The work on a run directory, from its first process to its last.
+    """Work on a run directory, from its first process to its last.
 
     Args:
         out: the run directory.
@@ -76,12 +76,12 @@ class JoinedWork:
             self._token = token
 
     def work(self, units: Sequence[WorkUnit], do: Work, share: Share) -> None:
-        """Work on units until each has a result or a failure from any process.
+        """Work on units until each unit has a result or a failure from any process.
 
         Args:
             units: all units.
             do: function that computes a unit.
-            share: units that this process computes at a time, and the processes of each.
+            share: number of units that this process computes at a time, and number of processes per unit.
         """
 
         def handle(_shared: None, _k: int) -> bool:
@@ -141,7 +141,7 @@ class JoinedWork:
         return None
 
     def _finishes(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
-        """Return whether work on a unit was completed. The result is False if the user stopped it."""
+        """Return True if work on a unit was completed. The result is False if the user stopped the work."""
         try:
             if not self._is_done(unit):
                 failure = do(k, claim)
@@ -173,7 +173,7 @@ class JoinedWork:
         return self.claims.folder / unit.name / FAILED_FILE
 
     def _is_on(self) -> bool:
-        """Return whether the session that this process joined is still in progress."""
+        """Return True if the session that this process joined is still in progress."""
         return self._read_token() == self._token
 
     def _read_token(self) -> bytes | None:

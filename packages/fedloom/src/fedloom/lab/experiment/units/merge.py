@@ -1,4 +1,4 @@
-"""Merge: join run directories of one experiment, with different seeds or methods, into one directory."""
+"""Merge: combine run directories of one experiment, with different seeds or methods, into one directory."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ FREE_KEYS_PATTERN = "|".join(["name", "seeds", *(rf"engine\.{key}" for key in En
 
 
 def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
-    """Join run directories of the same experiment into a new one, run by run, and return the missing runs.
+    """Join run directories of the same experiment into a new directory, run by run, and return the missing runs.
 
     Args:
         folders: two or more run directories. A run that several directories contain is taken from the first of them.
         out: new run directory.
 
     Returns:
-        Label and seed of the runs that no directory contains. The joined experiment lacks them.
+        The label and seed of each run that no directory contains. The joined experiment lacks these runs.
 
     Raises:
-        RunDirError: a folder is not a finished run directory, the experiments differ, the figures of a run differ
+        RunDirError: a folder is not a finished run directory, the experiments differ, the metrics of a run differ
             between directories, or ``out`` is in use.
     """
     if not is_unused(out):
@@ -108,7 +108,7 @@ def _document(folder: Path) -> dict[str, Any]:
 
 
 def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> None:
-    """Raise if several directories contain different figures of a run."""
+    """Raise if several directories contain different metrics for a run."""
     figures = dict[tuple[str, int], tuple[Path, pa.Table]]()
     for folder in folders:
         if not (folder / METRICS_FILE).exists():
@@ -150,14 +150,14 @@ def _tables(
 
 
 def _read(path: Path) -> pa.Table:
-    """Return a table with the types that it was written with: a file renames the elements of a list."""
+    """Return a table with the types with which it was written, because a file renames the elements of a list."""
     table = pq.read_table(path)
     fields = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in table.schema]
     return table.cast(pa.schema(fields))
 
 
 def _ordered(warnings: Sequence[str], runs: Sequence[tuple[str, int]], seeds: Sequence[int]) -> tuple[str, ...]:
-    """Return warnings in the order of one experiment: on the data by seed, on the runs, then all others."""
+    """Return warnings in the order of a single experiment: about the data by seed, about the runs, then all others."""
     heads = [*(f"data, seed {seed}: " for seed in seeds), *(f"{label}, seed {seed}: " for label, seed in runs)]
 
     def place(sentence: str) -> int:

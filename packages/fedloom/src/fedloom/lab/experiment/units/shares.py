@@ -1,4 +1,4 @@
-"""Decide how many runs are computed side by side, and how many processes each of them gets."""
+"""Decide how many runs are computed in parallel, and how many processes each run uses."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from fedloom.processes.pool import Workers, cores, useful
 TRIED_CLIENTS = 8
 """Number of clients in the two rounds in which the cost of a run is measured."""
 SYNCHRONY_COST = 1.1
-"""Time of a run with several processes, which wait for each other in every round, relative to a perfect split."""
+"""Factor by which a run with several processes, which wait for each other in every round, takes longer than with a
+perfect split."""
 
 
 class Load(NamedTuple):
     """Cost of a run.
 
     Attributes:
-        alone: seconds of work outside the chunks, the same with any number of processes.
-        work: seconds of local work, which chunks share.
+        alone: time in seconds of the work outside the chunks, which does not depend on the number of processes.
+        work: time in seconds of the local work, which the chunks share.
         chunks: number of chunks in a cohort. Additional processes would be idle.
     """
 
@@ -39,7 +40,7 @@ class Load(NamedTuple):
     chunks: int
 
     def seconds(self, workers: int) -> float:
-        """Return the seconds of the run on a number of processes >= 1."""
+        """Return the duration of the run in seconds on a number of processes >= 1."""
         if workers == 1:
             return self.alone + self.work
         turns = math.ceil(self.chunks / min(workers, self.chunks))
@@ -47,18 +48,18 @@ class Load(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Number of simultaneous runs, and number of processes of each."""
+    """Number of simultaneous runs, and number of processes per run."""
 
     runs: int
     workers: int
 
 
 def choose_share(loads: Sequence[Load], processes: int, most: int | None = None) -> Share:
-    """Return the share with which a queue of runs ends first, or the share with the most runs in a tie.
+    """Return the share with which a queue of runs ends first, or the share with the most runs in case of a tie.
 
     Args:
         loads: costs of the runs, in the order in which they start.
-        processes: number of processes that may compute at a time, >= 1.
+        processes: number of processes that may compute at the same time, >= 1.
         most: largest number of simultaneous runs that fit into memory. None: any number.
     """
     sizes = range(1, max(1, min(processes, len(loads), most or processes)) + 1)
@@ -69,7 +70,7 @@ def choose_share(loads: Sequence[Load], processes: int, most: int | None = None)
 
 
 def _end(seconds: Sequence[float], places: int) -> float:
-    """Return the time at which the last run ends if each run takes the first free place."""
+    """Return the time at which the last run ends if each run takes the first free slot."""
     free = [0.0] * places
     for each in seconds:
         heapq.heapreplace(free, free[0] + each)
@@ -81,8 +82,8 @@ def decide_share(
 ) -> Share:
     """Return how the processes of an experiment are shared among its runs.
 
-    A cohort that is one chunk keeps only one process busy. If cohorts have several chunks and the number of runs leaves
-    processes idle, rounds of a few clients are measured, and the measured times decide.
+    If a cohort is a single chunk, it keeps only one process busy. If cohorts have several chunks and the number of runs
+    leaves processes idle, rounds with a few clients are measured, and the measured times decide.
 
     Args:
         experiment: experiment, with the requested number of processes in ``engine.workers``.
@@ -90,7 +91,8 @@ def decide_share(
         units: number of the method of every remaining run. None: all methods with all seeds.
 
     Returns:
-        The share. On an accelerator, which forked processes cannot share, it is one run at a time with all processes.
+        The share. On an accelerator, which forked processes cannot share, runs are computed one at a time with all
+        processes.
     """
     engine, fed = experiment.common.engine, next(iter(federations.values()))
     wanted = cores() if engine.workers == "auto" else engine.workers
@@ -109,7 +111,7 @@ def decide_share(
 
 
 def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
-    """Return the number of chunks in a cohort, and the bytes of the clients' rows that are kept in memory."""
+    """Return the number of chunks in a cohort, and the size in bytes of the clients' rows that are kept in memory."""
     problem, start = make_problem(setting, fed, finds=False)
     cohort = problem.setting.sampler.smallest(problem.n) or problem.n
     rows = problem.n * sum(t.numel() * t.element_size() for fields in start.templates.values() for t in fields)
@@ -138,5 +140,5 @@ def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
 
 
 def _memory() -> int:
-    """Return the bytes of memory that runs may use together: half of the machine's memory."""
+    """Return the number of bytes of memory that runs may use together, which is half of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -23,7 +23,7 @@ from fedloom.storage.claims import Claims
 
 
 def list_status(out: Path) -> list[dict[str, str]]:
-    """Return a row for every run, and for every other unit in progress: unit, state, who, progress.
+    """Return a row for each run, and for each other unit in progress: unit, state, who, progress.
 
     States are ``waiting``, ``working``, ``left`` (its process has ended, and another process continues it), and the
     states of a run that has ended: ``done``, ``diverged``, ``interrupted``, ``failed``.
@@ -51,7 +51,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
 
 
 def _state(folder: Path, claims: Claims) -> tuple[str, str]:
-    """Return the state of a run without a recorded end, and details."""
+    """Return the state of a run whose end is not recorded, and details."""
     failed = claims.folder / folder.name / FAILED_FILE
     with suppress(OSError):
         return "failed", failed.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Travel: send a unit of work to a worker of an external executor, as text, with data named by digest.
+"""Travel: sends a unit of work to a worker of an external executor, as text, with data referred to by digest.
 
 The reply contains the files of a run.
 """
@@ -32,18 +32,18 @@ from fedloom.lab.experiment.units.payload import decode, encode
 from fedloom.local.oracles.precision import undisturbed
 
 MEMORY_SOURCE = "memory"
-"""Source name of in-memory data, which have no file."""
+"""Source name for in-memory data, which have no file."""
 PLACEHOLDER_TABLES = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 1}}
 """Placeholder for in-memory data in the text of an experiment."""
 _UNIT_LOCK = threading.Lock()
-"""Lock with which the units of a process are computed one after another, because torch's settings belong to the
+"""Lock by which the units of a process are computed one after another, because torch's settings belong to the
 process."""
 _held = dict[str, bytes]()
 """In-memory data that this process has received, by digest."""
 
 
 class Luggage(NamedTuple):
-    """An experiment in the form in which it is sent.
+    """Experiment in the form in which it is sent.
 
     Attributes:
         text: a TOML document.
@@ -61,8 +61,8 @@ class UnitReply(NamedTuple):
         files: files of the run's checkpoint, by name.
         failure: reason why the run has no result. Empty otherwise.
         interrupted: True if the worker was asked to stop.
-        wants_data: True if the worker lacks the data and received none.
-        worker: name of the replying process.
+        wants_data: True if the worker lacks the data and has not received them.
+        worker: name of the process that replies.
     """
 
     files: Mapping[str, bytes]
@@ -143,7 +143,7 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
 def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes:
     """Compute one unit of an experiment in any process and return the reply as bytes.
 
-    The same arguments give the same models and figures.
+    The same arguments give the same models and metrics.
 
     Args:
         experiment: text from `pack_experiment`.
@@ -180,12 +180,12 @@ def worker_name() -> str:
 
 
 def receive_data(experiment: str, data: bytes | None) -> bool:
-    """Store the data that came with a unit and return True if the data of the experiment are available.
+    """Store the data that came with a unit, and return True if the data of the experiment are available.
 
     The result is also True if the experiment needs no data.
 
     Raises:
-        DataError: the data belong to another experiment.
+        DataError: the data belong to a different experiment.
     """
     digest = tomllib.loads(experiment)["travel"]["data"]
     if data is not None:
@@ -229,7 +229,7 @@ def read_federation(experiment: str, seed: int) -> Federation:
 
 
 def _localise(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with the path of this worker's data: the same, or in the folder of FEDLOOM_DATA."""
+    """Return the document with the path of this worker's data: the same path, or a path in the folder FEDLOOM_DATA."""
     path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
     here = Path(folder or ".") / path.name
     if len(path.parts) < 2 or path.exists() or folder is None or not here.exists():

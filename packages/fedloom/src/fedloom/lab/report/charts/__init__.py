@@ -1,1 +1,1 @@
-"""Charts of the report and of every other page: their parts, their theme, and one module per subject."""
+"""Charts of the report and of all other pages: their parts, their theme, and one module per subject."""

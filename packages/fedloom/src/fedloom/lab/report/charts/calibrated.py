@@ -1,4 +1,4 @@
-"""Charts and tables of probabilities in use, by site: calibration curves, operating points and net benefit.
+"""Charts and tables of how probabilities are used, by site: calibration curves, operating points and net benefit.
 
 References: E. W. Steyerberg, "Clinical Prediction Models", 2nd ed., Chapter 15. A. J. Vickers and E. B. Elkin,
 "Decision Curve Analysis", Medical Decision Making 2006. Intervals of shares: E. B. Wilson, JASA 1927.
@@ -38,10 +38,10 @@ CALIBRATION_TEXT = (
 
 
 class OperatingPoint(NamedTuple):
-    """Effect of a threshold. Samples with a probability of at least `threshold` are flagged.
+    """Effect of a threshold. Samples whose probability is at least `threshold` are flagged.
 
     Attributes:
-        threshold: threshold of the probability.
+        threshold: threshold on the probability.
         flagged: share of the samples that are flagged.
         sensitivity: share of the events that are flagged.
         specificity: share of the other samples that are not flagged.
@@ -60,7 +60,7 @@ class OperatingPoint(NamedTuple):
 
 
 def point(samples: Predicted, threshold: float) -> OperatingPoint:
-    """Compute the operating point of a threshold. A share of zero samples is nan."""
+    """Compute the operating point for a threshold. A share of zero samples is nan."""
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
 
@@ -76,7 +76,7 @@ def point(samples: Predicted, threshold: float) -> OperatingPoint:
 
 
 def wilson(share: float, size: int) -> tuple[float, float]:
-    """Compute Wilson's 95 % interval of a share of ``size`` samples."""
+    """Compute Wilson's 95 % interval for a share of ``size`` samples."""
     middle = (share + Z * Z / (2 * size)) / (1 + Z * Z / size)
     half = Z / (1 + Z * Z / size) * math.sqrt(share * (1 - share) / size + Z * Z / (4 * size * size))
     return middle - half, middle + half
@@ -93,7 +93,7 @@ def curve(samples: Predicted) -> list[tuple[float, float, int]]:
 
 
 def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row, list[tuple[str, Predicted]]]]:
-    """Return binary runs with kept predictions, the leading federated method, and the samples of its sites."""
+    """Return binary runs with stored predictions, the leading federated method, and the samples of its sites."""
     chosen = []
     for run in runs:
         best = leader_of(run, runs, rows, lead)
@@ -110,7 +110,7 @@ def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row,
 
 
 def calibrated(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
-    """Draw calibration and decision curves of every run with kept predictions of a binary task."""
+    """Draw calibration and decision curves for each run with stored predictions of a binary task."""
     figures = []
     for place, (run, best, sites) in enumerate(_chosen(runs, rows, lead), start=1):
         words = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"

@@ -17,9 +17,9 @@ from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_NAMED_CLIENTS, WORST_CLIENTS_SHOWN = 60, 40
-"""Largest number of clients that are all shown one by one, and number of worst clients that are shown otherwise."""
+"""Largest number of clients that are all shown individually, and number of worst clients that are shown otherwise."""
 MAX_NUMBERED_CLIENTS = 8
-"""Largest number of clients for which the number is written into each cell."""
+"""Largest number of clients for which numbers are written into the cells."""
 MAX_CLIENT_PANELS = 16
 """Largest number of clients that are drawn over rounds."""
 MAX_LINE_POINTS, MIN_LINE_POINTS = 2500, 5
@@ -58,7 +58,7 @@ def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
 
 
 def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
-    """Draw a heat map of rows and clients, mean over seeds.
+    """Draw a heat map of rows and clients, with means over seeds.
 
     With many clients, only the worst clients of the best row are shown. Return None without data.
     """
@@ -136,7 +136,7 @@ def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
 def _over_rounds(
     runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, first: Row, leaders: list[Row]
 ) -> Figure | None:
-    """Return a chart with a panel per client and a line per row, mean over seeds, or None without data.
+    """Return a chart with a panel per client and a line per row, with means over seeds, or None without data.
 
     The lines of leading methods are thick.
     """

@@ -1,4 +1,4 @@
-"""Curves of results over rounds, traffic, work, time and the share of attackers, and of other recorded figures."""
+"""Curves of results over rounds, traffic, work, time and the share of attackers, and of other recorded metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POINTS_PER_LINE, POINTS_PER_CROWDED_LINE = 80, 25
 MIN_CROPPED_POINTS = 60
 """Smallest number of points for which the worst twentieth may lie outside the axis."""
 MIN_LOG_RATIO = 100.0
-"""Smallest ratio of the largest to the smallest value for which a residual gets a logarithmic axis."""
+"""Smallest ratio of the largest to the smallest value for which a residual has a logarithmic axis."""
 
 CURVE_AXES = {
     "round": ("by round", "Round", 1.0),
@@ -45,7 +45,7 @@ FAMILY_NEUTRAL_SETTINGS = ("name", "attack", "engine", "evaluate", "resolved", "
 
 
 def curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw learning curves of the leading metric and the loss, and the figures of the federation by round."""
+    """Draw learning curves of the leading metric and the loss, and the federation's metrics by round."""
     wanted = [(lead, axis) for axis in CURVE_AXES] + ([("loss", "round")] if lead != "loss" else [])
     totals = dict.fromkeys(k.metric for run in runs for k in run.totals if is_other_figure(k) and k.metric != "dropped")
     figures = [_learning(runs, rows, name, axis) for name, axis in wanted]
@@ -98,9 +98,9 @@ def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure 
 
 
 def _recorded(run: Run, key: Key) -> Curve:
-    """Return a figure of the federation.
+    """Return a metric of the federation.
 
-    A figure that belongs to no model is drawn with the first model of the method.
+    A metric that belongs to no model is drawn with the first model of the method.
     """
     of_model = [key, key._replace(part="")]
     models = [model for model in MODEL_KINDS if any((k.method, k.model) == (key.method, model) for k in run.totals)]
@@ -183,7 +183,7 @@ def _panel_title(panels: int, means: Rows) -> str:
 def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Draw the results of the benign clients against the share of attackers.
 
-    A chart shows the mean result and the worst tenth of clients, for every kind of attack with at least two shares.
+    For each kind of attack with at least two shares, a chart shows the mean result and the worst tenth of clients.
     """
     figures: list[Figure | None] = []
     for i, (kind, members) in enumerate(_families(runs)):

@@ -1,4 +1,4 @@
-"""Charts of the behavior of models on single clients: confusion, and representations in the plane.
+"""Charts of how models behave at single clients: confusion, and representations projected onto the plane.
 
 In the plane of representations, color and shape show the class.
 """
@@ -34,7 +34,7 @@ def inspection(runs: list[Run]) -> list[Figure | None]:
 
 
 def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
-    """Return the method, seed and model to draw: the best test accuracy in the table, and its first seed."""
+    """Return the method, seed and model to draw: those with the best test accuracy in the table, and the first seed."""
     keys = table.group_by(["method", "seed", "model"]).aggregate([]).to_pylist()
     recorded = sorted((key["method"], key["seed"], key["model"]) for key in keys)
 
@@ -50,7 +50,7 @@ def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
 def _select_drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
     """Return the rows of the drawn method, model and seed for its first benign clients, or None without rows.
 
-    The text of the pair describes the rows.
+    The text in the returned pair describes the rows.
     """
     import pyarrow.compute as pc  # slow to import
 

@@ -18,15 +18,15 @@ TICK_FORMAT = (
 )
 """Expression that formats ticks: 0.5, 20, 1.5k, 3M, 7.0e+15."""
 AXIS_OUTLIER_RATIO = 50
-"""Ratio of a result to the better results above which the result does not widen the axis."""
+"""Factor by which a result must exceed the better results to be excluded from the range of the axis."""
 MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 HAS_INTERVAL = {"filter": "isValid(datum.low)"}
-"""Filters of the rows of a chart: means over seeds, single seeds, and means with an interval. Few seeds are shown one
-by one instead of an interval."""
+"""Filters of the rows of a chart: means over seeds, single seeds, and means with an interval. If there are few seeds,
+they are shown individually instead of as an interval."""
 
 HIDDEN_COLUMNS = ("label", "label_narrow", "side", "place", "middle")
-"""Columns of chart data that serve only the drawing."""
+"""Columns of chart data that are only used for drawing."""
 
 
 Rows = list[dict[str, Any]]
@@ -39,14 +39,15 @@ class Figure:
 
     Attributes:
         id: identifier, unique within a report. It is also the name of the chart's files.
-        tab: name of its tab, where several figures share a place (equal ``group``).
+        tab: name of the chart's tab, if several charts share a location (equal ``group``).
         chart: Vega-Lite specification over the named data sets, without the colors of a theme.
-        data: data sets by name. ``rows`` is among them.
-        layout: how the page fits the chart to its width. ``facet`` changes the number of columns. ``square`` does the
-            same and keeps the panels square. ``wide`` changes the width of the chart. ``beside`` changes the width of
-            the first of two charts.
-        canvas: True if the page draws the chart as a bitmap, because it contains very many marks.
-        table: name of the data set that a reader may view and download, the most detailed data set of the chart.
+        data: data sets by name. ``rows`` is one of them.
+        layout: how the page adjusts the chart to its width. ``facet`` changes the number of columns. ``square`` does
+            the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside`` changes the width
+            of the first of two charts.
+        canvas: True if the page draws the chart as a bitmap, because the chart contains very many marks.
+        table: name of the data set that a reader may view and download, which is the most detailed data set of the
+            chart.
     """
 
     id: str
@@ -105,7 +106,7 @@ def nominal_channel(field: str, order: Iterable[str], title: str | None = None, 
 
 
 def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, int]:
-    """Build a nominal channel that breaks long names into lines. Return it with the largest number of lines."""
+    """Build a nominal channel that breaks long names into lines. Also return the largest number of lines."""
     lines = {name: textwrap.wrap(name, letters) or [name] for name in order}
     most = max(map(len, lines.values()), default=1)
     split = f"{json.dumps(lines)}[datum.value]"
@@ -115,7 +116,7 @@ def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, in
 
 
 def tips(*parts: tuple[str, ...]) -> list[Spec]:
-    """Build a tooltip of (field, title) for text and counts and of (field, title, format) for numbers."""
+    """Build a tooltip from (field, title) for text and counts, and from (field, title, format) for numbers."""
     return [
         {
             "field": field,
@@ -156,7 +157,7 @@ def intervals(
 def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "", strong: str = "", **look: Any) -> Spec:
     """Build a heat map.
 
-    With ``text``, numbers are written into its cells, in another color where the expression ``strong`` is true.
+    With ``text``, numbers are written into the cells, in a different color where the expression ``strong`` is true.
     """
     place = {"x": x, "y": y, "tooltip": tooltip}
     words = [
@@ -179,7 +180,7 @@ def panels(
 ) -> Spec:
     """Build small multiples: a panel for each value of a field.
 
-    Each panel gets a separate horizontal axis, and one title is below all panels.
+    Each panel has a separate horizontal axis, and one title is below all panels.
     """
     header = {"labelAnchor": "start", "labelLimit": 180, "titleOrient": "bottom", "titleFontWeight": "normal"}
     header |= {"titleFontSize": 11.5, "titlePadding": 4}
@@ -194,7 +195,7 @@ def panels(
 
 
 def drawn_filters(rows: Rows) -> list[Spec]:
-    """Return those filters of `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select some rows."""
+    """Return those of the filters `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select any rows."""
     return [
         MEAN_FILTER,
         *([HAS_INTERVAL] if any(row.get("low") is not None for row in rows) else []),
@@ -234,9 +235,9 @@ def colour(rows: list[Row]) -> Spec:
 
 
 def off_axis(largest: dict[str, float]) -> set[str]:
-    """Return the names whose largest value is over `AXIS_OUTLIER_RATIO` times the better values.
+    """Return the names whose largest value exceeds the better values by the factor `AXIS_OUTLIER_RATIO`.
 
-    Such names would flatten the others.
+    Such names would flatten all other values.
     """
     sizes = sorted(abs(value) for value in largest.values() if value)
     near = sizes[(len(sizes) - 1) // 4] if sizes else 0.0

@@ -29,7 +29,7 @@ _BY_READER = (
 _UNUSED_ATTRIBUTES = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
 """SVG attributes that an image on a page does not need."""
 PHONE_WIDTH = 364
-"""Width in pixels of an image that a phone of 390 pixels shows without shrinking its texts."""
+"""Width in pixels of an image that a phone with a width of 390 pixels shows without shrinking its texts."""
 LETTER_WIDTH = 7.0
 """Mean width in pixels of a letter of a label."""
 
@@ -40,7 +40,7 @@ NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def _drawable(value: object) -> Any:
     """Return a value in which U+FFFD replaces the characters that XML does not allow.
 
-    The drawing library ends the process if it meets such a character.
+    The drawing library ends the process if it encounters such a character.
     """
     if isinstance(value, str):
         return NOT_XML.sub("\ufffd", value)
@@ -94,7 +94,7 @@ def svg(spec: Spec, *, dark: bool = False) -> str:
 
 
 def svg_for_pages(spec: Spec) -> str:
-    """Return a chart as SVG without background for light and dark pages.
+    """Return a chart as SVG without a background, for light and dark pages.
 
     The color of its texts follows the reader's color scheme.
     """
@@ -133,7 +133,7 @@ def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VC
     vega = f"application/vnd.vegalite.{altair.SCHEMA_VERSION.partition('.')[0]}+json"
 
     def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
-        """Return the formats that a notebook chooses from, richest first."""
+        """Return the formats from which a notebook chooses, richest first."""
         drawn = shown.to_dict()
         return {vega: drawn, "image/svg+xml": svg(drawn), "text/plain": repr(shown)}
 
@@ -155,7 +155,7 @@ def can_draw() -> bool:
 
 
 def import_charts(name: str) -> Any:
-    """Import a package of the extra ``charts`` and return it. The import is slow.
+    """Import a package of the extra ``charts`` and return it. Importing it is slow.
 
     Raises:
         ConfigError: the extra is not installed.

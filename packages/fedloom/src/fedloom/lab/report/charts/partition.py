@@ -1,4 +1,4 @@
-"""Draw the split of the samples: clients by classes, skew of every seed, recovered clusters and their shares."""
+"""Draw the split of the samples: clients by class, skew for each seed, recovered clusters and their shares."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ MAX_CLASS_CELLS = 4_000
 ATTACKER_FLAG = "\N{BLACK FLAG}"
 """Mark after the name of a client that attacks."""
 MAX_LISTED_CLIENTS = 60
-"""Largest number of clients that are named. More clients are sorted by their largest class and not named."""
+"""Largest number of clients that are named. If there are more clients, they are sorted by their largest class and not
+named."""
 MAX_DRAWN_PARTITIONS = 10
-"""Largest number of partitions of a run that are drawn. Fewer large partitions are drawn."""
+"""Largest number of partitions of a run that are drawn. If partitions are large, fewer are drawn."""
 MAX_CLUSTER_ROUNDS, MAX_CLUSTERED_CLIENTS = 60, 60
 """Largest number of rounds and largest number of clients for which recovered clusters are drawn."""
 SHARE_FIGURE = "share"
-"""Name of the figure with a client's share of the objective, where shares depend on recovered clusters."""
+"""Name of the metric for a client's share in the objective, where shares depend on recovered clusters."""
 PARTITION_TITLES = {
     "sizes": "Samples per client",
     "emd": "Earth mover's distance",
@@ -266,7 +267,7 @@ def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
 
 
 def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[Run, Row, int]]:
-    """Yield the run, a row and the first recorded seed of every method that recorded a series of its clients."""
+    """Yield the run, a row and the first recorded seed for each method that recorded a series about its clients."""
     for row in {row.name: row for row in rows}.values():
         run = run_of(runs, row)
         seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", name) in run.series]
@@ -275,7 +276,7 @@ def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[
 
 
 def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str, ...]) -> Spec:
-    """Draw a panel per method with rounds on the horizontal and clients on the vertical axis.
+    """Draw a panel per method with rounds on the horizontal axis and clients on the vertical axis.
 
     The tooltips also show the columns ``more``.
     """
@@ -291,7 +292,7 @@ def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str,
 
 
 def _evenly(items: int | Integers, most: int) -> Integers:
-    """Return at most ``most`` items, evenly spaced. An integer stands for the numbers below it."""
+    """Return at most ``most`` items, evenly spaced. An integer represents the numbers below it."""
     numbers = np.arange(items) if isinstance(items, int) else items
     places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round()
     chosen: Integers = numbers[np.unique(places.astype(int))]

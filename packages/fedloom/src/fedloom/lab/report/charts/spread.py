@@ -12,8 +12,8 @@ from fedloom.lab.report.numbers import BASELINE_ROLES, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_DOTS, MIN_ROW_DOTS = 2000, 40
-"""Largest number of dots (clients times seeds) of all rows together, and number of dots that every row may draw.
-Chosen: 2,000 dots take about 120 kB of the page."""
+"""Largest number of dots (clients times seeds) in all rows together, and number of dots that each row may draw. With
+this number, 2,000 dots take about 120 kB of the page."""
 Seeds = dict[int, tuple[Integers, Numbers]]
 """Clients and their values by seed."""
 
@@ -26,7 +26,7 @@ def attackers_sentence(runs: list[Run]) -> str:
 def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Numbers]:
     """Return the benign clients and their finite values at the last recorded round.
 
-    A seed that was lost gives empty arrays.
+    For a seed without results, the arrays are empty.
     """
     points = run.benign(Key(row.method, seed, row.model, "test", name))
     if points is None or not len(points.round) or seed in row.lost:
@@ -89,7 +89,7 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
 
 
 def _baseline(rows: list[Row], row: Row) -> Row | None:
-    """Return the row of the same run that the others are compared with, or None without such a row."""
+    """Return the row of the same run with which the other rows are compared, or None without such a row."""
     same_run = [other for other in rows if other.run == row.run]
     candidates = [
         r for role in BASELINE_ROLES for r in same_run if r.role == role and r.model in ("global", "personal")
@@ -111,7 +111,7 @@ def _distribution(
         zero: True to draw a line at 0.
 
     Returns:
-        Specification, its data sets, and a sentence on the drawing.
+        The specification, its data sets, and a sentence about the drawing.
     """
     order = sorted(range(len(rows)), key=lambda i: sign * float(np.median(pooled(scores[i]))))
     boxes: Rows = []

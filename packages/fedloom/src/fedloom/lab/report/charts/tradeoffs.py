@@ -1,4 +1,4 @@
-"""Results against their price (fairness, sparsity), and the price alone: work and traffic."""
+"""Results against what they cost (fairness, sparsity), and the costs alone: work and traffic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COST_AXES = {
 
 
 class Price(NamedTuple):
-    """Horizontal axis: a figure of the rows, its column and title, and True if smaller values are better."""
+    """Horizontal axis: a metric of the rows, its column and title, and True if smaller values are better."""
 
     figure: str
     column: str
@@ -48,12 +48,12 @@ def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None
 
 
 def costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
-    """Draw the totals of work and traffic, and the price of a common result."""
+    """Draw the totals of work and traffic, and the cost of reaching a common result."""
     return [_totals(rows), _reached(runs, rows, lead, models)]
 
 
 def _counted(row: Row) -> Row:
-    """Return the row with its non-zero parameters. A model whose non-zero parameters were not counted is dense."""
+    """Return the row with its non-zero parameters. A model whose nonzero parameters were not counted is dense."""
     dense = {record.seed: float(record.parameters) for record in row.records if record.parameters}
     return replace(row, figures={**({"nonzeros": Estimate(dense)} if dense else {}), **row.figures})
 
@@ -61,7 +61,7 @@ def _counted(row: Row) -> Row:
 def _trade_off(
     runs: list[Run], rows: list[Row], lead: str, price: Price, words: tuple[str, str, str, str, str]
 ) -> Figure | None:
-    """Draw a point per row with both figures, or return None without data.
+    """Draw a point per row with both metrics, or return None without data.
 
     ``words`` are the id, group, tab, title and best corner.
     """
@@ -122,7 +122,7 @@ def _better(one: dict[str, Any], other: dict[str, Any], column: str, signs: tupl
 
 
 def _name(data: Rows, column: str, across: list[float], up: list[float]) -> None:
-    """Name every point without a named point near it, ringed points first."""
+    """Label each point that has no labeled point near it, beginning with ringed points."""
     named: list[tuple[float, float]] = []
     for point in sorted(data, key=lambda p: not p["best"]):
         x, y = ((point[n] - low) / (high - low) for n, (low, high) in ((column, across), ("result", up)))
@@ -176,7 +176,7 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
 
 
 def _totals(rows: list[Row]) -> Figure | None:
-    """Draw bars per method, because the models of a method share its work. Return None without data."""
+    """Draw one bar per method, because the models of a method share its work. Return None without data."""
     data: Rows = []
     for measure in COST_FIGURES:
         first = {row.name: row for row in reversed(rows) if measure in row.figures}

@@ -1,7 +1,7 @@
-"""Metrics of resampled test samples, and the standard error of a difference of two models, paired over patients.
+"""Metrics of resampled test samples, and the standard error of the difference between two models, paired over patients.
 
-Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Every resample contains
-both models' predictions of its patients. If samples belong to known subjects, subjects are drawn, each with all of its
+Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Each resample contains
+both models' predictions for its patients. If samples belong to known subjects, subjects are drawn, each with all its
 samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69, 2007.
 """
 
@@ -16,14 +16,14 @@ BOOTSTRAP_RESAMPLES = 1000
 """Number of resamples. The relative error of a standard error is about 1 / sqrt(2 * 1000) = 2.2 %; Efron and Tibshirani
 (Section 6.4) find 200 enough."""
 MOST_PAIRS = 10**8
-"""Largest number of pairs (an event and another patient) for which a C-index gets an interval here."""
+"""Largest number of pairs (an event and another patient) for which an interval of a C-index is computed here."""
 
 
 def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
     """Compute a metric ``[B]`` of weighted test samples, nan if the metric is undefined.
 
     Args:
-        metric: ``accuracy`` (of predictions above 0.5 for targets above it), ``c_index``, ``r2``, ``rmse``, ``mae`` or
+        metric: ``accuracy`` (of predictions above 0.5 for targets above 0.5), ``c_index``, ``r2``, ``rmse``, ``mae`` or
             ``deviance``, as the tasks define them, in units of the label.
         weight: weights of the samples ``[B, N]``, 0 or more.
         samples: ``[N]``.
@@ -48,7 +48,7 @@ def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers
 
 
 def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
-    """Harrell's C-index. A patient who is drawn twice is not compared with the copy."""
+    """Harrell's C-index. If a patient is drawn twice, the two copies are not compared with each other."""
     assert samples.event is not None
     events = np.flatnonzero(samples.event > 0)
     right, pairs = np.zeros(len(weight)), np.zeros(len(weight))

@@ -1,6 +1,6 @@
-"""Gains over test samples: the metric of a site alone and together, and an interval of the difference.
+"""Gains over test samples: the metric of a site alone and together, and an interval for the difference.
 
-DeLong's interval is used for AUROC, and the standard error of a bootstrap for other metrics. If samples belong to known
+DeLong's interval is used for AUROC, and a bootstrap standard error for other metrics. If samples belong to known
 subjects, both methods count subjects.
 
 Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
@@ -30,11 +30,11 @@ from fedloom.lab.report.run import Numbers, Run
 
 CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
-"""Metrics whose interval is computed by a bootstrap."""
+"""Metrics whose interval is computed with a bootstrap."""
 SHARE_METRICS = ("auroc", "accuracy", "c_index")
 """Metrics from 0 to 1, whose intervals are computed on the logit scale."""
 MIN_CLASS_SAMPLES = 2
-"""Smallest number of test samples, or subjects, of each class for which a difference gets an interval."""
+"""Smallest number of test samples, or subjects, in each class for which an interval of a difference is computed."""
 
 BY_PATIENT_TEXT = (
     "The same, patient by patient: the mean prediction for every test sample over the seeds that "
@@ -45,17 +45,17 @@ BY_PATIENT_TEXT = (
 
 
 class SiteDifference(NamedTuple):
-    """Difference of a site, or of all sites together (``site`` is "All").
+    """Difference for one site, or for all sites together (``site`` is "All").
 
     Attributes:
         site: its name.
         samples: number of test samples, or of subjects if subjects are known.
         metric: name of the compared metric.
-        events: number of samples (or subjects) of the second class, or with an event time. None for other tasks.
+        events: number of samples (or subjects) in the second class, or with an event. None for other tasks.
         alone: metric of the site's local model.
         together: metric of the federated model.
-        half: half the width of the interval of the difference. Nan without an interval.
-        p: two-sided p value of no difference.
+        half: half width of the interval of the difference. NaN without an interval.
+        p: two-sided p value for no difference.
     """
 
     site: str
@@ -73,7 +73,7 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
 
     Args:
         scores: scores ``[k, N]``, higher for the second class.
-        target: targets ``[N]``, 0 or 1, at least `MIN_CLASS_SAMPLES` samples of each class, and from as many subjects.
+        target: targets ``[N]``, 0 or 1, with at least `MIN_CLASS_SAMPLES` samples of each class, from as many subjects.
         units: subject ``[N]`` of each sample, numbered from 0. None: each sample is a separate subject.
     """
     from scipy.stats import rankdata  # slow to import
@@ -102,14 +102,16 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
 
 
 def interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -> tuple[float, float, float]:
-    """Return a metric of one model, and the lower and upper end of its interval. All three are nan without an interval.
+    """Return a metric of one model, and the lower and upper ends of its interval.
 
-    The interval is Student's t with one degree of freedom fewer than subjects, on the logit scale for shares.
+    All three are NaN without an interval.
+
+    The interval is based on Student's t with one degree of freedom fewer than subjects, on the logit scale for shares.
 
     Args:
         metric: ``auroc``, or one of the `BOOTSTRAP_METRICS`.
-        samples: predictions of one model, with the subject of each sample where subjects have several.
-        level: probability with which such intervals cover the metric of the population.
+        samples: predictions of one model, with the subject of each sample if subjects have several samples.
+        level: probability with which the interval covers the metric of the population.
     """
     subjects = samples.count()
     if metric == "auroc":
@@ -133,7 +135,7 @@ def interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -
 
 
 def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
-    """Return a line per site and a line over all sites, or [] without kept predictions or without such a metric."""
+    """Return a line per site and a line over all sites, or [] without stored predictions or without such a metric."""
     alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
     if alone is None or shared is None or not np.array_equal(alone[:2], shared[:2]):
         return []
@@ -168,9 +170,9 @@ def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> Si
 
 
 def patient_gains(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
-    """Return gains over test samples of the runs with kept predictions.
+    """Return gains over test samples for the runs with stored predictions.
 
-    Each is returned with the label of its run if there are several runs.
+    Each gain is returned with the label of its run if there are several runs.
     """
     by_run = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
     return [(label, lines) for label, lines in by_run if lines]
@@ -199,7 +201,7 @@ def _words(line: SiteDifference) -> list[str]:
 
 
 def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """Render the gains over test samples as CSV, unrounded. Missing figures are empty."""
+    """Render the gains over test samples as CSV, unrounded. Missing values are empty."""
     rows = [
         (label, *(None if isinstance(value, float) and math.isnan(value) else value for value in line))
         for label, lines in tables

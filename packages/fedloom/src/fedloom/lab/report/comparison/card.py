@@ -1,4 +1,4 @@
-"""Model card of a run as Markdown: the recorded facts, and headings for people to fill in."""
+"""Model card of a run as Markdown: the recorded facts, and headings for people to complete."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_card(out: Path) -> None:
 
 
 def card(run: Run) -> str:
-    """Render the card of the model that leads by the leading metric, a federated model if one ended well."""
+    """Render the card of the model that leads by the leading metric, which is a federated model if one ended well."""
     lead = leading_metric([run])
     shown = [row for row in contenders([run], method_rows([run])) if row.result(lead)]
     methods = [row for row in shown if row.algorithm]
@@ -98,7 +98,7 @@ def card(run: Run) -> str:
 
 
 def _results(run: Run, row: Row) -> list[str]:
-    """Render figures on test parts at the last round: mean over seeds with half the width of the 95 % interval."""
+    """Render metrics on test parts at the last round: mean over seeds with the half width of the 95 % interval."""
     names = [name for name in SUMMARY_METRICS if name in test_metrics(run, row.method, row.model)]
     heads = ["Site", "Samples in training", *(titled(figure(name)) for name in names)]
     lines = [heads, ["---"] * len(heads)]

@@ -19,19 +19,21 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import arrow, cell_text, write_difference
 
 SHOWN_PAIRS = 3
-"""Number of differences that a terminal and the head of a report show. The table of pairs shows all of them."""
+"""Number of differences that are shown in a terminal and at the top of a report. The table of pairs shows all
+differences."""
 
 
 class Conclusion(NamedTuple):
     """Result of a comparison in words.
 
     Attributes:
-        task: with several comparisons, the data and attack of this comparison. Empty for a single comparison.
+        task: if there are several comparisons, the data and attack of this comparison. It is empty for a single
+            comparison.
         answer: sentence that names the winner, or says that there is no winner.
-        pairs: a line per compared method, with its mean, its difference from the baseline and the verdict.
-        compared: sentence on the models that are compared. Empty if fewer than two models are compared.
-        cost: gradients and traffic of the best method and of the baseline. Empty if neither is recorded.
-        tests: pairs behind the lines. Empty without a baseline.
+        pairs: one line per compared method, with its mean, its difference from the baseline and the verdict.
+        compared: sentence on the models that are compared. It is empty if fewer than two models are compared.
+        cost: gradients and traffic of the best method and of the baseline. It is empty if neither is recorded.
+        tests: pairs on which the lines are based. It is empty without a baseline.
     """
 
     task: str
@@ -65,9 +67,9 @@ def conclude(
 
     Args:
         runs: runs of the rows.
-        rows: every model of every method.
+        rows: all models of all methods.
         baseline: label of the baseline. None: `local`, or else FedAvg, or else the first method of a single run.
-        compare_model: which model of a method is compared.
+        compare_model: which of a method's models is compared.
         margin: largest difference that does not matter, in the units of the leading metric. None: no margin is stated.
     """
     lead, conclusions = leading_metric(runs), []
@@ -89,7 +91,7 @@ def conclusions(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> list[Conclusion]:
-    """Return the conclusions from run directories, see `conclude`.
+    """Return the conclusions from run directories (see `conclude`).
 
     Raises:
         RunDirError: a directory is not a readable run directory.
@@ -171,7 +173,7 @@ def _titled(row: Row) -> str:
 
 
 def _compared(shown: list[Row], compare_model: Models) -> str:
-    """Return the sentence on the models that are compared."""
+    """Return the sentence about the models that are compared."""
     if compare_model == "all":
         return "Compared models: all models of every method."
     if compare_model == "personal":
@@ -182,7 +184,7 @@ def _compared(shown: list[Row], compare_model: Models) -> str:
 
 
 def _cost(rows: list[Row]) -> str:
-    """Return the sentence on sample gradients and traffic of some rows."""
+    """Return the sentence about sample gradients and traffic of some rows."""
     parts = []
     for row in rows:
         work, up, down = (row.figures.get(name) for name in ("samples_backward", "bytes_up", "bytes_down"))

@@ -1,8 +1,8 @@
-"""Rows of a comparison: one row per method, and a fair rival of models that clients choose for themselves.
+"""Rows of a comparison: one row per method, and a fair rival for models that clients choose themselves.
 
-Clients would use the better of a global and a personal model on their validation part (the hybrid model), or the only
-model of a method. Where such models are compared, their rival is shown beside them: for each client, the better of
-local training and FedAvg, chosen on validation by the same rule. The rival needs no further method.
+Clients would use the global or the personal model that is better on their validation part (the hybrid model), or a
+method's only model. If such models are compared, their rival is shown next to them: for each client, the better of
+local training and FedAvg, chosen on validation by the same rule. The rival does not need an additional method.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fedloom.lab.report.run import Key, Points, Run
 from fedloom.metrics import leading, metric
 
 Models = Literal["best-on-validation", "personal", "all"]
-"""Rows of a method: ``best-on-validation`` (the model that a client would use), ``personal`` (the personal, else the
-global model, as papers report), or ``all``."""
+"""Rows of a method: ``best-on-validation`` (the model that a client would use), ``personal`` (the personal model, else
+the global model, as papers report), or ``all``."""
 COMPARED_MODELS: tuple[Models, ...] = ("best-on-validation", "personal", "all")
 MODEL_ORDER = {"best-on-validation": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
 
@@ -40,7 +40,7 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-
 
     Args:
         runs: runs of the rows.
-        rows: every model of every method.
+        rows: all models of all methods.
         models: which rows of a method are selected.
     """
     if models == "all":
@@ -81,7 +81,7 @@ def best_row(rows: Sequence[Row], lead: str) -> Row | None:
 
 
 def reference(rows: Sequence[Row]) -> str | None:
-    """Return the default baseline: the first method that trains alone, else FedAvg, or None without both."""
+    """Return the default baseline: the first method that trains alone, else FedAvg, or None if both are missing."""
     first = [row.name for role in BASELINE_ROLES for row in rows if row.role == role]
     return next(iter(first), None)
 
@@ -94,7 +94,7 @@ def _rank(row: Row, models: Models) -> int:
 def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
     """Return for each client the better of local training and FedAvg on validation.
 
-    Return None where a run lacks one of them.
+    If a run lacks one of them, return None.
 
     Args:
         run: run with the clients' results.
@@ -129,7 +129,7 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
 
 
 def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-    """Return the clients ``[n]`` for which the shared model is strictly better on the part that chooses.
+    """Return a mask of the clients for which the shared model is strictly better on the part used for choosing ``[n]``.
 
     None if it was not recorded.
     """
@@ -153,7 +153,7 @@ def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points |
 
 
 def same(one: Row, other: Row) -> bool:
-    """Return True if two rows show the same models: every common figure is equal with every seed, costs aside."""
+    """Return True if two rows show the same models: every common metric, except costs, is equal with every seed."""
     names = one.figures.keys() & other.figures.keys() - set(COUNTED_FIGURES)
     results = any(row.figures[name].finite for row in (one, other) for name in names)
     return results and all(_equal(one.figures[name], other.figures[name]) for name in names)
@@ -166,7 +166,7 @@ def _equal(one: Estimate, other: Estimate) -> bool:
 
 
 def distinct(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
-    """Return for every place the first place whose row shows the same models."""
+    """Return, for each position, the first position whose row shows the same models."""
     first: dict[int, int] = {}
     for place in places:
         first[place] = next((k for k in first.values() if same(rows[k], rows[place])), place)

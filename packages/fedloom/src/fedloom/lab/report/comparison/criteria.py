@@ -1,8 +1,8 @@
-"""Choice of the winner of each criterion, with its certainty.
+"""Choice of the winner for each criterion, with its certainty.
 
-Methods are compared seed by seed (same seed, same data split): the leader against every row of other methods, as one
-family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds nothing is decided, because
-so few numbers cannot show their spread.
+Methods are compared seed by seed (same seed, same data split): the leader is compared with every row of other methods,
+as one family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds, nothing is decided,
+because so few numbers cannot show their spread.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fedloom.lab.report.numbers import EMPTY_CURVE, Curve, Estimate, Row, curve,
 from fedloom.lab.report.run import Key, Run
 
 TARGET_SHARE = 0.95
-"""Share of the best result that is the common target of costs."""
+"""Share of the best result that is used as the common target for costs."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """Question with a winner.
+    """Question that has a winner.
 
     Attributes:
         figure: name in ``values``, e.g. ``accuracy/worst10``.
-        values: figure of every row that contains it, by index of the row.
+        values: metric of each row that contains it, by index of the row.
         higher: True if larger values are better.
     """
 
@@ -45,20 +45,21 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Winner:
-    """The leader of a criterion.
+    """Leader in a criterion.
 
     Attributes:
         row: index of the leader. None if no rows could be compared.
-        rivals: rows of other methods that the leader does not beat significantly, the nearest first.
-        equals: rows of other methods that show the same models, and so are not rivals.
+        rivals: rows of other methods that the leader does not beat significantly, nearest first.
+        equals: rows of other methods that show the same models and are therefore not rivals.
         runner_up: best row of another method.
         lead: mean lead over the runner-up over common seeds, in the units of the criterion (before scaling), positive.
             If `is_ratio` is true, it is the logarithm of their ratio.
-        half: half width of the interval that decides the lead. Nan with fewer than two common seeds.
+        half: half width of the interval on which the decision is based. NaN with fewer than two common seeds.
         provisional: True if some runs are unfinished.
         seeds: number of common seeds of the leader and the runner-up.
         decidable: True if there were enough common seeds to test.
-        excluded: True if some other methods are not compared because they lack a result, or a result for every seed.
+        excluded: True if some other methods are not compared because they lack a result, or lack a result for some
+            seed.
     """
 
     criterion: Criterion
@@ -75,7 +76,7 @@ class Winner:
 
 
 def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
-    """Return the comparable groups of runs (equal data, partition and attack) with their labels and rows."""
+    """Return the groups of comparable runs (equal data, partition and attack) with their labels and rows."""
     groups: dict[str, tuple[list[Run], list[Row]]] = {}
     for run in runs:
         options = run.options
@@ -88,7 +89,7 @@ def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[R
 
 
 def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
-    """Return the winner of every criterion that the recorded figures allow."""
+    """Return the winner of each criterion that can be decided with the recorded metrics."""
     ratio = max((run.ratio for run in runs), default=0.0)
     return [winner(criterion, rows, ratio) for criterion in _criteria(runs, rows, lead) if criterion.values]
 
@@ -105,12 +106,12 @@ class Marks(NamedTuple):
 
     @staticmethod
     def union(several: Iterable[Marks]) -> Marks:
-        """Join the marks of several parts of a table."""
+        """Combine the marks of several parts of a table."""
         return Marks(*(frozenset().union(*places) for places in zip(*several, strict=True)))
 
 
 def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, Marks]:
-    """Return the marks of every column with a better direction, except costs. Each column is one family of tests.
+    """Return the marks of each column that has a better direction, except costs. Each column is one family of tests.
 
     ``ratio`` corrects the tests as in `family`.
     """
@@ -129,7 +130,7 @@ def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[s
 
 
 def _results(rows: list[Row], name: str) -> dict[int, Estimate]:
-    """Return a figure of every row that contains it, by the place of the row."""
+    """Return a metric for each row that contains it, by the row's position."""
     return {i: estimate for i, row in enumerate(rows) if (estimate := row.result(name)) is not None}
 
 
@@ -167,9 +168,9 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
 def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
     """Return 95 % of the best mean result of methods that ran to their end (the best over 95 % if smaller is better).
 
-    One row per method counts, regardless of the rows that are shown. If no method ran to its end, the methods that are
-    still running count. A row without a method, whose work is unknown, does not count. The target is nan without such
-    rows, or if the best result is not above 0.
+    One row per method counts, regardless of which rows are shown. If no method ran to its end, the methods that are
+    still running count. A row without a method does not count, because its work is unknown. The target is NaN without
+    such rows, or if the best result is not above 0.
 
     Args:
         runs: runs with equal data, partition and attack.
@@ -198,10 +199,10 @@ def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Mod
 
 
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
-    """Return the traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` to reach a target.
+    """Return the traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` needed to reach a target.
 
-    The mean over clients must reach the target. Rows that miss it with any seed are left out. If a model meets the
-    target before the first round, the result is empty.
+    The mean over clients must reach the target. Rows that miss the target with any seed are omitted. If a model meets
+    the target before the first round, the result is empty.
     """
     spent_by_row: dict[int, Estimate] = {}
     for i, row in enumerate(rows):
@@ -224,7 +225,7 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
 def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
     """Return the work or traffic spent up to every recorded round.
 
-    ``bytes`` counts both directions, ``seconds`` the time of the rounds.
+    ``bytes`` counts both directions, and ``seconds`` the duration of the rounds.
     """
     if cost == "seconds":
         spent = run.seconds.get((method, seed))

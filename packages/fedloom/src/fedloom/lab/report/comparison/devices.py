@@ -1,4 +1,4 @@
-"""Figures by class of device: the results of its clients, their uploads, and the time to a common target."""
+"""Metrics by device class: the results of its clients, their uploads, and the time to a common target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_sh
 
 
 def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Render an HTML table per run whose clients use devices of several classes."""
+    """Render an HTML table for each run whose clients use devices of several classes."""
     text, shown = "", figure(lead)
     for run in runs:
         by_class, lines = [*_figures(run, runs, rows, lead, models)], []
@@ -57,7 +57,7 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
 
 
 def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Render the figures of every class as CSV, unscaled means over seeds. Unknown values are empty."""
+    """Render the metrics of each class as CSV, with unscaled means over seeds. Unknown values are empty."""
     lines = [
         (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in DEVICE_FIGURES))
         for run in runs
@@ -69,9 +69,9 @@ def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "b
 def _figures(
     run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models
 ) -> Iterator[tuple[Row, str, float, dict[str, Estimate]]]:
-    """Yield every compared row and class with the common target and the figures.
+    """Yield each compared row and class with the common target and the metrics.
 
-    Methods with a single class are left out.
+    Methods with a single class are omitted.
     """
     compared = contenders_of(run, runs, rows, lead)
     target = target_of(run, runs, rows, lead, models)
@@ -85,7 +85,7 @@ def _figures(
 
 
 def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target: float) -> dict[str, float]:
-    """Return the figures of a class in one run, or {} if all of its clients lack a result."""
+    """Return the metrics of a class in one run, or {} if all its clients lack a result."""
     scores = run.benign(Key(row.method, seed, row.model, "test", lead))
     classes = run.series.get(Key(row.method, seed, "", "", "device_class"))
     if scores is None or classes is None or seed in row.lost:

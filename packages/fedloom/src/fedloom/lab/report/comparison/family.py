@@ -1,15 +1,15 @@
 """Family of paired tests: differences over common seeds, Holm's correction, verdicts, and matching intervals.
 
-All comparisons on one page, card or table belong to one family. A difference is tested by the paired t test of its
-values by seed. Holm's step-down procedure (`holm`) keeps the chance of any false claim in the family at 5 % or less.
-The interval of a difference uses the level of the step at which Holm's procedure decides it. The interval therefore
-excludes 0 exactly if the difference is significant. A comparison with fewer than five common seeds is not tested and
-does not belong to the family. If the runs of both methods with some seeds only repeat their runs with another seed,
-these seeds count once.
+All comparisons on one page, card or table belong to one family. A difference is tested by a paired t test on its values
+by seed. Holm's step-down procedure (`holm`) keeps the chance of any false claim in the family at 5 % or less. The
+interval of a difference uses the level of the step at which Holm's procedure decides about the difference. The interval
+therefore excludes 0 exactly if the difference is significant. A comparison with fewer than five common seeds is not
+tested and does not belong to the family. If, with some seeds, the runs of both methods only repeat their runs with
+another seed, these seeds count once.
 
-If seeds split the same samples anew, their results depend on each other. With the ratio of test to training samples,
-the variance gets the correction of Nadeau and Bengio, and a verdict is about new samples from the same source. Without
-the ratio, a verdict is about these samples with other seeds.
+If every seed splits the same samples again, the results of the seeds depend on each other. If the ratio of test to
+training samples is given, the variance is corrected as by Nadeau and Bengio, and a verdict is about new samples from
+the same source. Without this ratio, a verdict is about the same samples with other seeds.
 
 Reference: C. Nadeau, Y. Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003, Section 4.
 """
@@ -31,13 +31,14 @@ Name = TypeVar("Name", bound=Hashable)
 FAMILY_ERROR_LEVEL = 0.05
 """Probability of any false claim in a family."""
 MODERATED_LEVEL = 0.025
-"""Nominal level of a family of moderated tests. At a nominal 5 %, moderated tests reject in 7.0 % of the sign-flip
-nulls of the recorded map (19 of 270). Methods that collapse with some seeds have a heavier tail than the prior. At a
-nominal 2.5 %, they reject in 2.6 % of all nulls, and in 3 of the 60 nulls of the four setups where methods collapse."""
+"""Nominal level of a family of moderated tests. At a nominal 5 %, moderated tests reject 7.0 % of the sign-flip nulls
+of the recorded map (19 of 270). If methods collapse with some seeds, the distribution has a heavier tail than the
+prior. At a nominal 2.5 %, they reject 2.6 % of all nulls, and 3 of the 60 nulls in the four setups in which methods
+collapse."""
 
 
 class PairVerdict(StrEnum):
-    """Outcomes of a comparison of two methods. A comparison that is not tested has a reason (`untested_reason`)."""
+    """Outcomes of a comparison of two methods. If a comparison is not tested, there is a reason (`untested_reason`)."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -50,10 +51,10 @@ class TestedDifference(NamedTuple):
     """Difference that belongs to a family.
 
     Attributes:
-        mean: mean over the common seeds. Nan without common seeds.
-        half: half width of its interval, at the level that decides it, or of the 95 % interval if it is not tested. Nan
-            with fewer than two seeds.
-        p: two-sided p value of its t test. Nan if it is not tested.
+        mean: mean over the common seeds. NaN without common seeds.
+        half: half width of its interval, at the level on which the decision is based, or of the 95 % interval if the
+            difference is not tested. NaN with fewer than two seeds.
+        p: two-sided p value of its t test. NaN if it is not tested.
         holm: p value adjusted by Holm's procedure for the family.
         significant: True if Holm's procedure rejects the hypothesis of no difference.
         seeds: number of common seeds.
@@ -72,7 +73,7 @@ class TestedDifference(NamedTuple):
         return self.seeds >= MIN_SEEDS
 
     def __neg__(self) -> TestedDifference:
-        """Return the comparison in the reverse direction."""
+        """Return the comparison in the opposite direction."""
         return self._replace(mean=-self.mean)
 
 
@@ -80,7 +81,7 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
     """Return the verdict of a comparison, based on its printed interval.
 
     Args:
-        comparison: first figure minus second figure. None if both show the same models.
+        comparison: first value minus second value. None if both show the same models.
         higher: True if larger values are better.
         margin: largest difference that does not matter, in the units of the comparison, above 0. None: no margin is
             stated, and no comparison is equivalent.
@@ -99,27 +100,29 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
 
 
 def untested_reason(comparison: TestedDifference | None) -> str:
-    """Return the reason why a comparison is not tested. Empty if it is tested."""
+    """Return the reason why a comparison is not tested. The text is empty if the comparison is tested."""
     if comparison is None:
         return "same models"
     return "" if comparison.testable else "fewer than five seeds"
 
 
 def scope(ratio: float) -> str:
-    """Return the sentence on the scope of verdicts, by the ratio of `family`."""
+    """Return the sentence about the scope of verdicts, which depends on the ratio of `family`."""
     if ratio:
         return "Verdicts hold for new samples from the same source (Nadeau and Bengio's correction)."
     return "Verdicts hold for these samples, with other seeds."
 
 
 def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[int, float]:
-    """Return the difference of two figures by common seed. Of seeds that both figures repeat, the first counts.
+    """Return the difference between two metrics by common seed.
+
+    If both metrics repeat some seeds, only the first of these seeds counts.
 
     Args:
         one: figure by seed.
-        other: figure by seed that is subtracted.
-        log: True to return the logarithms of the ratios instead. Two zeros are equal. With a single zero the logarithm
-            is infinite.
+        other: metric by seed that is subtracted.
+        log: True to return the logarithms of the ratios instead. Two zeros are equal. If only one value is zero, the
+            logarithm is infinite.
 
     >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
@@ -146,7 +149,7 @@ def family(
 
     Args:
         members: differences by seed, by the name of the comparison.
-        ratio: test samples per training sample if every seed splits the same samples anew, for all members or by name.
+        ratio: test samples per training sample if every seed splits the same samples again, for all members or by name.
             0: no correction, for verdicts about these samples.
         moderate: True to shrink the variances of the members towards a common variance (`fit_prior`), at
             `MODERATED_LEVEL`.
@@ -177,7 +180,7 @@ def family(
 
 
 def prior_of(members: Sequence[np.ndarray]) -> Prior | None:
-    """Return the prior of the variances of differences by seed.
+    """Return the prior for the variances of differences by seed.
 
     None if too few members differ from 0 to fit a prior.
     """
@@ -188,7 +191,7 @@ def prior_of(members: Sequence[np.ndarray]) -> Prior | None:
 def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
     """Return the two-sided p value of the mean of ``[k]``.
 
-    Without a prior, equal values are certain unless they are all 0.
+    Without a prior, equal values have p = 0 unless they are all 0.
     """
     if values.max() == values.min() and (prior is None or not values[0] or math.isinf(values[0])):
         return 0.0 if values[0] else 1.0

@@ -1,4 +1,4 @@
-"""Comparison of every named site alone and together, with a paired interval of the difference."""
+"""Comparison of each named site alone and together, with a paired interval of the difference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedloom.lab.report.run import Key, Numbers, Run
 from fedloom.lab.report.tables import BOOKTABS_LINE, cell, decimals, mark_cell, tabular, tex
 
 MAX_LISTED_SITES = 20
-"""Largest number of sites that are listed one by one."""
+"""Largest number of sites that are listed individually."""
 BY_SITE = ("by-column", "natural")
 """Kinds of partition whose clients are sites, even if their names are numbers."""
 MEAN_ROWS = ("Mean of the sites", "Mean by training samples")
@@ -48,12 +48,13 @@ class Gain(NamedTuple):
 
     Attributes:
         site: name of the site or of the mean.
-        samples: number of training samples with each seed. Empty if no numbers are recorded.
-        events: number of training samples of the second class with each seed. Empty unless the task is binary.
+        samples: number of training samples with each seed. It is empty if no numbers are recorded.
+        events: number of training samples of the second class with each seed. It is empty unless the task is binary.
         alone: result of the site's local model by seed.
         together: result of the federated method by seed.
-        comparison: together minus alone, positive if together is better, a member of the family of all lines.
-        reason: sentence that says why there is no gain. Empty if there is a gain.
+        comparison: together minus alone, which is positive if together is better, as a member of the family of all
+            lines.
+        reason: sentence that says why no gain is available. It is empty if there is a gain.
     """
 
     site: str
@@ -84,7 +85,7 @@ class SiteGains(NamedTuple):
         metric: name of the leading metric.
         alone: row of the method that trains alone.
         together: row of the federated method with the best mean.
-        lines: a gain per site, then the means over sites.
+        lines: one gain per site, followed by the means over sites.
     """
 
     run: str
@@ -95,11 +96,11 @@ class SiteGains(NamedTuple):
 
 
 def gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
-    """Return a table for every run with few sites, a method that trains alone, and a federated method.
+    """Return a table for each run with few sites, a method that trains alone, and a federated method.
 
     Args:
         runs: runs of the rows.
-        rows: every model of every method.
+        rows: all models of all methods.
         lead: metric that is compared.
     """
     tables = (_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _is_by_site(run))
@@ -153,7 +154,7 @@ def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row 
 
 
 def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
-    """Return the values ``[n]`` of the clients at the last round of every seed, nan if a value is missing."""
+    """Return the clients' values ``[n]`` at the last round for each seed, NaN if a value is missing."""
     values, count = {}, run.clients
     for record in row.records:
         points = None if record.lost else last_points(run, row, record.seed, "test", name)
@@ -164,7 +165,7 @@ def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
 
 
 def site_estimate(values: dict[int, Numbers], place: int) -> Estimate:
-    """Return the value of the client at a place with every seed."""
+    """Return the value of the client at a given position for each seed."""
     return Estimate({seed: float(by_client[place]) for seed, by_client in values.items()})
 
 
@@ -283,7 +284,7 @@ def _words(table: SiteGains, line: Gain) -> list[str]:
 
 
 def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
-    """Render the gains as LaTeX, a tabular per run (package booktabs). Bold marks a site that gains."""
+    """Render the gains as LaTeX, a tabular per run (package booktabs). Sites that gain are printed in bold."""
     text = [BOOKTABS_LINE]
     for table in tables:
         words = tex(f"{caption}, {table.run}" if table.run else caption) + (

@@ -1,8 +1,9 @@
 """Moderated t tests for few seeds and many comparisons. Their variances are shrunk towards a common variance.
 
-With five seeds a variance has four degrees of freedom, and Holm's first step over 56 methods needs a t of 12. The
-variances of all methods of a setup together show how large such a variance is: s0^2, worth d0 degrees of freedom. The
-variance of a comparison becomes (d0 s0^2 + d s^2) / (d0 + d), and its t test uses d0 + d degrees of freedom.
+With five seeds, a variance has four degrees of freedom, and Holm's first step over 56 methods needs a t value of 12.
+The variances of all methods in a setup together show how large such a variance typically is: s0^2, worth d0 degrees of
+freedom. The variance of a comparison becomes (d0 s0^2 + d s^2) / (d0 + d), and its t test uses d0 + d degrees of
+freedom.
 
 Reference: G. K. Smyth, "Linear Models and Empirical Bayes Methods for Assessing Differential Expression in Microarray
 Experiments", Stat. Appl. Genet. Mol. Biol. 3, 2004, Sections 3 and 6.2, as implemented by limma's ``squeezeVar``.
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_SHARE = 1e-5
-"""Smallest variance in the fit, as a share of the median variance, as in limma. Otherwise a logarithm of 0 would
+"""Smallest variance used in the fit, as a share of the median variance, as in limma. Otherwise a logarithm of 0 would
 dominate the fit."""
 MOST_SEEDS = 10_000
 """Largest number of seeds in a plan."""
@@ -28,8 +29,9 @@ class Prior(NamedTuple):
 
     Attributes:
         variance: s0^2, in the squared units of the values, above 0.
-        degrees: d0, 0 to infinity: number of degrees of freedom that the prior is worth.
-        most: residual degrees of freedom of all variances together. No variance can exceed it.
+        degrees: d0, from 0 to infinity: number of degrees of freedom that the prior is worth.
+        most: residual degrees of freedom of all variances together. The degrees of freedom of a variance cannot exceed
+            this number.
     """
 
     variance: float
@@ -84,13 +86,13 @@ def _inverse_trigamma(y: float) -> float:
 def seeds_for(difference: float, prior: Prior, level: float, power: float) -> int:
     """Return the number of seeds needed to show a difference with a given probability.
 
-    The spread is the common spread. The number is at most `MOST_SEEDS`.
+    The spread is assumed to be the common spread. The number is at most `MOST_SEEDS`.
 
     Args:
         difference: difference to show, above 0.
-        prior: prior of the variances. An observed difference does not enter the plan.
+        prior: prior of the variances. No observed difference is used in the plan.
         level: level of the two-sided test.
-        power: the probability, below 1.
+        power: probability of showing the difference, below 1.
     """
     low, high = 2, MOST_SEEDS
     while low < high:

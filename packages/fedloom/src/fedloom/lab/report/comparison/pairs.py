@@ -1,8 +1,9 @@
-"""Comparison of every method with a reference: differences, intervals and p values, as CSV, LaTeX and HTML."""
+"""Comparison of each method with a reference: differences, intervals and p values, as CSV, LaTeX and HTML."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,12 +37,12 @@ class Pair(NamedTuple):
 
     Attributes:
         row: row of the method.
-        reference: row that the method is compared with.
+        reference: row with which the method is compared.
         figure: name of the compared figure in ``Row.figures``.
         comparison: method minus reference, a member of the family of all methods, or the logarithm of their ratio if
             `is_ratio` is true. None if both show the same models.
         margin: largest difference that does not matter, in the units of the comparison. None: no margin is stated.
-        ratio: test samples per training sample by which the test is corrected, see `family`.
+        ratio: test samples per training sample with which the test is corrected (see `family`).
     """
 
     row: Row
@@ -58,12 +59,12 @@ class Pair(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Reason why the pair is not tested. Empty if it is tested."""
+        """Reason why the pair is not tested. It is empty if the pair is tested."""
         return untested_reason(self.comparison)
 
     @property
     def words(self) -> str:
-        """Verdict with the reason if the pair is not tested, and a remark on runs without a result."""
+        """Verdict, with the reason if the pair is not tested, and a remark on runs without a result."""
         reason = f" ({self.reason})" if self.reason else ""
         return ", ".join(filter(None, (f"{self.verdict}{reason}", self.row.remark)))
 
@@ -90,22 +91,22 @@ def pairs(
     runs: list[Run], rows: list[Row], baseline: str | None, models: Models = "best-on-validation",
     name: str | None = None, margin: float | None = None,
 ) -> list[Pair]:  # fmt: skip
-    """Return a pair of every method and a reference, the best method first.
+    """Return a pair for each method and a reference, best method first.
 
-    Runs with other data or attacks form separate families.
+    Runs with different data or attacks form separate families.
 
     Args:
         runs: runs of the rows.
-        rows: every model of every method.
-        baseline: label of the reference, such as ``local``. With several runs it may name the method of a run, as
-            ``local · run``. None: `reference` is used for each family, and families without a reference are left out.
+        rows: all models of all methods.
+        baseline: label of the reference, such as ``local``. With several runs, it may name the method of a run, such as
+            ``local · run``. None: `reference` is used for each family, and families without a reference are omitted.
         models: which rows of a method are compared.
         name: name of the compared figure, such as ``accuracy`` or ``accuracy/worst10``. None: the leading metric.
         margin: largest difference that does not matter, in the figure's units (0.01 of an accuracy is a point). For a
             ratio it is the logarithm. None: no margin is stated.
 
     Raises:
-        ConfigError: the method does not exist, or lacks the figure.
+        ConfigError: the method does not exist, or lacks the metric.
     """
     lead = name or leading_metric(runs)
     comparisons: list[Pair] = []
@@ -137,14 +138,14 @@ def _family(shown: list[Row], base: Row, lead: str, runs: list[Run], margin: flo
 
 
 def checked_margin(margin: object) -> float | None:
-    """Return a margin after a check, or None without a margin.
+    """Return a margin after checking it, or None without a margin.
 
     Raises:
         ConfigError: the margin is not a number above 0.
     """
     if margin is None:
         return None
-    if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin < math.inf:
+    if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin <= sys.float_info.max:
         return float(margin)
     raise ConfigError(
         "margin must be a number greater than 0, in the units of the metric (0.01 is one percentage "
@@ -159,7 +160,7 @@ def pairs_csv(comparisons: Sequence[Pair]) -> str:
 
 
 def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
-    """Render the pairs as LaTeX (package booktabs). Bold marks pairs better than the reference."""
+    """Render the pairs as LaTeX (package booktabs). Pairs that are better than the reference are printed in bold."""
     lead = comparisons[0].figure if comparisons else ""
     baseline = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     unit = "points" if figure(lead).scale == 100 and not is_ratio(lead) else ""

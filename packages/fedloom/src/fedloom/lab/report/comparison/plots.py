@@ -21,7 +21,7 @@ from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Run
 
 Blocks = Literal["seeds", "clients"]
-"""Units in which methods are ranked."""
+"""Units within which methods are ranked."""
 MIN_RANKED_METHODS, MIN_RANKED_BLOCKS = 3, 5
 RANK_LEVEL = 0.05
 
@@ -59,7 +59,7 @@ class MethodNames:
 
     @property
     def order(self) -> list[str]:
-        """Return the names in order, each once."""
+        """Return the names in order, each name once."""
         return list(dict.fromkeys(self._names.values()))
 
 
@@ -71,7 +71,7 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
     """Build the learning curves of all methods in one panel, with 95 % intervals over seeds as bands.
 
     Raises:
-        ConfigError: the axis is unknown, or all methods lack the metric on it.
+        ConfigError: the axis is unknown, or no method has the metric on it.
     """
     if x not in CURVE_AXES:
         raise unknown("axis", x, CURVE_AXES, "curves: x")
@@ -95,7 +95,7 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
     """Build a chart with a dot per client and method: the client's mean over seeds with its 95 % interval.
 
     Raises:
-        ConfigError: all clients lack the metric.
+        ConfigError: no client has the metric.
     """
     rows: Rows = []
     sites: dict[int, str] = {}
@@ -122,7 +122,7 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
 
 
 def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) -> NDArray[np.float64]:
-    """Rank the methods in every block that contains all of them, and return the ranks ``[blocks, methods]``.
+    """Rank the methods in each block that contains all of them, and return the ranks ``[blocks, methods]``.
 
     The best method has rank 1.
 
@@ -162,7 +162,7 @@ def critical_difference(methods: int, blocks: int) -> float:
 
 
 def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, width: int, height: int | None) -> Spec:
-    """Build a critical-difference diagram: mean ranks, and bars over methods that the test does not separate."""
+    """Build a critical-difference diagram: mean ranks, with bars over methods that the test does not separate."""
     ranks = ranks_of(runs, labels, name, blocks)
     mean, limit = ranks.mean(0), critical_difference(ranks.shape[1], len(ranks))
     order = np.argsort(mean, kind="stable")

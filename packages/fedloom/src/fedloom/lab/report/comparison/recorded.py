@@ -37,12 +37,12 @@ class RecordedComparison:
 
     Args:
         folder: the run directory.
-        baseline: label of the method that every other method is compared with. None: the first method that trains
+        baseline: label of the method with which every other method is compared. None: the first method that trains
             alone, else FedAvg, else the first method.
-        compare_model: which model of a method is compared, see `fedloom.lab.report.comparison.contenders.Models`.
+        compare_model: which of a method's models is compared (see `fedloom.lab.report.comparison.contenders.Models`).
         margin: largest difference of the leading metric that does not matter, in the units of the metric (0.01 of an
-            accuracy is one point). Methods within it are equivalent. None: no margin is stated, and no methods are
-            called equivalent.
+            accuracy is one point). Methods whose difference is within the margin are equivalent. None: no margin is
+            stated, and no methods are called equivalent.
 
     Raises:
         RunDirError: the folder is not a readable run directory.
@@ -64,20 +64,20 @@ class RecordedComparison:
         """Return a row per method: means over seeds, half widths of the 95 % intervals (``_ci95``), status.
 
         Its columns are the columns of ``results.csv`` (`fedloom.lab.report.result_table`). Hybrid models are shown with
-        their rival, for each client the better of local training and FedAvg on validation.
+        their rival: for each client, the better of local training and FedAvg on validation.
         """
         return arrow(contenders(self._runs, self._rows, self.compare_model))
 
     def significance(
         self, baseline: str | None = None, figure: str | None = None, margin: float | None = None
     ) -> pa.Table:
-        """Return every method against a reference, the best method first, as one family of paired tests over seeds.
+        """Return each method against a reference, best method first, as one family of paired tests over seeds.
 
         Args:
             baseline: label of the reference. None: the baseline of the comparison.
             figure: name of the compared figure, such as ``accuracy`` or ``accuracy/worst10``. None: the leading metric.
-            margin: largest difference of the figure that does not matter. For a figure that is compared by ratios, the
-                logarithm of the largest ratio that does not matter.
+            margin: largest difference in the metric that does not matter. For a metric that is compared by ratios, this
+                is the logarithm of the largest ratio that does not matter.
 
         Returns:
             Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference; for costs
@@ -87,8 +87,8 @@ class RecordedComparison:
             tested: same models, or fewer than five seeds.
 
         Raises:
-            ConfigError: the method or figure does not exist, or there is no second method, or the margin is not a
-                number above 0.
+            ConfigError: the method or metric does not exist, there is no second method, or the margin is not a number
+                above 0.
         """
         compared = self._tests(baseline, figure, checked_margin(margin))
         records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in compared]
@@ -98,7 +98,7 @@ class RecordedComparison:
         """Render the result table for a paper, a row per method: the best in bold, a dagger if not significantly worse.
 
         Args:
-            columns: names of the columns in `table`. None: up to six columns that fit the task.
+            columns: names of the columns in `table`. None: up to six columns that suit the task.
         """
         return results_latex(self._runs, self._rows, columns, self.compare_model)
 
@@ -113,7 +113,7 @@ class RecordedComparison:
     def report(self, out: Path | str | None = None) -> Path:
         """Write the offline HTML report and return its path.
 
-        A folder beside it contains ``results`` and ``pairs`` as CSV and LaTeX.
+        A folder next to it contains ``results`` and ``pairs`` as CSV and LaTeX.
 
         Args:
             out: path of the HTML file. None: ``report.html`` in the comparison's folder.
@@ -186,8 +186,8 @@ class RecordedComparison:
 
         Args:
             name: name of the metric. None: the leading metric.
-            width: width of the panel, in pixels.
-            height: height of the panel, in pixels. None: a height for the number of clients and methods.
+            width: width of the panel in pixels.
+            height: height of the panel in pixels. None: a height that suits the number of clients and methods.
             labels: names of methods as in `curves`.
 
         Raises:
@@ -209,10 +209,10 @@ class RecordedComparison:
 
         Args:
             name: name of the metric. None: the leading metric.
-            over: blocks in which the methods are ranked: every seed, or every client (its mean over seeds). Clients of
-                one run are not independent, so their differences look too certain.
+            over: blocks within which the methods are ranked: seeds, or clients (with their means over seeds). Clients
+                of one run are not independent, so their differences look more certain than they are.
             width: width of the panel, in pixels.
-            height: height of the panel, in pixels. None: a height for the number of methods.
+            height: height of the panel, in pixels. None: a height that suits the number of methods.
             labels: names of methods as in `curves`.
 
         Raises:

@@ -1,1 +1,1 @@
-"""The app that Flower carries to the sites: it names code that is installed there."""
+"""App that Flower transfers to the sites: it names code that is installed there."""
