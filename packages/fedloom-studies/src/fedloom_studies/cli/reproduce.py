@@ -84,7 +84,7 @@ def reproduce(
     join: Join = False,
     executor: ExecutorName = None,
 ) -> None:
-    """Run the experiments of a table or figure in a paper, and judge its claims.
+    """Run the experiments of a paper's table, and judge its claims.
 
     Run the command again to resume.
 

@@ -22,6 +22,8 @@ from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 
 FIRST_METHODS = REFERENCE_METHODS[:2]
 """Methods that belong to every portfolio."""
+LEFT_OUT_METHODS = ("fedavg-ft",)
+"""Methods that train after the last round, which a race would repeat at each of its comparisons."""
 PORTFOLIO_SIZE = 6
 """Number of methods in the portfolio."""
 STEP_SIZE_KEY = "local.lr"
@@ -63,7 +65,7 @@ def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
     ('local', 'fedavg', 'x')
     """
     chosen = list(FIRST_METHODS)
-    names = sorted({name for means in figures.values() for name in means} - {*chosen})
+    names = sorted({name for means in figures.values() for name in means} - {*chosen, *LEFT_OUT_METHODS})
 
     def loss(name: str) -> tuple[float, float, str]:
         by_setup = regrets(figures, [*chosen, name]).values()

@@ -81,18 +81,18 @@ def check_data_name(site: Site) -> None:
         path = folder / NAMES_FILE
         try:
             names = json.loads(regular(path).read_bytes()) if path.exists() else {}
-            known = names.setdefault(source, site.data_name)
+            first_name = names.setdefault(source, site.data_name)
         except (OSError, ValueError, AttributeError, RecursionError):
             raise Refused(
                 f"{NAMES_FILE} of site {site.site} is damaged, so the site cannot know the names of its data. Restore "
                 f"the file from a copy, or write {{}} into it if the site has not taken part in another experiment"
             ) from None
-        if known != site.data_name:
+        if first_name != site.data_name:
             raise Refused(
-                f"site {site.site} knows these data under the name {known!r}, but the agreement names them "
+                f"site {site.site} knows these data under the name {first_name!r}, but the agreement names them "
                 f"{site.data_name!r}, so the site would forget the sums and budgets of these data. Agree on data_name "
-                f"= {known!r}. If the source contains other patients now, delete its line from {NAMES_FILE} in the "
-                "folder memory, or else state, of the site"
+                f"= {first_name!r}. If the source now contains other patients, delete its line from {NAMES_FILE} in "
+                "the folder memory, or else state, of the site"
             )
         if not path.exists() or json.loads(regular(path).read_bytes()) != names:
             write_atomic(path, (json.dumps(names, indent=1) + "\n").encode())
