@@ -9,11 +9,10 @@ scores, and all parties derive the same bins from this sum.
 
 A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. In a
 regression, scores are absolute residuals, and the set is the interval of the prediction plus and minus the threshold
-(J. Lei et al., JASA 2018). With n
-calibration rows, the threshold is the end of the bin that contains the score of rank ceil((n + 1) (1 - alpha)). If a
-new row follows the distribution of the calibration rows, its set contains its class with a probability from 1 - alpha
-to 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared threshold gives this for the pooled rows of all clients, not at
-each client.
+(J. Lei et al., JASA 2018). With n calibration rows, the threshold is the end of the bin that contains the score of rank
+ceil((n + 1) (1 - alpha)). If a new row follows the distribution of the calibration rows, its set contains its class
+with a probability from 1 - alpha to 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared threshold gives this for the
+pooled rows of all clients, not at each client.
 
 Calibration rows are drawn from the test part, which was not used to choose the round, the model or settings. The other
 test rows measure the coverage.
@@ -261,7 +260,7 @@ class Conformal(Analysis):
         return every[torch.arange(len(client)), client.y[:, 0].long()], every
 
     def _draws(self, client: ClientRows) -> Tensor:
-        """Return numbers in [0, 1) ``[N]`` that depend on the draw and a row's cells alone, at every place."""
+        """Return numbers in [0, 1) ``[N]`` that depend only on the draw and a row's cells, not on the place."""
         key = f"conformal {self.draw}".encode()
         cells = torch.cat([client.x, client.y], 1).numpy()
         digests = (hashlib.blake2b(row.tobytes(), key=key, digest_size=6).digest() for row in cells)
@@ -283,7 +282,7 @@ def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tenso
 
 
 def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
-    """Return ranges of bins, from all bins to single bins: each range is followed by its halves, if it has halves."""
+    """Return ranges of bins, from all bins to single bins; each range is followed by its halves, if any."""
     ranges = [(0, bins)]
     for low, high in ranges:  # grows while it is read
         if high - low > 1:

@@ -89,7 +89,7 @@ def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:
-    """Return the fold ``[N]`` of every row of a design: a subject is in one fold, and each fold has as many events.
+    """Return the fold ``[N]`` of each row: each subject is in one fold, and all folds have equally many events.
 
     Subjects are assigned in the order of digests of their rows, so folds depend on nothing else.
 
@@ -110,7 +110,7 @@ def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[
 
 
 def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Floats], Mask], least: int) -> Tensor:
-    """Return flags ``[1 + p]`` of a cross-validation: every fold has enough subjects, and so has it in every column.
+    """Return flags ``[1 + p]`` of a cross-validation: every fold has enough subjects, overall and by column.
 
     Args:
         client: client whose rows are divided.

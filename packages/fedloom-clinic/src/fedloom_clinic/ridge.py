@@ -35,7 +35,7 @@ deviation. If an input varies by a millionth of the agreed range, its deviation 
 
 
 class RidgeRows(NamedTuple):
-    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows, and the places of these rows."""
+    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows, and their indices."""
 
     x: Tensor
     y: Tensor

@@ -350,7 +350,7 @@ def compares_clients(terms: AnalysisTerms) -> bool:
 
 
 class _Moments(NamedTuple):
-    """Moments of a number by group: rows ``[G]``, means ``[G + 1]`` and squares on [-1, 1], and the conversion back.
+    """Moments of a number by group: rows ``[G]``, means ``[G + 1]``, squares on [-1, 1], and the conversion back.
 
     ``error`` is the largest effect of rounding on a sum.
     """
@@ -455,7 +455,7 @@ def _describe_number(
 
 
 def _bound(of: _Moments, group: int) -> float | None:
-    """Return the largest effect of rounding on the mean or the deviation of a group, or None below two rows."""
+    """Return the largest effect of rounding on a group's mean or deviation, or None with fewer than two rows."""
     n, squares = of.rows[group], of.squares[group]
     if n < 2:
         return None

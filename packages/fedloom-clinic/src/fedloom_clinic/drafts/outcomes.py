@@ -150,7 +150,7 @@ def is_time(column: ColumnProfile) -> bool:
 
 
 def is_count(column: ColumnProfile) -> bool:
-    """Return True if a column contains counts: more than two whole numbers, from 0 on, and the name of a count."""
+    """Return True if a column contains counts: more than two integers, not negative, and the name of a count."""
     numbers = column.numbers
     return (
         column.whole
@@ -280,7 +280,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
 
 
 def _may_be_event(column: ColumnProfile) -> bool:
-    """Return True if a column beside a time may be its event, with a meaning that only people know."""
+    """Return True if a column next to a time may be its event, with a meaning that only people know."""
     if CENSORED_PATTERN.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
         return is_event(column) or is_coded(column)
     return bool(EVENT_PATTERN.search(column.name)) and is_coded(column)

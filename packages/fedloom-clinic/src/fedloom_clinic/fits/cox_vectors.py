@@ -238,7 +238,7 @@ class SiteVectors:
         return likelihood(risk_sums(some, beta, np.unique(some.time[some.event == 1])), beta, self._terms.ties)
 
     def at(self, beta: Floats, metric: Floats | None = None) -> Ring:
-        """Return the vector at coefficients ``[p]`` of columns on [-1, 1], for a metric ``[p, p]`` of Firth's penalty.
+        """Return the vector at coefficients ``[p]`` of columns in [-1, 1], for a metric ``[p, p]`` of Firth's penalty.
 
         Raises:
             DataError: a sum is too large for the step, or not finite.

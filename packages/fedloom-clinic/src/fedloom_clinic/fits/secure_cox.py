@@ -236,7 +236,7 @@ def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weight
 
 
 def _slack(sums: RiskSums, error: float, *, efron: bool) -> tuple[Floats, float]:
-    """Return a bound of the error of gradient ``[p]`` and information matrix against exact sums, for each entry."""
+    """Return, for each entry, an error bound of the gradient ``[p]`` and the information against exact sums."""
     columns = sums.total.shape[1]
     slack, matrix = np.full(columns, len(sums.deaths) * error), 0.0
     for k in range(int(sums.deaths.max(initial=0))):

@@ -105,7 +105,7 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
 
 
 def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float) -> Floats | None:
-    """Return, by sums alone, the direction of a rise without information, or None without one.
+    """Return, from sums alone, a direction of increase without information, or None if there is none.
 
     In this direction, the likelihood still rises although its information has vanished.
 

@@ -50,7 +50,7 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
 
 
 def min_rows(experiment: Experiment) -> int:
-    """Return the number of rows of a group, and of each class or events in it, that a site needs to publish it."""
+    """Return the number of rows of a group, and of its classes or events, that a site needs to publish it."""
     choice = experiment.find("groups")
     return 0 if choice is None else int(choice.min_rows)
 

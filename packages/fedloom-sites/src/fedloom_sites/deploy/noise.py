@@ -105,7 +105,7 @@ def _measurement(scale: float) -> Any:
 
 
 class SharedMean(PrivateMean):
-    """`PrivateMean` under secure aggregation: the server sums rows that the sites have clipped and given noise."""
+    """`PrivateMean` under secure aggregation: the server sums rows that the sites have clipped and made noisy."""
 
     survivors: int = Field(
         ge=1, description="smallest number of sites in a sum. Together, their noise adds up to the noise of the mean"

@@ -142,7 +142,7 @@ class JudgedClaim:
 
     @property
     def count(self) -> str:
-        """Numbers of comparisons as claimed, clear by themselves for and against the claim, and without a result."""
+        """Number of comparisons as claimed, clearly for and against the claim on their own, and without a result."""
         rest = self.planned - len(self.measured) - self.lost
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         alone = f", {clear[0]} clearly so and {clear[1]} clearly against it"

@@ -47,7 +47,7 @@ class Question:
         return hash(self.encode())
 
     def encode(self) -> bytes:
-        """Return the bytes: a JSON header with the name and the shapes, then the numbers, little-endian."""
+        """Return the question as bytes: a JSON header with name and shapes, followed by little-endian numbers."""
         shapes = {name: list(value.shape) for name, value in self.values.items()}
         head = json.dumps([self.name, shapes], separators=(",", ":")).encode()
         body = b"".join(value.double().contiguous().numpy().astype("<f8").tobytes() for value in self.values.values())

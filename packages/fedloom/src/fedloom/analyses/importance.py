@@ -125,7 +125,7 @@ class PooledImportance(Analysis):
 
 
 def _permutations(rows: ClientRows) -> Iterator[Tensor]:
-    """Yield sources ``[N]`` of permuted rows: the next row in an order of digests, which no order of rows changes."""
+    """Yield sources ``[N]`` of permuted rows: the next row by digest, regardless of the original order of rows."""
     cells = torch.cat([rows.x, rows.y], 1).numpy()
     for repeat in range(PERMUTATION_REPEATS):
         key = f"importance {repeat}".encode()
@@ -179,7 +179,7 @@ def importance(result: Result) -> pa.Table:
 
 
 class Scored:
-    """A client's model in scikit-learn's form: row ``[i, j]`` of X is the row from which column j of sample i comes.
+    """A client's model for scikit-learn: entry ``[i, j]`` of X is the row from which sample i gets its column j.
 
     Args:
         run: function that returns outputs ``[N, k]`` of the model on features.

@@ -72,7 +72,7 @@ class Groups(Analysis):
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield kinds of models with outputs ``[N, k]`` on test samples, their indices ``[N]`` and clients ``[N]``."""
+    """Yield kinds of models with outputs ``[N, k]`` on test samples, and the samples' indices and clients ``[N]``."""
     job, kinds = result.job, result.models.kinds()
     outputs_of = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
     for kind, (outputs, index, sizes) in outputs_of.items():
@@ -89,9 +89,9 @@ def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
 def predictions(result: Result) -> pa.Table:
     """Return a table: client, model, row (index in the data), target [, event, subject], and predictions.
 
-    A multilabel task has "target <k>" for every label, NaN if it is unknown. Predictions are probabilities of
-    classes or labels (for a binary task of the second class), values in units of the label, means of counts, and for a
-    survival task risks by the horizon, or log hazards without a horizon.
+    A multilabel task has "target <k>" for every label, NaN if it is unknown. Predictions are probabilities of classes
+    or labels (for a binary task of the second class), values in units of the label, means of counts, and for a survival
+    task risks by the horizon, or log hazards without a horizon.
     """
     data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
     for kind, outputs, index, owner in _final(result):

@@ -135,7 +135,7 @@ def client_rows(
 
 
 def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
-    """Return the rows of every user of a data set by name, or all rows as one client if it names no users."""
+    """Return the rows of each user of a data set by name, or all rows as one client if there are no users."""
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     names = ("all",) if data.users is None else data.user_names
     places = {name: (owner == k).nonzero().flatten() for k, name in enumerate(names)}

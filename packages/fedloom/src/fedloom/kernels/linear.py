@@ -24,7 +24,7 @@ def forward(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
 
 @compiled
 def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
-    """Compute `forward` for any number of samples: x ``[N, i]``, out ``[N, o]``, of client c up to ``ends[c]``."""
+    """Compute `forward` for any number of samples: x ``[N, i]``, out ``[N, o]``, client c up to row ``ends[c]``."""
     start = 0
     for c in range(len(ends)):
         forward_one(w[c], at, bias, x[start : ends[c]], out[start : ends[c]])

@@ -155,7 +155,7 @@ def print_results(table: pa.Table) -> None:
 def _result_cells(
     rows: Sequence[Mapping[str, Any]], figures: Mapping[str, str], best: int | None, more: Sequence[str]
 ) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return titles, texts and the titles of numeric columns, for some figures and some of ``seeds`` and ``status``."""
+    """Return titles, texts and the titles of numeric columns, for some metrics and any of ``seeds`` and ``status``."""
     first, last = (["seeds"] if "seeds" in more else []), (["status"] if "status" in more else [])
     cells = [
         [

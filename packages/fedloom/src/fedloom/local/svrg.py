@@ -34,7 +34,7 @@ class SvrgResult(NamedTuple):
 
 
 class Solving(NamedTuple):
-    """Points ``w [m, d]`` of the clients, directions at these points and at the start, and iterations ``done [m, 1]``.
+    """Points ``w [m, d]`` of the clients, directions there and at the start, and iterations ``done [m, 1]``.
 
     mu ``[m, 1]`` or ``[m, d]`` and steady ``[m, d]`` come from `pull_terms`.
     """

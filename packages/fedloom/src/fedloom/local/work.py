@@ -129,7 +129,7 @@ class Work:
         return self.batches().to(self.steps.device)
 
     def batches(self) -> Tensor:
-        """Return the steps of a pass over each client's training part, ``[m, 1]``: `LocalSGD.batches` of them all."""
+        """Return the steps in a pass over each client's training part, ``[m, 1]``: its `LocalSGD.batches`."""
         size = self.local.batch_size
         return torch.ones_like(self.sizes) if size == "full" else -(-self.sizes // size)
 

@@ -18,7 +18,7 @@ from fedloom.values import Value
 
 
 class Augment(Value):
-    """Horizontal flip and padded random crop (FedSLR's code: flip with 0.5, 4-pixel crop with 0.5)."""
+    """Horizontal flip and padded random crop (FedSLR's code: 4-pixel crop, each with probability 0.5)."""
 
     flip: float = Field(0.0, ge=0, le=1, description="probability that an image is flipped left to right")
     crop: int = Field(

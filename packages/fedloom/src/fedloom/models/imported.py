@@ -63,7 +63,7 @@ class Import(ModelSpec):
 
 
 class Held(ModelSpec):
-    """A module, class or function of this process without an import path, for instance one defined in a notebook cell.
+    """A module, class or function in this process with no import path, such as one defined in a notebook cell.
 
     A module is copied with its weights, which are the initial values for every seed. A class or function is called as
     `Import` calls it. Checkpoints identify the object by ``digest``. To resume in another process, define the same
@@ -330,7 +330,7 @@ def copy_of(value: object) -> Any:
 
 
 class Mark(NamedTuple):
-    """State of a value at a time: the value itself, the version of a tensor, and the marks of a container's items."""
+    """State of a value at some moment: the value itself, a tensor's version, and the marks of a container's items."""
 
     value: object
     version: int

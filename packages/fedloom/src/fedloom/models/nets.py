@@ -43,7 +43,7 @@ class MLP(ModelSpec):
 
 
 class CNN(ModelSpec):
-    """Convolutions (stride 1), each with optional normalization, activation and 2x2 max pooling, then linear layers.
+    """Convolutions (stride 1) with optional normalization, activation and 2x2 max pooling, then linear layers.
 
     A setting of the convolutions is either one value for all of them, or one value for each.
     """

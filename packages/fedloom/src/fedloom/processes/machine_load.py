@@ -17,7 +17,7 @@ _STAT_FILE = Path("/proc/stat")
 
 
 def machine_seconds() -> float:
-    """Return core seconds of all processes since the machine started, or of this process if others are not counted."""
+    """Return the core seconds of all processes since the machine started, or only of this one if not counted."""
     try:
         user, nice, system = map(int, _STAT_FILE.read_text().split(maxsplit=4)[1:4])
     except OSError:

@@ -70,7 +70,7 @@ class RowLocations:
             self._fetch(name, {0: (~latest[0]).nonzero()[:, 0]})
 
     def _fetch(self, name: str, wanted: Mapping[int, Tensor]) -> None:
-        """All machines send and receive at once, since waiting for a link counts as much as its bytes."""
+        """All machines send and receive at the same time, as waiting for a link takes as long as its bytes."""
         latest, store, moves = self._latest[name], self._stores[name], []
         for target, ids in wanted.items():
             missing = ids[~latest[target, ids]].sort().values

@@ -107,7 +107,7 @@ def is_unused(folder: Path) -> bool:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Raise if folders with these names, or folders in them, are links: their content may be replaced and deleted.
+    """Raise if folders with these names or inside them are links, since their content may be replaced and deleted.
 
     Raises:
         RunDirError: a folder is a link. The message names the first link.

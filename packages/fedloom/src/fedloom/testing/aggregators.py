@@ -66,7 +66,7 @@ def runs(s: LawUploads) -> None:
 
 
 def shapes(s: LawUploads) -> None:
-    """Check that the result is one finite vector per field, in the rows' dtype, and the state a dict of tensors."""
+    """Check that the result is one finite vector per field, in the rows' dtype, and the state is a dict of tensors."""
     for dtype in (torch.float64, torch.float32):
         uploads = LawUploads.create(s.rule, len(s.ids), dtype)
         got: Any = uploads.combined()

@@ -1,4 +1,4 @@
-"""Laws of a method's functions: they run, fields match their declaration, and each function reads only what it may."""
+"""Laws of a method's functions: they run, fields match their declaration, and functions read only what is allowed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def runs(s: Subject) -> None:
 
 
 def declarations(s: Subject) -> None:
-    """One field contains the model, bases and parts exist, and the server stores the declared fields."""
+    """One field must contain the model, bases and parts must exist, and the server must store the declared fields."""
     problem, fields = s.problem, upload_fields(type(s.algorithm))
     primary = [name for name, kind in fields.items() if kind.primary]
     demand(len(primary) == (1 if fields else 0), f"one upload field must be primary, got {primary}")

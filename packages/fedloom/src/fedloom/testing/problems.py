@@ -64,7 +64,7 @@ class Problem:
         same_curvature: bool = False,
         dtype: torch.dtype = torch.float64,
     ) -> Problem:
-        """Draw a random problem: eigenvalues of A_i in [0.5, 2], minimizers different from each other and from zero.
+        """Draw a random problem: eigenvalues of A_i in [0.5, 2], minimizers that differ mutually and from zero.
 
         Args:
             seed: number that identifies the problem.
@@ -115,7 +115,7 @@ class Problem:
         return replace(self, **{name: getattr(self, name).to(dtype) for name in fields})
 
     def moved(self, t: Tensor) -> Problem:
-        """Move minimizers and initial model by t ``[d]``: the same problem with another origin."""
+        """Move minimizers and initial model by t ``[d]``, which gives the same problem with a different origin."""
         return replace(self, minimiser=self.minimiser + t, x0=self.x0 + t)
 
     def pooled(self) -> Problem:
@@ -216,7 +216,7 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Sampled(Quadratic):
-    """Quadratics whose samples differ: sample s of client i has the minimizer c_i + o_is, with mean o_is = 0."""
+    """Quadratics whose samples differ: sample s of client i has the minimizer c_i + o_is, where o_is has mean 0."""
 
     def __init__(self, problem: Problem, noise: float) -> None:
         super().__init__(problem.hessian, problem.minimiser, problem.sizes, layout=problem.layout)

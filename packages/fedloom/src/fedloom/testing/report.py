@@ -132,7 +132,7 @@ def _global_states() -> dict[str, Any]:
 
 
 def model_of_laws(layout: Layout, classes: int | None) -> str:
-    """Return the facts about the model on which a method crashed, a network of ``classes`` if any."""
+    """Return the facts about the model on which a method crashed, a network if ``classes`` is given."""
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = ", ".join(f"{name} {[*shape]}" for name, shape in shapes)
     if classes is not None:

@@ -1,4 +1,4 @@
-"""A personal model for a client that took part in no round: the method's own client step, with a fixed server state."""
+"""Personal model for a client that was in no round: the method's own client step, with a fixed server state."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def units(model: Model, factors: Factors | None) -> str:
 
 
 class Program:
-    """A model that was exported for torch: it needs no code of its architecture, and no code of the file runs.
+    """Model exported for torch: it does not need its architecture's code, and no code in the file is run.
 
     Attributes:
         facts: facts about the model's input data.

@@ -71,7 +71,7 @@ class ModelRecipe:
         return module
 
     def start(self) -> dict[str, Tensor]:
-        """Tensors saved once beside the rows: the state dict before training if no seed determines it, else none."""
+        """Tensors saved once next to the rows: the state dict before training if no seed determines it."""
         module = self.build()
         own_buffers = isinstance(self.spec, Held) and any(True for _ in module.buffers())
         if self.spec.init_from is None and all(p.requires_grad for p in module.parameters()) and not own_buffers:

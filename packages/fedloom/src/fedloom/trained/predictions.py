@@ -62,7 +62,7 @@ class Predictions:
 
     @property
     def sets(self) -> list[list[str]]:
-        """Names of the classes in the set of every row: classes whose probability is at least 1 - `set_threshold`."""
+        """Names of the classes in each row's set, i.e. those with a probability of at least 1 - `set_threshold`."""
         assert self.set_threshold is not None
         names = list(map(str, self.facts.classes))
         inside = (1 - self.scores <= self.set_threshold).tolist()

@@ -1,4 +1,4 @@
-"""Reaper that ends process groups when their starter closes the pipe to it (a killed starter closes it too).
+"""Reaper that ends process groups when their starter closes the pipe to it, which happens even if it is killed.
 
 Its standard input contains a line with the id of every group that was started. The module runs as a script and imports
 only the standard library.

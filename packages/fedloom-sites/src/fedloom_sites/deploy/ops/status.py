@@ -122,7 +122,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
 
 
 def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence on each counter of the sums: its number of rounds above zero, and its newest text."""
+    """Return a sentence about each counter: the number of rounds in which it was above zero, and its newest text."""
     sentences = []
     for what in ("neutral uploads", "clipped uploads"):
         reasons = {line.get("round", 0): str(line.get("reason", "")) for line in log if line.get("what") == what}

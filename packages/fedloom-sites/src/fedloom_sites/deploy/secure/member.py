@@ -381,7 +381,7 @@ class SessionMember:
             raise Broken(f"the {name} of a session cannot change")
 
     def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
-        """Return the session of the sites that advertised, and check their advertisements when these first arrive."""
+        """Return the session of the sites that advertised, and check their advertisements when they first arrive."""
         if message is None:
             return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
         name, adverts = bytes.fromhex(record["name"]), _adverts(message)

@@ -315,11 +315,11 @@ class Advisor:
         return self._read(self._entries.document(dict.fromkeys(labels, rounds), arms), self._where)
 
     def _plan(self, arm: Arm) -> int:
-        """Return the rounds of a whole run of an arm: the rounds of its method, unless its own rounds cost else."""
+        """Return the number of rounds in an arm's full run: its method's, unless its own rounds have another cost."""
         return self._rounds.get((arm.label, arm.number), self._rounds[arm.label, 0])
 
     def _plan_methods(self) -> list[LapShares]:
-        """Find the rounds of every method, with its first setting and the file's step size, and return their shares.
+        """Find every method's number of rounds, with its first setting and the file's step size, and return the shares.
 
         The step size does not affect the cost of a round.
         """

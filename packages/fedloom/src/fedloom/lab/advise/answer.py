@@ -345,7 +345,7 @@ def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: fl
 
 
 def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
-    """Return personal minus shared model by client, ``[clients]``: 1 or -1 if only one of the models exists."""
+    """Return the personal minus the shared model by client, ``[clients]``: 1 or -1 if one of them is missing."""
     results = [result for (label, _), result in outcome.results.items() if label == method]
     pairs = [(one.values(DECIDING_PART, "personal"), one.values(DECIDING_PART, "global")) for one in results]
     personal, shared = pairs[0]

@@ -1,4 +1,4 @@
-"""Laps: runs of a race, each from the end of the previous lap, scored on two halves of the validation data."""
+"""Laps: parts of a race, each continuing from the previous lap and scored on two halves of the validation data."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class _Cut:
         return fold
 
     def _take_as_many(self, decide: Subjects, fold: Subjects) -> Subjects:
-        """Return as many deciding subjects of every client as its fold has, so that no seed trains on more samples."""
+        """Return as many deciding subjects per client as in its fold, so that no seed trains on more samples."""
         clients = self._fed.n
         subjects, home, rank = self._ranked(decide)
         sizes, wanted = (np.bincount(one, minlength=clients)[home] for one in (home, self._ranked(fold)[1]))
@@ -200,7 +200,7 @@ def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
 def run_lap(
     setting: Setting, fed: Federation, stop_at: int, metric: str, folder: Path, progress: Sequence[Progress]
 ) -> bool:
-    """Train up to a round in a folder, from its checkpoint if it exists, write the result, and return True at the end.
+    """Train up to a round in a folder, resuming from any checkpoint, write the result, and return True at the end.
 
     Returns:
         True if the lap reached its end, False if the user stopped it.

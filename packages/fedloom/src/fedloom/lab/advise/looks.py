@@ -1,4 +1,4 @@
-"""Looks: paired differences of two methods over clients and seeds, and the level that each look may spend.
+"""Looks: paired differences between two methods over clients and seeds, and the level of each interim test.
 
 The difference between two methods is a table with a value for each seed and client. Seeds and clients are random
 effects: some clients gain more than others, and a seed may favor one method at all clients. The standard error includes

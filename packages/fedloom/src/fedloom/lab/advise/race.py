@@ -151,7 +151,7 @@ def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget
 
 
 def _costs(methods: Sequence[LapShares], planned: float) -> tuple[float, float, float]:
-    """Return the runs that every first setting and every staying setting of all methods costs, and all the rest."""
+    """Return the number of runs for every first and every kept setting of all methods, and for everything else."""
     starts = sum(one.early + one.personal for one in methods)
     stays = sum(FIRST_SEEDS * (one.middle + one.personal) - one.early for one in methods)
     return starts, stays, planned + sum(FIRST_SEEDS * (WHOLE_DEPTH - one.middle) for one in methods)

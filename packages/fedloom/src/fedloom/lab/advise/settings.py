@@ -141,7 +141,7 @@ class Entries:
 def spread_settings(
     space: Mapping[str, Dimension], first: Mapping[str, Any] | None, count: int, label: str, seed: int
 ) -> list[Mapping[str, Any]]:
-    """Return settings spread over a space: ``first``, if it is given, then points of a scrambled Halton sequence.
+    """Return settings spread over a space: ``first``, if given, then points of a scrambled Halton sequence.
 
     A smaller number of settings is always the beginning of a larger number, so a race with a larger budget tries
     additional settings.

@@ -69,7 +69,7 @@ for _package in entry_points(group="fedloom.commands"):
 
 
 class Log(FileIO):
-    """Standard error that never ends a run: text that cannot be written, as to a pipe without a reader, is dropped."""
+    """Standard error that never ends a run: text that cannot be written, e.g. to a pipe without reader, is dropped."""
 
     def write(self, data: Buffer, /) -> int:
         """Write bytes and return their number, even if they cannot be written."""

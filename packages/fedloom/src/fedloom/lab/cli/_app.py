@@ -273,7 +273,7 @@ def about_file(file: Path) -> Iterator[None]:
 
 
 def _located(sentence: str, file: Path, text: str, fix: str) -> str:
-    """Return a sentence after the file and the line of the first key that the sentence, or else the fix, names."""
+    """Return a sentence preceded by the file and line of the first key named in the sentence or the fix."""
     if sentence.startswith("--") or "choose another --out" in sentence:
         return sentence  # about the command itself
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")
@@ -329,7 +329,7 @@ def line_of(
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Print an expected error as a sentence on standard error and exit with code 2 for bad input or 1 for a failure."""
+    """Print an expected error as a sentence on standard error, and exit with code 2 (bad input) or 1 (failure)."""
     try:
         yield
     except RunStopped as stop:

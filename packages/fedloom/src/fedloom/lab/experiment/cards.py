@@ -100,7 +100,7 @@ THEOREM_EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def theory(name: str) -> list[str]:
-    """Return lines on the result that the method's paper proves, its conditions, and the parts that it does not cover.
+    """Return lines about what the method's paper proves, under which conditions, and what is not covered.
 
     The list is empty without a theorem.
     """

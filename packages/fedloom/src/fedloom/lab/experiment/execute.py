@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes on the clients of the first seed and on the methods, each once with the labels that it concerns."""
+        """Notes about the first seed's clients and about the methods, each given once with the labels concerned."""
         labels = dict[str, list[str]]()
         for label, notes in self.notes.items():
             for note in notes:

@@ -1,4 +1,4 @@
-"""Keep cards, names and the JSON schema in the user's cache, so that `list`, `describe` and `schema` need no torch.
+"""Cache of cards, names and the JSON schema for users, so that `list`, `describe` and `schema` need no torch.
 
 The cache is valid only for the sources from which it was made.
 """

@@ -95,6 +95,6 @@ def snapshot(out: Path, into: Path) -> Path:
 
 
 def _live_files(out: Path) -> list[Path]:
-    """Return the files of live figures of runs here and runs claimed by other processes, newest attempts last."""
+    """Return the live metrics files of runs here and of runs claimed by other processes, newest attempts last."""
     claimed = sorted(out.glob(f"{WORK_FOLDER}/*/*/{LIVE_FOLDER}/*.parquet"), key=lambda path: int(path.parts[-3]))
     return [*sorted((out / LIVE_FOLDER).glob("*.parquet")), *claimed]

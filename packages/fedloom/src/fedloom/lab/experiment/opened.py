@@ -204,7 +204,7 @@ class RunDirectory:
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read and return labelled new data, by name or path as in ``[data] source``, in the form that the models take.
+        """Read and return labelled new data, by name or path as in ``[data] source``, in the form for the models.
 
         Raises:
             DataError: the data are missing or damaged.
@@ -361,7 +361,7 @@ class RunDirectory:
 
 
 def _deployed(path: Path) -> str:
-    """Return the part of a deployment that a folder is and the commands for its models, or "" for other folders."""
+    """Return which part of a deployment a folder is, and the commands for its models, or "" for other folders."""
     if (path / "site.toml").is_file():
         return f"a site of a deployment. Use 'fedloom deploy predict {path} ROWS' (also evaluate and export)"
     if (path.parent / "site.toml").is_file():

@@ -1,4 +1,4 @@
-"""Writer of the page of a report as one HTML text: its sections, its charts as data, and the scripts that draw them."""
+"""Writer of a report's page as a single HTML text: sections, charts as data, and scripts that draw them."""
 
 from __future__ import annotations
 

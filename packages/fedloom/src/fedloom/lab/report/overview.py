@@ -222,7 +222,7 @@ def _span(name: str, rows: list[Row]) -> tuple[float, float]:
 
 
 def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | None:
-    """Return the place of a dot with its interval, or of the seeds if there are few, on the column's scale, or None."""
+    """Return the position of a dot with its interval (of the seeds if there are few) on the column's scale, or None."""
     estimate = row.result(name)
     if estimate is None:
         return None

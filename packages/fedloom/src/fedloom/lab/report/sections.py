@@ -1,4 +1,4 @@
-"""Sections of the page on analyses: a function of a package by entry point, or a plain table of the recorded file."""
+"""Sections of the analyses page: a package's function (by entry point), or a plain table of the recorded file."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Search:
         return study.ask(self.space)
 
     def best(self, trials: Sequence[Trial]) -> Trial | None:
-        """Return the complete trial with the best value, the earliest in a tie, or None if no trial is complete."""
+        """Return the complete trial with the best value (the earliest if tied), or None if no trial is complete."""
         scored = [(t.value if self.higher else -t.value, -t.number, t) for t in trials if t.value is not None]
         return max(scored)[2] if scored else None
 
@@ -269,7 +269,7 @@ def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
-    """Return a warning if runs have an epsilon, which does not cover the trials that chose their settings."""
+    """Return a warning if runs have an epsilon, as it does not cover the trials that chose their settings."""
     counts = [
         len(f.trials)
         for f in findings

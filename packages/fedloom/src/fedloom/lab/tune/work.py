@@ -1,4 +1,4 @@
-"""Equal work: number of rounds in which a method computes as many gradients as plain local training in its rounds.
+"""Equal work: the number of rounds in which a method computes as many gradients as plain local training.
 
 Work is the cost of a whole run: the samples whose gradient its rounds compute, and the samples whose gradient its
 personal models compute after the last round. The first round need not cost as much as later rounds (because of FedALA's

@@ -120,7 +120,7 @@ class Oracle(ABC):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Return the mean ``[m, a]`` of ``reduce`` over the outputs of ``layer``, for ``batch`` or all samples."""
+        """Return the mean ``[m, a]`` of ``reduce`` of the outputs of ``layer``, for ``batch`` or for all samples."""
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
         """Return the share of a client's training samples that are predicted correctly, ``[m, 1]``.

@@ -136,7 +136,7 @@ class Network(Oracle):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Return the mean ``[m, a]`` of reduced outputs of ``layer`` over ``batch``, or each client's training part.
+        """Return the mean ``[m, a]`` of reduced outputs of ``layer``, for ``batch`` or each client's training part.
 
         Raises:
             ConfigError: the model does not contain this layer.

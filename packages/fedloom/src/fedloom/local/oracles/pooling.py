@@ -1,4 +1,4 @@
-"""A rectifier and the 2x2 max pooling after it, computed together on a CPU: max(0, .) and max(.) commute.
+"""A rectifier and the following 2x2 max pooling, computed together on a CPU, as max(0, .) and max(.) commute.
 
 The values stay the same. The rectifier then acts on a quarter of the elements, and the backward pass needs one byte per
 output instead of both layers' activations.

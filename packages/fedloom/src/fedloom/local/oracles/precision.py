@@ -192,7 +192,7 @@ def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
 
 
 def find_product_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> list[bool]:
-    """Return the parameters that `lowered` would convert to bfloat16 at every use: only parameters of products."""
+    """Return the parameters that `lowered` would convert to bfloat16 at every use, i.e. those of products."""
     holders: dict[int, set[bool]] = {}
     for layer in module.modules():
         for p in layer.parameters(recurse=False):

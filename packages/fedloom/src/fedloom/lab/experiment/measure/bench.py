@@ -1,4 +1,4 @@
-"""Measure the speed of an experiment here: every method, with all possible oracles and several numbers of workers."""
+"""Measure an experiment's speed here: every method, with all possible oracles and several numbers of workers."""
 
 from __future__ import annotations
 

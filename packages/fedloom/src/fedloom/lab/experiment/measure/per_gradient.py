@@ -1,4 +1,4 @@
-"""Measure the cost of a gradient with every method, relative to FedAvg in the same run, and split it by place."""
+"""Measure each method's cost of a gradient relative to FedAvg in the same run, split by place."""
 
 from __future__ import annotations
 

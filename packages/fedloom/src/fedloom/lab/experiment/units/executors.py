@@ -154,7 +154,7 @@ def compute_units(
 
 
 class _Wanting:
-    """Workers that lack the data: the number of units sent with the data equals the number of these workers."""
+    """Workers that lack the data: the number of units sent with the data equals the number of such workers."""
 
     def __init__(self) -> None:
         self._lacking, self._having, self._under_way = set[str](), set[str](), 0

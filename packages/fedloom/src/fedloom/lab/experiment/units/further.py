@@ -1,4 +1,4 @@
-"""Further runs: runs that analyses train besides the runs of an experiment, as units that any process can compute."""
+"""Further runs, which analyses train in addition to an experiment, as units that any process can compute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS_FILE = "rows.parquet"
 
 
 class Further(NamedTuple):
-    """A further run, its analysis, the label and seed of its run, and its number for this analysis and run."""
+    """Further run with its analysis, the label and seed of its run, and its number for this analysis and run."""
 
     analysis: Analysis
     label: str

@@ -166,7 +166,7 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
 
 
 def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
-    """Return 95 % of the best mean result of methods that ran to their end (the best over 95 % if smaller is better).
+    """Return 95 % of the best mean result of completed methods (the best over 95 % if smaller is better).
 
     One row per method counts, regardless of which rows are shown. If no method ran to its end, the methods that are
     still running count. A row without a method does not count, because its work is unknown. The target is NaN without

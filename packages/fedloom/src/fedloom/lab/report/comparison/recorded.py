@@ -95,7 +95,7 @@ class RecordedComparison:
         return pa.table({name: [record[name] for record in records] for name in records[0]})
 
     def latex(self, columns: Sequence[str] | None = None) -> str:
-        """Render the result table for a paper, a row per method: the best in bold, a dagger if not significantly worse.
+        """Render the result table for a paper by method: the best in bold, a dagger if not significantly worse.
 
         Args:
             columns: names of the columns in `table`. None: up to six columns that suit the task.
