@@ -68,6 +68,7 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
         ("row 2 has text where all others have numbers ('years' in 'age', 'mmHg' in 'systolic', 'mg/dL'", "delete it"),
     ),
     "groups above": (ROWS, lambda t: "Who,,,,,Labs,,,,,\n" + t, ("two columns have the same name, ''", "lines above")),
+    "spaces": (ROWS, lambda t: t.replace(",", "  "), ("separated by spaces, so set separator = ' '",)),
     "title above": (ROWS, lambda t: "Export of May\n" + t, ("no columns 'age',", "is another line above it")),
     "units in cells": (every(2, glucose="95.2 mg/dl"), same, ("column 'glucose'", "(75 such)", "in one unit")),
     "limits in cells": (every(9, creatinine="<0.3"), same, ("column 'creatinine'", "'<0.3'", "write only numbers")),

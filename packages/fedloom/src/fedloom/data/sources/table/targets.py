@@ -18,13 +18,16 @@ from fedloom.hints import nearest
 
 def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
     """Return the error message for missing columns."""
-    if len(absent) == 1:
+    spaced = len(names) == 1 and {*absent} <= {*names[0].split()}
+    if len(absent) == 1 and not spaced:
         cure = " (the agreement names it)" if agreed else ""
         return f"no column {absent[0]!r}{cure}; {nearest(absent[0], names)}"
     cure = " (the agreement names them)" if agreed else ""
     header = f"the header contains {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
     doubts = "is it a row of data, is another line above it, or is the separator different?"
-    return f"no columns {', '.join(map(repr, absent))}{cure}; {header}: {doubts}"
+    doubts = "its words are separated by spaces, so set separator = ' '" if spaced else doubts
+    several = "s" if len(absent) > 1 else ""
+    return f"no column{several} {', '.join(map(repr, absent))}{cure}; {header}: {doubts}"
 
 
 def unlike(label: str, levels: str) -> str:
