@@ -275,7 +275,7 @@ def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str
         assert heads in printed
         assert "statistics of this site" not in printed
     for words in ((), ("--importance", tmp_path / "all.csv")):
-        assert "or --importance" in call("deploy", "evaluate", site.state, *words, code=2)
+        assert "or use --importance" in call("deploy", "evaluate", site.state, *words, code=2)
 
 
 def test_batch_statistics_of_a_site_are_named_where_a_simulation_has_others(tmp_path: Path) -> None:
