@@ -513,7 +513,7 @@ def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
     late = Client(read_site(folder / "sites" / "site-1" / "site.toml"))
     assert late.trainer.rounds == 1  # the file was compared
     save_file({k: t + 1 for k, t in state.items()}, folder / "sites" / "site-1" / "weights.safetensors")
-    with pytest.raises(ConfigError, match="its SHA-256 is .* is required"):
+    with pytest.raises(ConfigError, match="the SHA-256 is .* is required"):
         late.prepare()
     (folder / "sites" / "site-0" / "weights.safetensors").write_bytes(b"other")
     with pytest.raises(ConfigError, match="is not the agreed initial model"):

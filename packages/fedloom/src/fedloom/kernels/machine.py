@@ -47,6 +47,8 @@ def _lock_cache(loop: Any) -> Callable[..., Any]:
     numba names a file after the index that it has read, and writes the index before the file. Without a lock, two
     processes that compile at the same time store two versions under one name, and a third process loads the wrong one.
     """
+    if numba.config.DISABLE_JIT:  # then the loop stays a plain function
+        return loop  # type: ignore[no-any-return]
     stored = loop._cache
     for name in ("load_overload", "save_overload"):
         setattr(stored, name, _locked(getattr(stored, name), stored.cache_path))

@@ -162,7 +162,7 @@ class Terms(Value):
             counting = {c: (float(sum(self.sizes[c])),) for c in self.cohort}
         elif self.trains and not isinstance(job.setting.aggregator, SharedMean):
             stored = [kind.keeps or kind.accumulates for kind in job.fields.values()]
-            columns = [] if all(stored) else [self._weights(job).abs().flatten()]
+            columns = [self._weights(job).abs().flatten()] if not all(stored) or not stored else []
             if any(stored):
                 columns.append(job.masses[list(self.cohort)].abs().flatten())
             counting = dict(zip(self.cohort, zip(*(column.tolist() for column in columns), strict=True), strict=True))
