@@ -281,7 +281,12 @@ THROUGH = {
 
 def steps_of_walks() -> list[list[str]]:
     """The files of every numbered walk on the page of the architecture, in its order."""
-    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Walks")[2].partition("## Ranks")[0]
+    text = (
+        (ROOT / "docs" / "architecture.md")
+        .read_text()
+        .partition("## The path of an upload")[2]
+        .partition("## Ranks")[0]
+    )
     return [re.findall(r"^\d+\. .*?`([a-z_/]+\.py)`", part, re.MULTILINE) for part in re.split(r"\n(?=1\. )", text)[1:]]
 
 

@@ -211,8 +211,8 @@ def test_numbers_that_no_fit_can_use_are_named_with_their_column(kind: str) -> N
     x = table(rng, 240)
     y = [rng.normal(size=240)] if kind == "linear" else outcome(rng, x, kind)
     for bad, said in (
-        (x * [1e-200, 1, 1, 1], "age spans .*another unit"),
-        (x * [1e200, 1, 1, 1], "age spans .*another unit"),
+        (x * [1e-200, 1, 1, 1], "age spans .*a different unit"),
+        (x * [1e200, 1, 1, 1], "age spans .*a different unit"),
         (np.where(np.arange(240)[:, None] == 5, [1, np.nan, 1, 1], x), "crp has cells that are missing or infinite"),
         (np.where(np.arange(240)[:, None] == 5, [1, 1, 1, np.inf], x), "ward has cells that are missing or infinite"),
     ):

@@ -102,7 +102,7 @@ def test_bins_that_too_few_clients_reach_are_merged(trained: Result, least: int)
     ends = Conformal(bins=64)._ends(found.log[0].total.view(1, -1), fl.analyses.AnalysisTerms(
         None, torch.zeros(5), fl.analyses.Rules(**rules)))[0]  # fmt: skip
     assert merged == min(end for end in ends if end / 64 >= exact) / 64
-    with pytest.raises(Refused, match="clients have 500 subjects that calibrate, and 3 must"):
+    with pytest.raises(Refused, match="clients have 500 subjects that calibrate, but 3 clients are needed"):
         fl.analyze("conformal", trained, rules={**rules, "min_subjects": 500})
 
 

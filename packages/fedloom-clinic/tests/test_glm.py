@@ -95,5 +95,5 @@ def test_the_command_names_columns_and_levels(tmp_path: Path) -> None:
         assert f"{beta:.4g}" in line
         assert f"{se:.4g}" in line
         assert f"{np.exp(beta):.4g}" in line
-    assert "logistic regression of '1': 200 rows of 2 sites" in said
+    assert "logistic regression of '1': 200 rows at 2 sites" in said
     assert "intercept s" in call("glm", tmp_path / "t.toml", "--by-client")

@@ -141,7 +141,7 @@ def test_what_cannot_be_fitted_is_a_sentence() -> None:
     ):
         with pytest.raises(DataError, match=sentence):
             fl.analyze("cox", data_of({"all": bad}, "survival"))
-    with pytest.raises(Refused, match="cox is for the task survival"):
+    with pytest.raises(Refused, match="cox works only for the task survival"):
         fl.analyze("cox", targets("binary"))
     with pytest.raises(Refused, match="glm is for the task binary or count or regression, and .*or take cox"):
         fl.analyze("glm", survival(tied=True))

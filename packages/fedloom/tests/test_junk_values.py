@@ -28,7 +28,7 @@ JUNK: dict[str, Any] = {
     "nul": "a\0b", "long": "x" * 5000, "half a character": "\ud800", "bytes": b"x", "list": [], "table": {}, "set": {1},
     "range": range(0), "object": object(), "function": lambda *a, **k: None, "true": True, "class": int, "dots": ...,
     "complex": 1j, "array": np.array([1.5, np.nan]), "tensor": torch.tensor(float("nan")), "tuple": (1, 2, 3),
-    "path": Path("/nonexistent/x"), "nested": {"a": {"b": [None]}}, "list of none": [None], "list of text": ["x"],
+    "path": Path("/dev/null/x"), "nested": {"a": {"b": [None]}}, "list of none": [None], "list of text": ["x"],
     "frame": pd.DataFrame(), "module": torch.nn.Linear(1, 1), "error": ValueError("x"),
 }  # fmt: skip
 RNG = np.random.default_rng(0)
@@ -72,7 +72,7 @@ def faces() -> dict[str, Face]:
         "anything as data": (fl.Dataset.create, {}, ["obj"]),
         "clients": (fl.Federation.create, {}, ["clients"]),
         "open_run": (fl.open_run, {}, parameters(fl.open_run)[:1]),
-        "open_model": (fl.open_model, {"path": "/nonexistent", "model": torch.nn.Linear(1, 1)}, ["path"]),
+        "open_model": (fl.open_model, {"path": "/dev/null/none", "model": torch.nn.Linear(1, 1)}, ["path"]),
         "fetch": (fl.fetch, {"name": "digits"}, ["name"]),
         "load": (fl.load, {"name_or_path": "digits"}, ["name_or_path", "data_dir"]),
         "tune": (lambda **keys: Tuning(EXPERIMENT | keys, "x.toml", Path("tune")), {}, [*EXPERIMENT]),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
+from filelock import FileLock, Timeout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +127,34 @@ def test_without_room_on_disk_nothing_is_kept_there(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine, "MIN_FREE_BYTES", 1 << 60)
     assert kernels.compiled(add)(1, 2) == 3
     assert len(list(tmp_path.rglob("*.nbc"))) == 1
+
+
+def test_one_process_at_a_time_stores_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """numba picks the name of a file from an index that another process may be writing."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def add(a: float, b: float) -> float:
+        return a + b
+
+    loop: Any = kernels.compiled(add)
+    files, is_locked = loop._cache._cache_file, list[bool]()
+
+    def observe(step: Callable[..., Any]) -> Callable[..., Any]:
+        def observed(*args: Any) -> Any:
+            try:
+                FileLock(Path(loop._cache.cache_path) / "machine-code.lock").acquire(timeout=0)
+            except Timeout:
+                is_locked.append(True)
+            else:
+                is_locked.append(False)
+            return step(*args)
+
+        return observed
+
+    for name in ("save", "load"):
+        monkeypatch.setattr(files, name, observe(getattr(files, name)))
+    assert loop(1.0, 2.0) == 3.0
+    assert is_locked == [True, True]
 
 
 def test_a_user_without_a_home_compiles_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

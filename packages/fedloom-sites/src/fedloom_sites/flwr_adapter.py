@@ -1,7 +1,7 @@
-"""The only module that imports private parts of Flower, so that only this module changes if a release moves them.
+"""Import the private parts of Flower in this module only, so that nothing else changes if a release moves them.
 
-Every name is imported at its first use: Flower starts a process for each message to a site, and Flower apps need only a
-few names, the only ones that older releases provide.
+Every name is imported when it is first used: Flower starts a process for each message to a site, and Flower apps need
+only a few names, the only ones that older releases provide.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if not TYPE_CHECKING:
 
 
 def encode_records(records: RecordDict) -> bytes:
-    """Return records encoded as the bytes in which Flower sends them."""
+    """Return records, encoded as the bytes in which Flower sends them."""
     from flwr.common.serde import recorddict_to_proto
 
     message: bytes = recorddict_to_proto(records).SerializeToString()
@@ -56,7 +56,7 @@ def encode_records(records: RecordDict) -> bytes:
 
 
 def decode_records(message: bytes) -> RecordDict:
-    """Return the decoded bytes of `encode_records`."""
+    """Return the records encoded by `encode_records`."""
     from flwr.common.serde import recorddict_from_proto
     from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
@@ -64,21 +64,21 @@ def decode_records(message: bytes) -> RecordDict:
 
 
 def task_program() -> ModuleType:
-    """Import and return the module of the program that runs a site's tasks. `pinned` replaces its functions."""
+    """Import and return the module of the program that runs a site's tasks. `pinned` replaces some of its functions."""
     from flwr.supernode.runtime import run_clientapp
 
     return run_clientapp
 
 
 def set_message_id(message: Message, id_: str) -> None:
-    """Give a message the number under which Flower knows it."""
+    """Give a message the number by which Flower knows it."""
     message.metadata.__dict__["_message_id"] = id_
 
 
 def connection_of(grid: Grid) -> Any:
-    """Return the connection of a grid to Flower's server, or None if the grid has no connection.
+    """Return a grid's connection to Flower's server, or None if it has none.
 
-    A grid within one process has no connection.
+    A grid within a single process has no connection.
     """
     return getattr(grid, "_runtime_client", None)
 

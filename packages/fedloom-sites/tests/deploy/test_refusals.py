@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -232,6 +233,45 @@ class Generated:
         return self._client.trainer.forms.write_down(type(down)(row, *down[1:]), self._server)
 
 
+EXTREME_VALUES = (
+    -1,
+    0,
+    2**63,
+    2**64,
+    10**400,
+    -0.5,
+    float("nan"),
+    float("inf"),
+    1e308,
+    True,
+    None,
+    "",
+    "f" * 9,
+    [],
+    {},
+)
+
+
+class Forged(Generated):
+    """A server whose terms are those of an honest session but for one field, which is forged in every possible way."""
+
+    forgeries = tuple(
+        (name, value)
+        for value in (*EXTREME_VALUES, *([value] * SITES for value in EXTREME_VALUES), [[2**63, 1, 1]] * SITES)
+        for name in Terms.model_fields
+    )
+
+    def message(self, last: bytes | None) -> tuple[str, list[bytes], dict[str, Any]]:
+        return self._step(last if self._stage in ("shares", "masked") else None)
+
+    def _masked(self, fields: dict[str, Any]) -> tuple[str, list[bytes], dict[str, Any]]:
+        kind, arrays, fields = super()._masked(fields)
+        place = int(kind == "masked")
+        (name, value), self.forgeries = self.forgeries[0], self.forgeries[1:]
+        arrays[place] = json.dumps(json.loads(arrays[place]) | {name: value}).encode()
+        return kind, arrays, fields
+
+
 def fed_sizes(here: Scene, c: int) -> list[int]:
     client = Client(here.sites[c].with_(state=here.folder / f"sizes-{c}"))
     return part_sizes(client.trainer.fed, c)
@@ -252,7 +292,9 @@ def equal_secrets() -> Iterator[None]:
         yield
 
 
-def transcripts(here: Scene, changes: list[Callable[[Tensor], Tensor]], count: int, seed: int) -> list[list[Seen]]:
+def transcripts(
+    here: Scene, changes: list[Callable[[Tensor], Tensor]], count: int, seed: int, make: type[Generated] = Generated
+) -> list[list[Seen]]:
     """What sites that differ in their samples alone make of the same generated messages."""
     found = []
     for k, change in enumerate(changes):
@@ -260,7 +302,7 @@ def transcripts(here: Scene, changes: list[Callable[[Tensor], Tensor]], count: i
         blank: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
         transcript, last = list[Seen](), None
         with equal_secrets():
-            server = Generated(here._replace(folder=here.folder / f"server-{k}"), client, seed)
+            server = make(here._replace(folder=here.folder / f"server-{k}"), client, seed)
             for _ in range(count):
                 kind, arrays, fields = server.message(last)
                 head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
@@ -301,6 +343,15 @@ def test_what_a_site_answers_depends_on_messages_alone(name: str, count: int, tm
     for other in others:
         for k, (mine, theirs) in enumerate(zip(first, other, strict=True)):
             assert mine == theirs, f"message {k}"
+
+
+@pytest.mark.parametrize("count", [90, pytest.param(3 * len(Forged.forgeries), marks=pytest.mark.slow)])
+def test_forged_terms_show_nothing_of_samples(count: int, tmp_path: Path) -> None:
+    """Every field of the terms holds each extreme value once: numbers, texts and lists that are none, and overflows."""
+    here = guarded(secured(tmp_path, "fedavg", SITES, agreed={"norm_bound": 5.0, "scores": "masked"}, **THREE))
+    first, other = transcripts(here, CHANGES[:2], count, seed=5, make=Forged)
+    assert first == other
+    assert sum(one.status == "refused" for one in first[2::3]) > count / 6
 
 
 # --------------------------------------------------------------------------------------- attacks by refusals, at chance

@@ -131,7 +131,10 @@ def _ignore(*_: Any, **__: Any) -> None:
 GONE: dict[str, tuple[Callable[[RehearsedSite], AttackOutcome], list[tuple[Any, str, Any]]]] = {
     "sums of few sites": (
         sums.isolate_by_empty_sites,
-        [(module, "check_summands", _ignore) for module in (secure_site, member, copies)],
+        [
+            *((module, "check_summands", _ignore) for module in (secure_site, member, copies)),
+            (member.counters, "check_enough", _ignore),  # a second protection of the same sums
+        ],
     ),
     "sums on the same model": (sums.repeat_model, [(OpenedSums, "_find_same_models", lambda *_: ())]),
     "memory over experiments": (

@@ -10,25 +10,25 @@ from fedloom.outputs import FileKind, check_output_file
 from fedloom.storage import make_folder, write_atomic
 
 PAGE_STARTS = (b"#", b"<", b"-")
-"""First bytes of a Markdown page written by these commands: a heading, a tag, or front matter."""
+"""First bytes of a Markdown page written by these commands, i.e. a heading, a tag, or front matter."""
 DOCS_FOLDER, PAGES_FOLDER = Path("docs"), Path("studies") / "pages"
-"""Folders of pages and of appendices in a checkout."""
+"""Folders for pages and for appendices in a checkout."""
 
 
 def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | bytes]]) -> None:
-    """Write a page, and its appendices into a folder beside it.
+    """Write a page, and write its appendices to a folder next to it.
 
-    Appendices of a page in a checkout's docs are written into studies/pages.
+    The appendices of a page in a checkout's docs are written to studies/pages.
 
     Args:
         page: file of the page.
         folder: name of the folder.
-        contents: name and content of every file. The page's name is empty. Links in the page lead to ``folder/``, and
-            links in an appendix lead to ``../``.
+        contents: name and content of every file. The page itself has an empty name. Links in the page start with
+            ``folder/``, and links in an appendix start with ``../``.
 
     Raises:
-        ConfigError: a file exists that this command did not write: a page with another first line, or, without a page,
-            a file in the folder.
+        ConfigError: there is a file that this command did not write: a page with a different first line or, if there is
+            no page, a file in the folder.
     """
     beside = page.resolve().parent
     in_checkout = beside == DOCS_FOLDER.resolve() and PAGES_FOLDER.is_dir()
@@ -55,9 +55,9 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
 
 
 def check_page(page: Path) -> None:
-    """Raise if a page must not be written, before any work.
+    """Raise an error before any work if a page must not be written.
 
-    The page's first line is compared when the new page is known.
+    The page's first line is compared once the new page is known.
 
     Raises:
         ConfigError: see `fedloom.outputs.check_output_file`.

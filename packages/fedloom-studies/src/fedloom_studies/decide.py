@@ -1,8 +1,8 @@
-"""Experiments that decide open headline claims, from a list that was frozen before the first of their seeds ran.
+"""Experiments that decide open headline claims, taken from a list that was frozen before their first seed was run.
 
-``decide.toml`` lists every open headline claim of the papers' page: claims that an experiment may decide, with its
-cost, and claims that remain open, with the reason. An experiment adds seeds to a recorded recipe with the settings
-chosen at the time, or runs a recipe for the first time.
+``decide.toml`` lists every open headline claim on the papers' page: those that an experiment may decide, with its cost,
+and those that remain open, with the reason. An experiment adds seeds to a recorded recipe with the settings chosen at
+that time, or runs a recipe for the first time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedloom_studies.reproduce.summary import RecipeSummary, wanted_of_claims
 
 
 class Decision(Value):
-    """Experiment for some open headline claims.
+    """Experiment that may decide some open headline claims.
 
     A claim is named ``PAPER | ROW | PROTOCOL``, as in ``papers.toml``.
     """
@@ -55,7 +55,7 @@ class Decision(Value):
 
 
 class LeftOpen(Value):
-    """Open headline claims that no experiment of the list decides."""
+    """Open headline claims that no experiment in the list decides."""
 
     why: str
     claims: tuple[str, ...] = Field(min_length=1)
@@ -70,7 +70,7 @@ def decisions() -> tuple[tuple[Decision, ...], tuple[LeftOpen, ...]]:
 
 
 def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int]:
-    """Return the seeds, from a given number in all, without a figure that the recipe now needs."""
+    """Return the seeds, up to a given total number, for which a value that the recipe now needs is missing."""
     wanted = recipe.seeds(count)
     lacking = set[int]()
     for variant, document in recipe.at(summary.scale).items():
@@ -86,14 +86,16 @@ def add_seeds(
     recipe: Recipe, summary: RecipeSummary, seeds: list[int], out: Path, *, data_dir: Path | None = None,
     workers: int | str = 1, budget: TimeBudget | None = None, show: Show,
 ) -> RecipeSummary | None:  # fmt: skip
-    """Run seeds with the settings that a record chose, and return the record with them. Return None if the time ended.
+    """Run seeds with the settings chosen in a record, and return the record with the new seeds.
+
+    Return None if the time ran out.
 
     Args:
         recipe: recipe of the record.
         summary: record to extend.
         seeds: seeds to run.
-        out: folder of the run directories, from which a second call resumes.
-        data_dir: folder of data sets.
+        out: folder with the run directories, from which a second call resumes.
+        data_dir: folder with the data sets.
         workers: number of processes.
         budget: time that the runs may take.
         show: function that shows progress.
@@ -124,7 +126,7 @@ def add_seeds(
 def merge_seeds(
     old: Mapping[str, Mapping[str, float | None]], new: Mapping[str, Mapping[str, float | None]]
 ) -> dict[str, dict[str, float | None]]:
-    """Return figures merged by seed. A seed that was run again keeps its new figures."""
+    """Return values merged by seed. A seed that was run again gets its new values."""
     return {
         reference: dict(
             sorted({**old.get(reference, {}), **new.get(reference, {})}.items(), key=lambda item: int(item[0]))
@@ -134,7 +136,7 @@ def merge_seeds(
 
 
 def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if seeds can be added to a record. Otherwise the recipe is run unchanged."""
+    """Return True if seeds can be added to a record. If they cannot, the recipe is run as it is."""
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
@@ -144,7 +146,7 @@ def is_done(one: Decision, recipe: Recipe, summary: RecipeSummary | None) -> boo
 
 
 def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each experiment: recipe, added seeds, core-hours, claims, state."""
+    """Yield a row for each experiment: recipe, added seeds, core-hours, claims and state."""
     experiments, left = decisions()
     for one in experiments:
         summary = summaries.read_summary(results, one.recipe, "laptop")

@@ -1,4 +1,4 @@
-"""Cache of the rows of a listing in the user's cache folder, so that only changed rows are estimated again."""
+"""Cache for the rows of a listing in the user's cache folder, so that only changed rows are estimated again."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import fedloom
 from fedloom import cache
 
 LISTED_FOLDERS = (Path(str(fedloom.__file__)).parent, Path(__file__).parent)
-"""Code that makes a listing."""
+"""Code that produces a listing."""
 
 
 def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]], *places: Path | None) -> list[Any]:
-    """Return the cached rows of a listing. If the code, files or the question differ, make and cache them again.
+    """Return the cached rows of a listing.
+
+    If the code, the files or the question have changed, compute and cache the rows again.
 
     Args:
         name: name of the listing.
-        question: question that the rows answer. Its text is compared.
-        rows: function that makes the rows, of values that JSON supports.
-        places: files and folders that the rows depend on, besides the code and the data folder of the environment.
+        question: question that the rows answer. It is compared as text.
+        rows: function that computes the rows, which consist of values that JSON supports.
+        places: files and folders that the rows depend on, in addition to the code and the data folder of the
+            environment.
     """
     data = Path(folder).expanduser() if (folder := os.environ.get("FEDLOOM_DATA")) else None
     read = [place for place in (*LISTED_FOLDERS, data, *places) if place is not None]

@@ -1,4 +1,4 @@
-"""Records of studies: a file with one line of JSON for each, so that files of several machines merge line by line."""
+"""Records of studies, one line of JSON each, so that files from several machines can be merged line by line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fedloom.errors import RunDirError, check_folder
 from fedloom.storage import hold, make_folder, release, write_atomic
 
 RECORDS_FOLDER = Path(__file__).parent / "results"
-"""Folder of the records in the wheel. In a checkout it is ``studies/results``."""
+"""Folder with the records in the wheel. In a checkout it is ``studies/results``."""
 CHECKOUT_FOLDER = Path("studies") / "results"
 NEW_RESULTS = Path("runs") / "results"
-"""Folder of the records of users without a checkout."""
+"""Folder for the records of users without a checkout."""
 
 
 def choose_folder(results: Path | None) -> Path:
-    """Return the folder of records: the named folder, else the checkout's folder, else ``runs/results``.
+    """Return the folder for records: the given folder, otherwise the checkout's folder, otherwise ``runs/results``.
 
-    ``runs/results`` starts with the records in the wheel.
+    ``runs/results`` initially contains the records in the wheel.
 
     Raises:
-        RunDirError: the path cannot be a folder.
+        RunDirError: the path cannot be used as a folder.
     """
     if results is not None or CHECKOUT_FOLDER.is_dir():
         check_folder(results or CHECKOUT_FOLDER)
@@ -47,10 +47,10 @@ def choose_folder(results: Path | None) -> Path:
 
 
 def records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, each a new dictionary. A record that was merged twice is yielded twice, in order.
+    """Yield the records in a file, each as a new dictionary. A record that was merged twice is yielded twice, in order.
 
     Raises:
-        RunDirError: a line is not a record. The message names the file and the line.
+        RunDirError: a line is not a record. The message contains the file and the line.
     """
     try:
         state = file.stat()
@@ -64,7 +64,7 @@ def records(file: Path) -> Iterator[dict[str, Any]]:
 
 @lru_cache(maxsize=4)
 def _parsed(file: Path, *_state: int) -> list[Any]:
-    """Return the parsed lines of a file in its current state."""
+    """Return the parsed lines in the current state of a file."""
     lines = []
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
@@ -75,7 +75,7 @@ def _parsed(file: Path, *_state: int) -> list[Any]:
 
 
 def read_document(file: Path, kind: type, cure: str = "delete it and run it again") -> dict[str, Any]:
-    """Return the dictionary in a file, with values of one kind. Return {} if the file does not exist.
+    """Return the dictionary in a file, whose values are all of one kind. Return {} if the file does not exist.
 
     Raises:
         RunDirError: the file is damaged.
@@ -92,12 +92,15 @@ def read_document(file: Path, kind: type, cure: str = "delete it and run it agai
 
 
 def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
-    """Return the error for an unusable line."""
+    """Return the error to raise for an unusable line."""
     return RunDirError(f"{file}, line {number}, is not a record: {reason}. Delete the line and run it again")
 
 
 def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
-    """Write a record, which replaces a record with the same fields ``key``. Lines are sorted by these fields."""
+    """Write a record, which replaces a record with the same values of the fields ``key``.
+
+    Lines are sorted by these fields.
+    """
     make_folder(file.parent)
     with lock_folder(file.parent):
         by_key = {tuple(r.get(k, "") for k in key): r for r in records(file)}
@@ -107,7 +110,7 @@ def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Wait until no other process or thread changes the files that it has read in a folder.
+    """Wait until no other process or thread changes the files in a folder that it has read.
 
     Raises:
         RunDirError: the disk does not support file locks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -62,7 +63,8 @@ from fedloom_studies.map.records import (
     read_records,
     record_cell,
 )
-from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of, setups
+from fedloom_studies.map.rules import advise_rule, rules_section
+from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of, rule_cells, setups
 from fedloom_studies.map.statements import advice, recommended, sentences
 from tests import commands, recomputed
 
@@ -93,6 +95,29 @@ class Refuses(Half):
 
 
 # --- what is measured
+
+
+def test_other_words_in_a_method_s_file_are_the_same_code_and_another_number_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources = {name: Cell(SMOKE["iid"], name).source for name in ("q-ffl", "flame", "fairfed")}
+    plain = inspect.getsource
+
+    def changed(*swaps: tuple[str, str]) -> dict[str, str]:
+        def read(module: object) -> str:
+            text = plain(module)  # type: ignore[arg-type]
+            for pattern, text_ in swaps:
+                text = re.sub(pattern, text_, text, flags=re.DOTALL)
+            return text
+
+        with monkeypatch.context() as patch:
+            patch.setattr(inspect, "getsource", read)
+            return {name: Cell(SMOKE["iid"], name).source for name in sources}
+
+    assert (
+        changed((r'""".+?"""', '"""Other words."""'), (r'description="[^"]+"', 'description="other words"')) == sources
+    )
+    assert all(changed((r"\b0\.5\b|\b1\b", "7"))[name] != source for name, source in sources.items())
 
 
 def test_all_setups_fit_into_their_hours_and_no_seed_is_used_twice() -> None:
@@ -709,6 +734,59 @@ def test_the_rounds_that_a_budget_buys_bring_the_gradients_nearest_to_those_of_f
 
 
 # --- reference models
+
+
+def test_the_recommendation_under_attack_names_the_method_and_the_rule_that_the_records_support() -> None:
+    """Four rules, three attacks: every verdict of the table, and the sentences, by NumPy and SciPy alone."""
+    cells, rng = list(rule_cells()), np.random.default_rng(3)
+    kinds = {cell.setup.document.get("aggregator", {"kind": "mean"})["kind"] for _, cell in cells}
+    assert kinds == {"mean", "median", "multi-krum", "centered-clipping"}
+    assert len({str(cell.setup.document["attack"]) for _, cell in cells}) == 3
+    for _, cell in cells:
+        parse(cell.document, cell.where)
+    means: dict[str, dict[str, Any]] = {}
+    for k, (name, cell) in enumerate(cells):
+        gain = -0.1 if cell.setup.name == "random labels" else 0.1 * (k % 3 - 1)
+        gain *= name not in ("local", "fedavg")
+        means.setdefault(cell.setup.name, {})[name] = 0.8 + gain + rng.normal(0, 0.01, 5)
+    records = {
+        (cell.setup.name, name): record(cell.setup, name, list(means[cell.setup.name][name])) for name, cell in cells
+    }
+    page, sentence = "\n".join(rules_section(records)), advise_rule(records)
+    titles = [title.strip() for title in page.split("| method and rule |")[1].split("\n")[0].split("|")[:-1]]
+    rows = {row[0]: row[1:] for row in (line[2:-2].split(" | ") for line in page.splitlines() if " ± " in line[:60])}
+    assert [*rows] == [name for name, cell in cells if cell.setup.name == titles[0]]
+    best: dict[str, tuple[str, float]] = {}
+    for attack, column in zip(titles, zip(*rows.values(), strict=True), strict=True):
+        of = means[attack]
+        baseline = max(("local", "fedavg"), key=lambda name: of[name].mean())
+        rivals = [name for name in of if name != baseline]
+        tested = recomputed.moderated(np.array([of[name] - of[baseline] for name in rivals]))
+        verdicts = np.where(tested.rejected, np.where(tested.mean > 0, "better", "worse"), "inconclusive")
+        words = dict(zip(rivals, verdicts, strict=True)) | {baseline: "baseline"}
+        for name, cell_text in zip(rows, column, strict=True):
+            assert cell_text.endswith(f", {words[name]}")
+            assert float(cell_text.split()[0]) == pytest.approx(100 * of[name].mean(), abs=0.051)
+        won = [name for name in rivals if words[name] == "better" and name not in REFERENCE_METHODS]
+        if won:
+            top = max(won, key=lambda name: of[name].mean())
+            best[attack] = top, 100 * float((of[top] - of[baseline]).mean())
+    assert best.keys() == {*titles} - {"random labels"}
+    worst = {name: min(of[name].mean() for of in means.values()) for name in rows}
+    strongest = max(worst.keys() - {"local", "fedavg"}, key=lambda name: worst[name])
+    for text in (page, sentence):
+        named = re.findall(r"`([^`]+)` under ([a-z ]+) \(\+([\d.]+) ± [\d.]+ points\)", text)
+        assert {attack: name for name, attack, _ in named} == {attack: name for attack, (name, _) in best.items()}
+        for _, attack, points in named:
+            assert float(points) == pytest.approx(best[attack][1], abs=0.051)
+        assert "No method with any rule is better than the baseline under random labels." in text
+        assert f"`{strongest}` has the best worst case: {100 * worst[strongest]:.1f} %" in text
+    some = {key: one for key, one in records.items() if key[0] == titles[0]}
+    assert len(some) < len(records)
+    assert "| method and rule | " + titles[0] + " |" in "\n".join(rules_section(some))
+    few = dict(list(some.items())[:4])
+    assert f"4 of {len(cells)} results so far. Command: `fedloom map --rules`." in advise_rule(few)
+    assert "| method and rule |" not in "\n".join(rules_section(few))
 
 
 def test_references_are_fitted_on_training_parts_and_scored_on_test_parts_by_client() -> None:

@@ -136,5 +136,5 @@ def test_the_default_download_and_state_are_the_model() -> None:
 
 
 def test_how_clients_train_is_no_option_of_a_method() -> None:
-    with pytest.raises(ConfigError, match=r"FedAvg: unknown key 'lr'\. .* Give local=\{'lr': 0.1\} of the run"):
+    with pytest.raises(ConfigError, match=r"FedAvg: unknown key 'lr'\. .* Pass local=\{'lr': 0.1\} of the run"):
         FedAvg(lr=0.1)

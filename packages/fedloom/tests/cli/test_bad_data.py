@@ -118,7 +118,7 @@ CASES = {
     ),
     "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated: the data needs 5,488 bytes, got 5,487. Fetch"),
     "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*. Fetch the file again"),
-    "truncated CIFAR": cifar(records([1])[:-1], "truncated: records have 3073 bytes .*over. Fetch", "data_batch_1.bin"),
+    "truncated CIFAR": cifar(records([1])[:-1], "truncated: records have 3073 bytes, .*over. F", "data_batch_1.bin"),
     "empty CIFAR": cifar(b"", "no record. Fetch the file again", "data_batch_1.bin"),
     "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png: not a readable image .*. Replace"),
     "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON: .*. The file is truncated or not a LEAF"),
@@ -323,7 +323,7 @@ def test_a_path_or_name_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Mo
     for name, words in (
         ("patients.csv", "patients.csv: no such file or folder. Check the path"),
         ("mnits", "unknown data set 'mnits'; did you mean 'mnist'"),
-        ("mnist", "no data folder given. Set FEDLOOM_DATA, or give"),
+        ("mnist", "no data folder is set. Set FEDLOOM_DATA, or pass"),
     ):
         refused(words, "", "data", name)
         refused(words, "", "run", str(experiment(tmp_path, name)), "--out", "out")
@@ -364,7 +364,7 @@ def test_a_hub_name_offline(library: Any, words: str, tmp_path: Path, monkeypatc
     ("partition", "words"),
     [
         ('kind = "iid"\nclients = 5000', "5000 clients with at least 1 samples .* 1797 .*. Use fewer"),
-        ('kind = "dirichlet"\nclients = 600\nalpha = 0.01', "smallest client had at most 0 samples, .*; raise alpha"),
+        ('kind = "dirichlet"\nclients = 600\nalpha = 0.01', "smallest client had at most 0 samples .*; raise alpha"),
         (
             'kind = "shards"\nlabels_per_client = 11',
             "labels_per_client = 11, but digits has 10 classes. Use",

@@ -202,8 +202,8 @@ def test_rounds_on_other_machines_are_calculated(file: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--machines", "2", "--cohort", "3"], "--machines and --cohort: only with --ranks"),
-        (["--ranks", "2", "--gradient-engine", "compiled"], "--gradient-engine: not with --ranks"),
+        (["--machines", "2", "--cohort", "3"], "--machines and --cohort: can be used only with --ranks"),
+        (["--ranks", "2", "--gradient-engine", "compiled"], "--gradient-engine: cannot be used with --ranks"),
     ],
 )
 def test_options_of_the_other_table_are_refused(file: Path, given: list[str], said: str) -> None:

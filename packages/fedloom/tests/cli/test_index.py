@@ -265,7 +265,7 @@ def test_own_code_has_a_card_and_its_keys_are_checked(tmp_path: Path, monkeypatc
 def test_the_schema_is_short_and_every_link_ends(kept: Path) -> None:
     text = editors.json_schema()
     schema = json.loads(text)
-    assert len(text) < 250_000
+    assert len(text) < 270_000
 
     def links(part: Any) -> Iterator[str]:
         if isinstance(part, dict):

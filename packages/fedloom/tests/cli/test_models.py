@@ -97,7 +97,7 @@ def test_a_directory_is_opened_without_its_data_and_without_computing(out: Path)
     x = torch.zeros(1, 1, 8, 8)
     assert run.models.personal[4](x).shape == (1, 10)
     assert sorted(r.method for r in opened.runs(seed=1)) == ["ditto", "fedavg"]
-    with pytest.raises(ConfigError, match="measured. Measured: global/test/accuracy"):
+    with pytest.raises(ConfigError, match="recorded. Recorded: global/test/accuracy"):
         run.final("global", "precision")
     with pytest.raises(ConfigError, match="no run of 'ditto' with seed 5"):
         opened["ditto", 5]

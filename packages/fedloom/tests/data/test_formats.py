@@ -252,7 +252,7 @@ def test_a_portable_file_of_spss_is_the_table_of_the_others(frame: pd.DataFrame,
     assert one.classes == other.classes == ("no", "yes")
 
 
-REAL_FILES = sorted(Path(os.environ.get("FEDLOOM_STATISTICS_FILES", "/nonexistent")).glob("**/*.*"))
+REAL_FILES = sorted(Path(os.environ.get("FEDLOOM_STATISTICS_FILES", os.devnull)).glob("**/*.*"))
 """Files of real programs, such as the folder test_data of pyreadstat's repository, which this one has no copy of."""
 
 

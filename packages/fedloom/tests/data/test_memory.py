@@ -154,7 +154,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(X, np.array([b"a", b"b"] * 6, object)),
             DataError,
-            r"value 0 is b'a'.*ive y\[:\].astype",
+            r"value 0 is b'a'.*ass y\[:\].astype",
         ),
         (
             lambda: Dataset.create(torch.zeros(12, 2, device="meta"), Y),

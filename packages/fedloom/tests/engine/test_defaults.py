@@ -120,7 +120,11 @@ def test_a_default_that_is_another_one_is_noted(n: int, choices: dict[str, Any],
 @pytest.mark.parametrize(
     ("n", "choices", "says"),
     [
-        (8, {"schedule": {"kind": "buffered", "buffer": 9}, "devices": {"kind": "lognormal"}}, "at most the 8 clients"),
+        (
+            8,
+            {"schedule": {"kind": "buffered", "buffer": 9}, "devices": {"kind": "lognormal"}},
+            "at most the number of clients",
+        ),
         (2, {"aggregator": {"kind": "trimmed-mean", "f": 1}}, r'm = 2 rows and f = 1\. Set aggregator={"f": 0}, or'),
         (1, {"sampler": {"kind": "availability", "period": 2}}, "no client is available in round 2"),
         (

@@ -87,6 +87,12 @@ def hooked() -> nn.Module:
     return module
 
 
+def replaced_forward() -> nn.Module:
+    module = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, CLASSES))
+    module[1].forward = torch.tanh
+    return module
+
+
 def hooked_mixture() -> nn.Module:
     module = Mixture([MLP(hidden=(5,)).build((6,), CLASSES, seed) for seed in (0, 1)])
     module.logits.register_forward_hook(lambda _m, _x, out: 3 * out)
@@ -109,6 +115,7 @@ UNFUSED: dict[str, Callable[[], nn.Module]] = {
     "tied weights": tied_weights,
     "own forward": lambda: OwnForward(nn.Linear(6, CLASSES)),
     "hook": hooked,
+    "replaced forward": replaced_forward,
     "parametrised": parametrised,
     "layer norm": lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, CLASSES)),
     "activation first": lambda: nn.Sequential(nn.ReLU(), nn.Linear(6, CLASSES)),

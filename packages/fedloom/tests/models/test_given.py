@@ -274,7 +274,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_name(fed: Federation) -> 
         fl.simulate("fedavg", fed, Net((1, 8, 8), 7), **SHORT)
     with pytest.raises(ConfigError, match="model 'Net' fails on samples of shape"):
         fl.simulate("fedavg", fed, Net((5,), 10), **SHORT)
-    with pytest.raises(ConfigError, match="with shape and outputs if it has parameters"):
+    with pytest.raises(ConfigError, match="passes shape and outputs if the class or function has parameters"):
         fl.simulate("fedavg", fed, lambda depth: Net((1, 8, 8), 10), **SHORT)
     with pytest.raises(ConfigError, match="must return an nn.Module with parameters, got int"):
         fl.simulate("fedavg", fed, lambda: 3, **SHORT)

@@ -286,7 +286,7 @@ def test_a_backdoor_marks_the_corner_of_images_and_columns_of_tables():
     [
         ({}, (4, 2), {"age": (), "sex": ("f", "m")}, "needs columns"),
         ({"aeg": 1.0}, (4, 1), {"age": ()}, "did you mean 'age'"),
-        ({"age": "old"}, (4, 1), {"age": ()}, r"column 'age' contains numbers, got 'old'\. Give a number"),
+        ({"age": "old"}, (4, 1), {"age": ()}, r"column 'age' contains numbers, got 'old'\. Use a number"),
         ({"sex": "x"}, (4, 1), {"sex": ("f", "m")}, "allowed: f, m"),
         ({}, (4, 6), {}, "override stamp"),
         ({}, (4, 1, 2, 2), {}, "smaller attack.size"),

@@ -207,9 +207,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "floats to 255": (LARGE, r"got float32 values from 0 to 255; pass bytes"),
     "floats to 255 with fractions": (FLOATS * np.float32(254.5), r"from 0 to 254.5; if they are from 0 to 255, pass x"),
     "16 bits": (BYTES.astype(np.uint16) * 257, r"got uint16 values from 0 to 65535; pass floats: x divided"),
-    "a rounding above 1": (FLOATS * np.float32(1 + 1.2e-7), r"from 0 to 1.00000012; they exceed it by rounding"),
+    "a rounding above 1": (FLOATS * np.float32(1 + 1.2e-7), r"from 0 to 1.00000012; they exceed the range by rounding"),
     "a rounding below 0": (FLOATS - np.float32(1e-7) * (FLOATS == 0), r"from -1.00000001e-07 to 1; they exceed"),
-    "channels last": (LAST, "samples have shape 5x4x3, but the model takes 3x5x4. Their channels are last"),
+    "channels last": (LAST, "samples have shape 5x4x3, but the model takes 3x5x4. The channels are last"),
 }
 
 

@@ -1,8 +1,8 @@
 """Snapshots: dated copies of a site's data, for data that grow while runs and analyses read them.
 
-A snapshot belongs to a site and a name of data, as the memory of sums and budgets does, and every experiment on these
-data may read it. Two snapshots that differ in a few subjects would reveal these subjects, so such a snapshot is not
-declared.
+Like the memory of sums and budgets, a snapshot belongs to a site and to data with a certain name, and every experiment
+on these data may read it. Two snapshots that differ by a few subjects would reveal these subjects, so such a snapshot
+is not declared.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from fedloom_sites.deploy.site.local_data import read_data
 from fedloom_sites.deploy.site.state import SAMPLES_FILE
 
 RECORD_FILE = "snapshots.json"
-"""File in the memory of the data: date, digest and subjects of every snapshot."""
+"""File in the data's memory with the date, digest and subjects of every snapshot."""
 SUBJECT_BYTES = 8
-"""Number of bytes of the digest of a subject."""
+"""Number of bytes in the digest of a subject."""
 
 
 class Declared(NamedTuple):
     """A new snapshot.
 
     Attributes:
-        day: its date, which is its name.
+        day: date of the snapshot, which is also its name.
         path: its file or folder.
-        subjects: number of its subjects.
-        used: True if the present experiment reads it, False if a run has begun with other data.
+        subjects: number of subjects in the snapshot.
+        used: True if the current experiment reads the snapshot, False if a run has already begun with other data.
     """
 
     day: str
@@ -52,16 +52,16 @@ class Declared(NamedTuple):
 
 
 def declare(folder: Path, day: str | None = None) -> Declared:
-    """Copy a site's data as a snapshot, and let the experiment read the snapshot if its run has not begun.
+    """Copy a site's data as a snapshot, and let the experiment read it if its run has not begun.
 
     Args:
         folder: folder of the site.
-        day: date of the data, as 2026-12-01. None: today (UTC).
+        day: date of the data, such as 2026-12-01. None: today (UTC).
 
     Raises:
         ConfigError: the data are no file and no folder, the date is not later than that of the last snapshot, or the
             snapshot differs from an earlier one in too few subjects.
-        DataError: the data cannot be read, or do not match the agreement.
+        DataError: the data cannot be read, or do not fit the agreement.
     """
     file, day = folder / "site.toml", day or datetime.now(UTC).date().isoformat()
     site, live = read_site(file), read_site(file, live=True)
@@ -148,7 +148,7 @@ def _discard(path: Path) -> None:
 
 
 def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[str, Any]]) -> None:
-    """Raise if a snapshot differs from an earlier one in too few subjects, but in some."""
+    """Raise an error if a snapshot differs from an earlier one, but by too few subjects."""
     agreed = agreed_analyses(read_agreed(site), site.samples, site.clients, None, 0).values()
     least, here = max([DEFAULT_LEAST, *(one.rules.min_subjects for one in agreed)]), {*subjects}
     for one in earlier:
@@ -172,7 +172,7 @@ def _record(memory: Path) -> dict[str, Any]:
 
 
 def _subjects(data: Dataset, salt: str) -> list[str]:
-    """Return the digest of every subject: of all its rows, in any order."""
+    """Return the digest of every subject, computed from all its rows in any order."""
     design = data.design
     of = torch.arange(len(data)) if design is None or design.subject is None else design.subject
     rows = dict[int, list[bytes]]()

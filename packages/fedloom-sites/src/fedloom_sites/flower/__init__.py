@@ -1,4 +1,4 @@
-"""Methods of fedloom in any Flower app: a strategy at the server, a decorator at the nodes, see docs/flower.md."""
+"""Use fedloom's methods in any Flower app: a strategy at the server, a decorator at the nodes (docs/flower.md)."""
 
 try:
     import flwr as _flwr  # noqa: F401  # all of the package needs it

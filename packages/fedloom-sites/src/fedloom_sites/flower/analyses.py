@@ -1,8 +1,10 @@
-"""Analyses by sums over the nodes of a Flower app, with the values of the pooled samples. No sample leaves a node.
+"""Run analyses by sums over the nodes of a Flower app, with the same values as for the pooled samples.
 
-Ranges, bins and rules come from the node's `Local`, never from a message. A node answers a step once, for one question,
-on the samples of the first step. If a node cannot answer, it sends zeros. The server sees the sums of each node, so
-cells are merged until every node reaches the smallest count.
+No sample leaves a node.
+
+Ranges, bins and rules come from the node's `Local`, never from a message. A node answers each step only once, for one
+question, on the samples of the first step. If a node cannot answer, it sends zeros. The server sees each node's sums,
+so cells are merged until every node reaches the smallest count.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
 
 ANALYZE_ACTION, STEPS_PREFIX, SETS_RECORD = "analyze", "fedloom.analysis.", "fedloom.analyses.sets"
-"""Flower's name of the messages, and names of a node's records of answered steps and of summed sets of rows."""
+"""Flower's name for the messages, and the names of a node's records of answered steps and of summed sets of rows."""
 GREETING_STEP = -1
 
 
 @dataclass(frozen=True)
 class Analyses:
-    """The analyses that a node answers, as agreed on by the people of the node.
+    """Analyses that a node answers, as agreed on by its operators.
 
     Args:
         agreement: columns with their ranges, task and classes, as a file or a value. Samples are rows of its columns.
@@ -69,10 +71,10 @@ class Analyses:
     analyses: Sequence[Any]
 
     def find(self, name: str, clients: int) -> AgreedAnalysis:
-        """Return an analysis by its name, as agreed on for a number of nodes.
+        """Return an analysis by its name, in the form agreed on for a number of nodes.
 
         Raises:
-            ConfigError: the analysis is not agreed on, or makes no sense for these columns.
+            ConfigError: the analysis was not agreed on, or makes no sense for these columns.
         """
         for given in self.analyses:
             analysis = analysis_of(given, {})
@@ -84,7 +86,7 @@ class Analyses:
 
 
 def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clients: int) -> AgreedAnalysis:
-    """Return an analysis as server and nodes have agreed on it.
+    """Return an analysis in the form on which the server and the nodes have agreed.
 
     Raises:
         ConfigError: the analysis makes no sense for these columns.
@@ -107,11 +109,11 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
         values: values of the message.
         analyses: analyses that the node answers.
         fed: samples of the node.
-        state: Flower's state, which keeps the steps that were answered.
+        state: Flower's state, which stores the steps that have been answered.
 
     Raises:
-        FedloomError: the analysis is not agreed on, or the rules do not lead to the question. The samples have no
-            influence on this decision.
+        FedloomError: the analysis was not agreed on, or the rules do not lead to the question. The samples do not
+            influence this decision.
     """
     if analyses is None:
         raise ConfigError("this node answers no analyses. Pass the analyses as Local(..., analyses=Analyses(...))")
@@ -152,12 +154,12 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
 
 
 def _enter(state: RecordDict, name: str, step: int, question: str, course: str, rows: str) -> bool:
-    """Record a step before it is answered, and return whether the samples are still the samples of the first step.
+    """Record a step before it is answered, and return True if the samples are still those of the first step.
 
-    Without the same samples the node sends zeros.
+    If they are not, the node sends zeros.
 
     Raises:
-        Refused: the step was answered for another question or under other terms.
+        Refused: the step was answered for a different question or under different terms.
     """
     kept = state.get(f"{STEPS_PREFIX}{name}")
     record: dict[str, Any] = (
@@ -174,7 +176,7 @@ def _enter(state: RecordDict, name: str, step: int, question: str, course: str, 
 
 
 def _are_apart(state: RecordDict, one: AgreedAnalysis, sets: Sequence[ClientRows]) -> bool:
-    """Return whether sets of rows may be summed besides those of other analyses, and remember the verdict."""
+    """Return True if sets of rows may be summed in addition to those of other analyses, and remember the decision."""
     kept = state.get(SETS_RECORD)
     memory = json.loads(str(kept["memory"])) if isinstance(kept, ConfigRecord) else {"salt": secrets.token_hex(16)}
     salt, name = bytes.fromhex(memory["salt"]), f"{one.name} {one.analysis.model_dump_json()}"
@@ -191,7 +193,7 @@ def analyze(
     timeout: float = 3600.0,
     folder: Path | str | None = None,
 ) -> AnalysisResult:
-    """Return the result of an analysis of the samples of all reachable nodes, from sums only.
+    """Return the result of an analysis over the samples of all reachable nodes, computed only from sums.
 
     >>> app = ServerApp()  # doctest: +SKIP
     >>> @app.main()  # doctest: +SKIP
@@ -200,10 +202,11 @@ def analyze(
 
     Args:
         grid: Flower's.
-        analysis: a value, a name, or a table with its ``kind``, as at the nodes.
-        agreement: columns with their ranges, as at the nodes.
-        timeout: seconds to wait for answers.
-        folder: folder that keeps every sum, so that the same call resumes an interrupted analysis. None to keep no sum.
+        analysis: a value, a name, or a table with its ``kind``, the same as at the nodes.
+        agreement: columns with their ranges, the same as at the nodes.
+        timeout: number of seconds to wait for answers.
+        folder: folder in which every sum is stored, so that the same call resumes an interrupted analysis. None to
+            store no sums.
 
     Raises:
         ConfigError: the analysis makes no sense for these columns.
@@ -254,7 +257,7 @@ def _send(
     """Send a message to every node, and return the replies in the order of the nodes.
 
     Raises:
-        DataError: a node does not answer, or refuses.
+        DataError: a node does not answer, or refuses to.
     """
     messages = list[Message]()
     for seat, node in enumerate(nodes):

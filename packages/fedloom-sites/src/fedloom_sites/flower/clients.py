@@ -1,4 +1,4 @@
-"""FlowerClients: the nodes of an existing Flower app as the clients of a round."""
+"""Use the nodes of an existing Flower app as the clients in a round."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ Send = Callable[[Iterable[Message]], Iterable[Message]]
 
 
 class FlowerClients(RemoteClients):
-    """The nodes of an app, see `RemoteClients`.
+    """Nodes of an app as clients (see `RemoteClients`).
 
     Args:
         job: the run at the server.
-        forms: forms of the run's messages.
-        roll: the nodes by client.
+        forms: formats of the run's messages.
+        roll: the nodes, by client.
         run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
         document: method and choices of the run.
         parameters: names and shapes of the model's parameters.
         send: function that sends messages to the nodes.
 
     Attributes:
-        roll: the nodes by client.
+        roll: the nodes, by client.
         scores: metrics of every client that answered the newest evaluation.
-        refusals: reason for which each client refused the newest request. Clients that did not answer, or that have
-            lost their state, are not included.
+        refusals: reason why each client refused the newest request. Clients that did not answer or have lost their
+            state are not included.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FlowerClients(RemoteClients):
         self.refusals: dict[int, str] = {}
 
     def through(self, send: Send) -> FlowerClients:
-        """Return a copy of these clients with another way to send messages."""
+        """Return a copy of these clients with a different function for sending messages."""
         other = copy.copy(self)
         other._send, other.refusals = send, {}
         return other
@@ -102,7 +102,7 @@ class FlowerClients(RemoteClients):
         return self.scores
 
     def score_messages(self, request: ScoreRequest) -> Iterator[Message]:
-        """Yield the messages that ask for scores."""
+        """Yield the messages that request scores."""
         has_global = request.model is not None
         for c, models in self._forms.write_models_of(request, self._scorers(request)):
             yield self._message("evaluate", c, request.round, models, **{"global": has_global})
@@ -165,7 +165,7 @@ class Remembering:
         self.score, self.call_once = clients.score, clients.call_once
 
     def replaying(self, clients: FlowerClients) -> Remembering:
-        """Return these answers with the trainings of other clients."""
+        """Return these answers together with the training of other clients."""
         other = Remembering(clients)
         other._answers = self._answers
         return other

@@ -1,4 +1,4 @@
-"""Text of an app's method and choices for its nodes, and checks of choices that an app cannot have."""
+"""Describe an app's method and choices as text for its nodes, and check for choices that an app cannot have."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ STRATEGY_FIELDS = [
     for name in Setting.model_fields
     if name not in ("algorithm", "model", "rounds", "task", "attack", "devices", "schedule")
 ]
-"""Fields of a setting that a strategy takes, which exclude the app's fields and the fields of simulations."""
+"""Fields of a setting that a strategy accepts, i.e. without the app's own fields and those of simulations."""
 REPLACEMENT_HINTS = tomllib.loads((files("fedloom_sites.flower") / "cures.toml").read_text(encoding="utf-8"))
-"""Replacements of Flower's strategies and their options, and of choices that have no use in an app."""
+"""Replacements for Flower's strategies and their options, and for choices that are not used in an app."""
 SCORED_BY_NODES = "nodes score their own parts. Compute it there, with personal_model(context)"
 UNREAD_CHOICES = {
     "engine": REPLACEMENT_HINTS["unread"]["engine"],
     "evaluate": dict.fromkeys(sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES)
     | REPLACEMENT_HINTS["unread"]["evaluate"],
 }
-"""Fields of choices without a use in an app, with advice on each."""
+"""Fields of choices that are not used in an app, with advice on each."""
 OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
 """Arguments of `Strategy.start`."""
 CLIPPING_KEY = "clipping_norm"
-"""Key by which Flower's strategies with differential privacy make a mod clip."""
+"""Key with which Flower's strategies for differential privacy make a mod clip."""
 PRIVACY_HINT = (
     "instead of Flower's DifferentialPrivacy strategies, clip and add noise with an upload "
     "transform: upload_transform={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
 )
-"""Advice instead of a strategy that wraps a strategy of fedloom."""
+"""Advice to use instead of a strategy that wraps one of fedloom's strategies."""
 
 
 def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
     """Return a method, with its options and the choices of a run, as JSON for the nodes.
 
     Raises:
-        ConfigError: the method is not in the registry or is a name of Flower's, a choice belongs elsewhere, or a value
-            has no JSON form.
+        ConfigError: the method is not in the registry or is the name of one of Flower's, a choice belongs elsewhere, or
+            a value cannot be written as JSON.
     """
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm must be a name, such as Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
@@ -71,7 +71,7 @@ def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
 
 
 def _hint(key: str, value: object) -> str:
-    """Return a hint on the replacement of an option of Flower's strategies, or of an argument of `Strategy.start`."""
+    """Return a hint on what replaces an option of Flower's strategies, or an argument of `Strategy.start`."""
     if key in REPLACEMENT_HINTS["options"]:
         return f"{key} is an option of Flower's own strategies. Use {REPLACEMENT_HINTS['options'][key]}"
     if key in OF_START:
@@ -92,11 +92,11 @@ NO_CHOICES = {
     "task": ("nodes have the loss and the metrics", "app-task", "leave {task} out, and pass the loss to Local"),
     "rounds": ("Flower counts rounds", "app-rounds", "pass the number of rounds to start, as num_rounds"),
 }
-"""Choices of a simulation that an app lacks: the reason, the rule, and the fix."""
+"""Choices of a simulation that an app does not support: the reason, the rule, and the fix."""
 
 
 def resolved_document(setting: Setting) -> str:
-    """Return the setting of a job for its nodes, with everything that follows from the federation as numbers."""
+    """Return a job's setting for its nodes, with everything that depends on the federation replaced by numbers."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
     parts = [
         name for name in STRATEGY_FIELDS if name not in ("aggregator", "client_weights")
@@ -110,7 +110,7 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> 
 
     Raises:
         ConfigError: a value is invalid.
-        Refused: the document names code, which messages must not name.
+        Refused: the document refers to code, which messages must not do.
     """
     content = json.loads(document)
     for text in _texts(content):
@@ -129,10 +129,10 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> 
 
 
 def _check_choices(content: Mapping[str, Any]) -> None:
-    """Raise if a choice of a simulation has no meaning in an app.
+    """Raise an error if a choice for simulations has no meaning in an app.
 
     Raises:
-        Refused: the choice, which the message names.
+        Refused: there is such a choice, which the message names.
     """
     for name, (why, rule, fix) in NO_CHOICES.items():
         if content.get(name) is not None:
@@ -147,10 +147,10 @@ def _check_choices(content: Mapping[str, Any]) -> None:
 
 
 def check_counts(**counts: tuple[Any, int]) -> None:
-    """Raise if a count, given by name with its smallest allowed value, is not a whole number or is too small.
+    """Raise an error if a count, given by name with its smallest allowed value, is not a whole number or is too small.
 
     Raises:
-        ConfigError: the first such count.
+        ConfigError: there is such a count, of which the message names the first.
     """
     for name, (count, least) in counts.items():
         if type(count) is not int or count < least:
@@ -175,10 +175,10 @@ def _texts(value: object) -> list[str]:
 
 
 def refuse_privacy(config: Mapping[str, object]) -> None:
-    """Raise if the calling strategy is wrapped in one of Flower's strategies with differential privacy.
+    """Raise an error if the calling strategy is wrapped in one of Flower's strategies for differential privacy.
 
-    Strategies whose nodes clip say so in the config. Strategies that clip at the server say it nowhere, and read the
-    replies before the wrapped strategy does, so they are searched among the callers.
+    If the nodes clip, these strategies say so in the config. If the server clips, they do not say so anywhere, and they
+    read the replies before the wrapped strategy does, so this function searches for them among its callers.
 
     Raises:
         ConfigError: the calling strategy is wrapped.

@@ -1,4 +1,4 @@
-"""Local: model, samples and loss of a node."""
+"""Model, samples and loss of a node (`Local`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedloom_sites.flower.analyses import Analyses
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
 
 PROBE_SAMPLES = 2
-"""Number of samples on which a node tries its loss."""
+"""Number of samples on which a node tries out its loss."""
 
 
 @dataclass
@@ -33,35 +33,34 @@ class Local:
     """A node's model and samples.
 
     Args:
-        model: the module, as at the server. The server sends its values. The output is a tensor with a row per sample,
-            or an object or dict whose ``logits`` are such a tensor.
-        trainset: training samples: a torch ``Dataset`` or ``DataLoader``, or tensors ``(x, y)``. A sample is a tuple
-            whose last entry is the target, or a dict. Samples are read once, so a data set whose samples differ in a
-            second reading is rejected. Data set and ``collate_fn`` of a loader are used, while batches are drawn by the
-            strategy's ``local``.
-        loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function of a batch's
-            outputs and targets, in the shapes of the model and the samples, that returns the mean over the batch. The
-            default is the cross-entropy for whole-number targets, else the squared error. With a label per position
-            ``[n, L]`` and outputs ``[n, L, C]``, the loss is called with outputs and labels of the labelled positions,
-            ``[k, C]`` and ``[k]``. The value -100, or the ``ignore_index`` of ``nn.CrossEntropyLoss``, marks a position
-            without a label.
+        model: the module, the same as at the server. The server sends its values. The output is a tensor with a row for
+            each sample, or an object or dict whose ``logits`` are such a tensor.
+        trainset: training samples, as a torch ``Dataset`` or ``DataLoader``, or as tensors ``(x, y)``. A sample is a
+            tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that gives
+            different samples when it is read again is rejected. Of a loader, only the data set and ``collate_fn`` are
+            used; the strategy's ``local`` draws the batches.
+        loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function that receives a
+            batch's outputs and targets, in the shapes of the model and the samples, and returns the mean over the
+            batch. The default is the cross-entropy if targets are whole numbers, otherwise the squared error. With a
+            label for each position ``[n, L]`` and outputs ``[n, L, C]``, the loss is called with the outputs and labels
+            of the labelled positions, ``[k, C]`` and ``[k]``. The value -100, or the ``ignore_index`` of
+            ``nn.CrossEntropyLoss``, marks a position without a label.
         testset: test samples, in any of these forms.
         valset: validation samples, in any of these forms.
         device: device on which the node computes.
-        folder: folder of the node's model file, ``<node>.safetensors``, written at every evaluation, and of its rows.
-            None to write no file.
-        keys: for samples that are dicts, the names of the model's inputs and, last, of the target. By default the
-            target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other entries are
-            inputs.
-            Several inputs are passed to the model by name.
-        subject: for samples that are dicts, the name of the entry with the sample's subject, such as a patient's
-            number. The entry is not an input, and a subject in two of the sets is rejected.
-        upload_transform: the node's noise, ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options.
-            No document of the server lowers it: the document's noise applies if its clip is not larger and its noise is
-            not smaller, else the node's noise replaces it. Scores are sent without noise.
-        norm_bound: longest allowed difference (L2) of every field that leaves the node, greater than 0. Longer
-            differences are shortened, whatever the server's document says. None for any length.
-        analyses: analyses by sums that the node answers, with the agreement on its columns. None to answer no analysis.
+        folder: folder for the node's model file, ``<node>.safetensors``, which is written at every evaluation, and for
+            its rows. None to write no files.
+        keys: for samples that are dicts, the names of the model's inputs followed by that of the target. By default,
+            the target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other entries are
+            inputs. Multiple inputs are passed to the model by name.
+        subject: for samples that are dicts, the name of the entry with the sample's subject, such as a patient number.
+            The entry is not an input, and no subject may be in two of the sets.
+        upload_transform: the node's noise, as ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict with its
+            options. The server's document cannot weaken it: the document's noise applies if its clip is not larger and
+            its noise is not smaller, otherwise the node's noise replaces it. Scores are sent without noise.
+        norm_bound: largest allowed length (L2) of the difference in every field that leaves the node, greater than 0.
+            Longer differences are shortened, whatever the server's document says. None for no limit.
+        analyses: analyses by sums that the node answers, with the agreement on its columns. None to answer no analyses.
     """
 
     model: nn.Module
@@ -78,11 +77,11 @@ class Local:
     analyses: Analyses | None = None
 
     def with_floor(self, setting: Setting) -> Setting:
-        """Return the setting of the server's document with at least the node's noise.
+        """Return the setting in the server's document, with at least the node's own noise.
 
         Raises:
-            ConfigError: the channel is not a noise.
-            Refused: the document has a channel of another kind, and two channels are not possible.
+            ConfigError: the channel is not a noise channel.
+            Refused: the document has a channel of a different kind, and two channels cannot be combined.
         """
         own_noise, channel = self._noise(), setting.upload_transform
         if own_noise is None:
@@ -102,7 +101,7 @@ class Local:
         return setting.with_(upload_transform=own_noise)
 
     def shorten(self, job: Job, upload: object, down: object) -> Any:
-        """Return the upload of a node, shortened to the node's bound. Fields ``[1, .]``."""
+        """Return a node's upload, shortened to the node's bound if necessary. Fields ``[1, .]``."""
         if self.norm_bound is None:
             return upload
         return shortened(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
@@ -123,10 +122,10 @@ class Local:
             ) from None
 
     def _check_floor(self) -> None:
-        """Raise if the noise or the bound is invalid.
+        """Raise an error if the noise or the bound is invalid.
 
         Raises:
-            ConfigError: a description of the fault.
+            ConfigError: the noise or the bound is invalid.
         """
         self._noise()
         bound: Any = self.norm_bound
@@ -137,7 +136,7 @@ class Local:
             )
 
     def read(self) -> NodeProblem:
-        """Read the samples and return the local problem.
+        """Read the samples, and return the local problem.
 
         Raises:
             ConfigError: the samples are invalid, or the model or the loss does not accept them.
@@ -189,7 +188,7 @@ class Local:
         return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
 
     def _sequences(self, x: Tensor, y: Tensor, signature: Signature, parts: Mapping[str, Any]) -> NodeProblem:
-        """Return the local problem of samples with a label per position ``[n, L]``."""
+        """Return the local problem for samples with a label for each position, ``[n, L]``."""
         ignored, classes = getattr(self.loss, "ignore_index", -100), tuple(map(str, range(signature.outputs[-1])))
         labels = torch.where(y == ignored, -1, y.long())
         samples = Dataset("node", x, labels, "classification", classes, positions=True, design=_design(parts))
@@ -217,10 +216,10 @@ class NodeProblem(NamedTuple):
     """A node's samples and loss.
 
     Attributes:
-        model: model that takes a row per sample and returns ``[b, k]``.
+        model: model that receives a row for each sample and returns ``[b, k]``.
         signature: call signature of the app's module.
-        fed: samples as a federation of one client.
-        objective: the node's loss, or None for the loss of the task.
+        fed: samples as a federation with one client.
+        objective: the node's loss, or None for the task's loss.
     """
 
     model: nn.Module
@@ -230,13 +229,13 @@ class NodeProblem(NamedTuple):
 
 
 def _design(parts: Mapping[str, NodeSamples]) -> Design | None:
-    """Return the subject of each sample, part by part in the order of `DATA_PARTS`, or None without subjects."""
+    """Return the subject of each sample, part by part in the order of `DATA_PARTS`, or None without any subjects."""
     owners = [owner for part in DATA_PARTS if part in parts for owner in parts[part].subject or ()]
     return design_of({"subject": owners}, len(owners), "node") if owners else None
 
 
 def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
-    """Return the places of the samples of every part, one part after another."""
+    """Return the indices of the samples in every part, one part after another."""
     splits, start = {}, 0
     for part in DATA_PARTS:
         count = len(parts[part].target) if part in parts else 0
@@ -246,7 +245,7 @@ def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
 
 
 def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
-    """Return whether targets ``[n, L]`` are labels of positions, for each of which a model returns a row ``[L, C]``."""
+    """Return True if targets ``[n, L]`` are labels of positions, for each of which a model returns a row ``[L, C]``."""
     return not y.is_floating_point() and y.dim() == 2 and len(outputs) == 2 and y.shape[1] == outputs[0]
 
 
@@ -266,7 +265,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _task(loss: object, y: Tensor, outputs: int) -> tuple[Task, bool]:
-    """Return the task of a node, and whether its loss is the loss of the task."""
+    """Return a node's task, and True if its loss is that of the task."""
     whole = not y.is_floating_point()
     if type(loss) is nn.BCEWithLogitsLoss and outputs == 1 and bool(((y == 0) | (y == 1)).all()):
         return "binary", _is_plain(loss)
@@ -278,7 +277,7 @@ def _task(loss: object, y: Tensor, outputs: int) -> tuple[Task, bool]:
 
 
 def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
-    """Return whether a loss of torch has default options except for the options in ``free``."""
+    """Return True if a torch loss has default options, except for the options in ``free``."""
     plain = type(loss)()
     options = {"reduction", "label_smoothing", "ignore_index"}.difference(free)
     same = all(getattr(loss, name, None) == getattr(plain, name, None) for name in options)
@@ -286,7 +285,7 @@ def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
 
 
 def _loss_of_app(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
-    """Return an app's loss, adapted to the shapes of outputs and targets in the app. ``y`` is one target."""
+    """Return an app's loss, adapted to the shapes of outputs and targets in the app. ``y`` is a single target."""
     is_float = y.is_floating_point() or isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss)
     shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()
 
@@ -306,7 +305,7 @@ def _loss_of_app(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any
 
 @torch.no_grad()
 def _outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Return a module's outputs on the first samples, in evaluation mode."""
+    """Return a module's outputs for the first samples, in evaluation mode."""
     training, first = model.training, next((p for p in model.parameters() if p.is_floating_point()), x)
     try:
         outputs: Tensor = model.eval()(x[:PROBE_SAMPLES].to(first))
@@ -316,7 +315,7 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
-    """Return a description of a fault of a loss on some outputs and targets, or "" if the loss returns one number."""
+    """Return a description of a loss's error on some outputs and targets, or "" if the loss returns one number."""
     shapes = f"outputs {[*outputs.shape]} with targets {[*targets.shape]}"
     try:
         mean = loss(outputs, targets)

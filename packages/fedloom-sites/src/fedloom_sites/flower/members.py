@@ -1,4 +1,4 @@
-"""Members: the nodes of a run, as they introduce themselves and as the run's folder stores them."""
+"""Nodes of a run, as they introduce themselves and as the run's folder stores them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedloom_sites.transport.roll import Roll
 RUN_FILE = "run.json"
 """File of a run in its folder, next to the checkpoints."""
 NODE_POLL_SECONDS = 1.0
-"""Seconds between two searches for nodes."""
+"""Number of seconds between two searches for nodes."""
 MODS_HINT = (
     "mods that change one record of the model do not fit, because a method sends rows. Leave the mod "
     "out, and clip or add noise with an upload transform of the strategy, such as "
@@ -34,15 +34,15 @@ STRANGE_NODE_REASON = (
     "it does not belong to the run in the folder. A node keeps its number if it has a key, and in a "
     "simulation every run of Flower has new nodes. To start again, name another folder"
 )
-"""Reason why a node takes no part in a run that began without it."""
+"""Reason why a node does not take part in a run that began without it."""
 
 
 class Members(NamedTuple):
     """The nodes of a run.
 
     Attributes:
-        nodes: Flower's numbers of the nodes, by client.
-        sizes: numbers of training, validation and test samples of each node.
+        nodes: Flower's node numbers, by client.
+        sizes: number of training, validation and test samples of each node.
         run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
     """
 
@@ -51,14 +51,14 @@ class Members(NamedTuple):
     run: str
 
     def roll(self) -> Roll:
-        """Return the roll of these nodes, all connected."""
+        """Return the roll of these nodes, all of them connected."""
         roll = Roll({node: client for client, node in enumerate(self.nodes)}, torch.tensor(self.sizes))
         roll.connect(self.nodes)
         return roll
 
 
 class Introduction(NamedTuple):
-    """Samples of a node: their form, the call signature of the module, and the numbers of samples of each part."""
+    """Samples of a node: their form, the module's call signature, and the number of samples in each part."""
 
     schema: InputSpec
     signature: Signature
@@ -98,7 +98,7 @@ def introduction(reply: Message) -> Introduction:
 
 
 class SavedRun(NamedTuple):
-    """A run as stored in its folder.
+    """A run as it is stored in its folder.
 
     Attributes:
         members: nodes of the run.
@@ -115,7 +115,7 @@ class SavedRun(NamedTuple):
     parameters: str
 
     def check(self, document: str, parameters: str, folder: Path | None) -> None:
-        """Raise if this run differs from the stored run.
+        """Raise an error if this run differs from the stored run.
 
         Raises:
             ConfigError: the method, a choice, or the model differs.
@@ -127,7 +127,7 @@ class SavedRun(NamedTuple):
                 )
 
     def introduction(self, node: int) -> Introduction:
-        """Return the introduction of a node at the start of the run."""
+        """Return the introduction that a node made at the start of the run."""
         return Introduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
 
 
@@ -143,11 +143,11 @@ def introductions(
         parameters: parameters of the server's model.
         saved: run to resume. None for a new run.
         min_nodes: number of nodes that are needed.
-        wait: seconds to wait for the nodes.
-        timeout: seconds to wait for their answers.
+        wait: number of seconds to wait for the nodes.
+        timeout: number of seconds to wait for their answers.
 
     Raises:
-        ConfigError: too few nodes are present and match.
+        ConfigError: too few matching nodes are present.
     """
     end, reasons, strangers, logged = time.monotonic() + wait, dict[int, str](), dict[int, str](), -1
     while len(nodes := _awaited(grid, saved, strangers)) < min_nodes and (left := end - time.monotonic()) > 0:
@@ -182,14 +182,14 @@ def introductions(
 
 
 def _commonest_samples(introduced: list[Introduction]) -> Introduction | None:
-    """Return the most frequent form of samples, the earlier node's in a tie, or None without nodes."""
+    """Return the most frequent form of samples, the earlier node's if there is a tie, or None without nodes."""
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 
 def _awaited(grid: Grid, saved: SavedRun | None, strangers: dict[int, str]) -> list[int]:
     """Return the nodes that are present and may take part.
 
-    All other nodes are added to ``strangers``, with the reason, and logged.
+    All other nodes are added to ``strangers`` with a reason, and logged.
     """
     here = sorted(grid.get_node_ids())
     if saved is None:

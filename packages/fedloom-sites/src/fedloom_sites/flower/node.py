@@ -1,4 +1,4 @@
-"""Node: a user's client app trains, answers and scores by a method of fedloom, on the user's model and samples."""
+"""Make a user's client app train, answer and score with a method of fedloom, on the user's model and samples."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ from fedloom_sites.flwr_adapter import ErrorCode, mods_of
 from fedloom_sites.transport.node import Node
 
 DEFAULT_ACTION = "default"
-"""Flower's name for a function without a name."""
+"""Flower's name for a function that has no name."""
 STATE_PREFIX, MODEL_KEY = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
 SECURE_MODS = {"secagg_mod", "secaggplus_mod"}
 """Mods of Flower's secure aggregation."""
 KEPT_RUNS = 64
-"""Number of runs of nodes that a process keeps ready."""
+"""Number of a node's runs that a process keeps ready."""
 LocalFunction = Callable[[Context], Local]
-"""Function that returns a node's model and samples. It is called once per run and process."""
+"""Function that returns a node's model and samples. It is called once for each run and process."""
 
 
 def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
     """Return a decorator that makes an app's nodes train, answer and score for `fedloom_sites.flower.Strategy`.
 
     Args:
-        app: Flower's app of the nodes. Its functions for training and evaluation are set.
+        app: Flower's app for the nodes. The decorator sets the app's functions for training and evaluation.
 
     Returns:
-        A decorator of the function that returns a node's `Local` from Flower's context.
+        A decorator for the function that returns a node's `Local` from Flower's context.
 
     Example:
         >>> app = ClientApp()
@@ -73,8 +73,8 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
         ...     return Local(Net(), trainset, loss=nn.CrossEntropyLoss(), testset=testset)
 
     Raises:
-        ConfigError: the argument is not an app, or the app has, or later gets, another function for one of these
-            messages.
+        ConfigError: the argument is not an app, or the app has, or is later given, a different function for one of
+            these messages.
     """
     if not isinstance(app, ClientApp):
         raise ConfigError(f"client needs the app, as in @client(app) after app = ClientApp(), got {app!r:.80}")
@@ -100,7 +100,7 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
 
 
 def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) -> Callable[..., Any]:
-    """Return an app's decorator of functions, changed so that it keeps fedloom's functions."""
+    """Return an app's own decorator for functions, changed so that it keeps fedloom's functions."""
 
     @wraps(register)
     def keeping(action: str = DEFAULT_ACTION, **options: Any) -> Any:
@@ -119,15 +119,15 @@ def _already_registered(kind: str) -> ConfigError:
 
 
 def personal_model(context: Context) -> dict[str, Tensor]:
-    """Return the state dict of the node's newest model after an evaluation: the personal model, else the global model.
+    """Return the state dict of the node's newest model after an evaluation: the personal, otherwise the global one.
 
-    Statistics of normalization layers are computed from the node's training samples.
+    The statistics of normalization layers are computed from the node's training samples.
 
     Args:
-        context: Flower's context of a node of the app.
+        context: Flower's context for a node of the app.
 
     Raises:
-        ConfigError: the model does not exist yet.
+        ConfigError: there is no model yet.
     """
     state = tensors_of(context.state, MODEL_KEY)
     if not state:
@@ -137,7 +137,7 @@ def personal_model(context: Context) -> dict[str, Tensor]:
 
 @dataclass
 class _Run:
-    """Values that a node computes once per run."""
+    """Values that a node computes once for each run."""
 
     local: Local
     problem: NodeProblem
@@ -147,13 +147,13 @@ class _Run:
 
 
 class _Node:
-    """Answers of a node to the server's messages."""
+    """A node's answers to the server's messages."""
 
     def __init__(self, function: LocalFunction, app: ClientApp) -> None:
         self._function, self._app, self._runs = function, app, dict[tuple[int, int], _Run]()
 
     def answering(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
-        """Return a handler for Flower that turns a failure into a sentence here and at the server."""
+        """Return a handler for Flower that turns a failure into a readable message here and at the server."""
 
         def handler(message: Message, context: Context) -> Message:
             if VALUES_RECORD not in message.content:
@@ -191,7 +191,7 @@ class _Node:
         return RecordDict({VALUES_RECORD: write_values(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Return the answer to a sampler about the global model."""
+        """Return the answer about the global model to a sampler."""
         node, job = self._node(values, message, context)
         answer, work = node.answer(job, messages_of(message.content)[0], values["round"])
         return RecordDict({VALUES_RECORD: write_values(work=work), ARRAYS_RECORD: pack_arrays([answer])})
@@ -204,7 +204,7 @@ class _Node:
     def train(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Train from the state that the server names as accepted, and return the upload.
 
-        The new state waits for the next message.
+        The new state is pending until the next message.
         """
         (node, job), t = self._node(values, message, context), values["round"]
         try:
@@ -227,7 +227,7 @@ class _Node:
         )
 
     def evaluate(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Return the scores of the models on the node's samples, and keep the newest model."""
+        """Return the models' scores on the node's samples, and keep the newest model."""
         (node, job), t = self._node(values, message, context), values["round"]
         models = node.read_models(job, messages_of(message.content), t, common=values["global"])
         scores = node.score_hybrid(job, node.score(job, models, t))
@@ -303,7 +303,7 @@ class _Node:
         save_tensors(_rows_file(folder, context), rows, {"run": run, "rounds": " ".join(rounds)})
 
     def _recall(self, context: Context, run: str, accepted: int) -> None:
-        """Read the state of a round of a resumed run from the node's folder, if the folder contains the state."""
+        """Read the state in a round of a resumed run from the node's folder, if it is there."""
         folder = self._run(context).local.folder
         if not run or folder is None or not _rows_file(folder, context).exists():
             return
@@ -318,7 +318,7 @@ class _Node:
         """Return the accepted state, and forget all other states.
 
         Raises:
-            _Lost: the node has no such state, and its method needs one.
+            _Lost: the node does not have this state, and its method needs one.
         """
         newest = f"{STATE_PREFIX}{accepted}"
         for name in [name for name in context.state if name.startswith(STATE_PREFIX) and name != newest]:
@@ -341,7 +341,7 @@ def _rows_file(folder: Path | str, context: Context) -> Path:
 
 
 def _state_dict(model: nn.Module, job: Job, row: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """Return the module's state dict with the given parameters ``[d]`` and statistics of a client's samples."""
+    """Return the module's state dict with the given parameters ``[d]`` and with statistics from a client's samples."""
     job.oracle.set_statistics(row, ids)
     module = copy.deepcopy(model).to(device="cpu", dtype=job.oracle.dtype)
     job.oracle.layout.load(module, row.cpu())

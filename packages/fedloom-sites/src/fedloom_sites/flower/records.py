@@ -1,4 +1,4 @@
-"""Records: the data that server and nodes exchange, as Flower's records."""
+"""Convert the data that the server and the nodes exchange to and from Flower's records."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
 VALUES_RECORD = "fedloom"
 """Name of the record with the plain values of a message or a reply."""
 FROZEN_TOLERANCE = 1e-3
-"""Largest difference of means and spreads at which values that are not trained count as the same."""
+"""Largest difference of means and spreads at which untrained values count as the same."""
 log = logging.getLogger("flwr").log
-"""Function that writes to Flower's log. Releases of Flower differ in the module that exports it."""
+"""Function that writes to Flower's log. Different releases of Flower export it from different modules."""
 
 
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
@@ -31,7 +31,7 @@ def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def messages_of(records: RecordDict) -> list[bytes]:
-    """Return the messages for the codec in a message or a reply.
+    """Return the codec's messages in a message or a reply.
 
     Raises:
         WireError: there are no such messages.
@@ -43,7 +43,7 @@ def messages_of(records: RecordDict) -> list[bytes]:
 
 
 def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a record. The dict is empty if the record does not exist.
+    """Return the tensors of a record. The dict is empty if there is no record.
 
     Raises:
         WireError: an array is damaged.
@@ -61,8 +61,8 @@ def head_of(records: RecordDict) -> dict[str, Any]:
     """Return the plain values of a message.
 
     Raises:
-        WireError: the message is not a message of fedloom.
-        Refused: another release wrote the message.
+        WireError: the message does not come from fedloom.
+        Refused: a different release wrote the message.
     """
     record = records.get(VALUES_RECORD)
     if not isinstance(record, ConfigRecord) or "release" not in record:
@@ -84,10 +84,10 @@ def write_values(**values: Any) -> ConfigRecord:
 
 
 def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
-    """Return the values of a module from a record.
+    """Return a module's values from a record.
 
     Raises:
-        ConfigError: the values belong to another module.
+        ConfigError: the values belong to a different module.
     """
     if not isinstance(arrays, ArrayRecord):
         got = type(arrays).__name__
@@ -113,9 +113,9 @@ def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
 
 
 def shapes_of(module: nn.Module) -> str:
-    """Return the shapes of a module's parameters, and shape, mean and spread of values that are not trained, as text.
+    """Return the shapes of a module's parameters, and the shape, mean and spread of untrained values, as text.
 
-    Statistics of normalization layers are left out, since a node computes them from its samples.
+    Statistics of normalization layers are omitted, since a node computes them from its own samples.
     """
     statistics = {id(value) for value in running_statistics(module)}
     facts: dict[str, Any] = {}
@@ -130,10 +130,10 @@ def shapes_of(module: nn.Module) -> str:
 
 
 def check_alike(node: str, server: str) -> None:
-    """Raise if a model differs from the server's model.
+    """Raise an error if a model differs from the server's model.
 
     Raises:
-        Refused: the first parameter that differs, on both sides.
+        Refused: the models differ; the message shows the first such parameter on both sides.
     """
     facts, expected = json.loads(node), json.loads(server)
     for name in [*facts, *expected]:

@@ -1,4 +1,4 @@
-"""Samples: the data sets of a node's app as tensors, and its module with a row per sample as input and output."""
+"""Convert the data sets of a node's app to tensors, and its module to one with a row per sample as input and output."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ AUGMENT_HINT = (
     "leave random transforms out of the data set and pass augment to the strategy, as augment={'flip': 0.5, 'crop': 4}"
 )
 COLLATED_AGAIN = 8
-"""Number of samples that a loader's collate_fn joins, and number of times that it joins them, to find random changes.
+"""Number of samples that a loader's collate_fn joins, and how often it joins them, to detect random changes.
 
-A token that is masked with a probability of 0.15 differs in the 64 values of one position with probability 1 - 1e-4."""
+A token that is masked with a probability of 0.15 differs among the 64 values of a position with probability 1 -
+1e-4."""
 MAX_EXACT_INTEGER = 2**24
-"""Bound below which whole numbers are exact in float32."""
+"""Limit below which whole numbers are exact in float32."""
 INPUT_DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
-"""Types of a module's inputs. Inputs of a floating-point type get the type of the run."""
+"""Types of a module's inputs. Inputs with a floating-point type are converted to the type of the run."""
 
 
 class Input(NamedTuple):
     """An input of a module.
 
     Attributes:
-        name: keyword of the input. The keyword is empty if inputs are given by position.
+        name: keyword of the input. The keyword is empty if inputs are passed by position.
         shape: shape of one sample.
         dtype: name in `INPUT_DTYPES`.
     """
@@ -59,10 +60,10 @@ class Signature(NamedTuple):
 
     Attributes:
         inputs: inputs of the module, next to each other in a row. The tuple is empty if a sample is the only input and
-            is passed unchanged.
+            is passed on unchanged.
         outputs: shape of the output for one sample.
-        fields: True if the output has several fields, including ``logits``.
-        positions: True if a sample has a label per position, with a row of ``outputs`` each.
+        fields: True if the output has several fields, one of which is ``logits``.
+        positions: True if a sample has a label for each position, each with a row of ``outputs``.
     """
 
     inputs: tuple[Input, ...]
@@ -72,7 +73,7 @@ class Signature(NamedTuple):
 
     @property
     def widths(self) -> list[int]:
-        """Number of values of each input in a row."""
+        """Number of values that each input has in a row."""
         return [math.prod(part.shape) for part in self.inputs]
 
     def text(self) -> str:
@@ -81,7 +82,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Signature:
-        """Return the signature in the JSON of `text`.
+        """Return the signature in the JSON from `text`.
 
         Raises:
             WireError: the text is not a signature.
@@ -101,7 +102,7 @@ class Signature(NamedTuple):
 
 
 class Unpack:
-    """Hook before a module's call that makes the inputs of the module from the rows ``[b, p]``."""
+    """Hook before a module's call that converts the rows ``[b, p]`` to the module's inputs."""
 
     def __init__(self, signature: Signature) -> None:
         self.inputs, self._widths = signature.inputs, signature.widths
@@ -118,27 +119,27 @@ class Unpack:
 
 
 def flatten_outputs(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
-    """Return a module's outputs as ``[b, k]`` in a hook, and of several fields only the logits."""
+    """Return a module's outputs as ``[b, k]`` in a hook, using only the logits if there are several fields."""
     outputs = _logits_of(outputs)
     rows: Tensor = outputs.reshape(len(outputs), -1)
     return rows
 
 
 def logits(_module: nn.Module, _args: object, outputs: object) -> Tensor:
-    """Return the logits of a module's outputs in a hook. Other outputs stay unchanged."""
+    """Return the logits of a module's outputs in a hook. Other outputs remain unchanged."""
     rows: Tensor = _logits_of(outputs)
     return rows
 
 
 def _logits_of(outputs: object) -> Any:
-    """Return the field or entry ``logits`` of an output, or the output itself without one."""
+    """Return the field or entry ``logits`` of an output, or the output itself if there is none."""
     return outputs.get("logits", outputs) if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
 
 def adapt_module(module: nn.Module, signature: Signature) -> nn.Module:
-    """Return a module that maps a row per sample to ``[b, k]``, or to ``[b, L, k]`` with a label per position.
+    """Return a module that maps a row per sample to ``[b, k]``, or to ``[b, L, k]`` if every position has a label.
 
-    The result is a copy, or the module itself if it already does so.
+    The result is a copy, or the module itself if it already does this.
     """
     if signature.inputs or signature.fields or len(signature.outputs) != 1:
         module = copy.deepcopy(module)
@@ -150,12 +151,12 @@ def adapt_module(module: nn.Module, signature: Signature) -> nn.Module:
 
 
 class NodeSamples(NamedTuple):
-    """Samples of one part of a node.
+    """Samples in one part of a node's data.
 
     Attributes:
-        inputs: ``[n, ...]`` by name.
+        inputs: inputs ``[n, ...]`` by name.
         target: ``[n, ...]``.
-        subject: subject of each sample ``[n]``. None if subjects are not named.
+        subject: subject of each sample ``[n]``. None if no subjects are given.
     """
 
     inputs: dict[str, Tensor]
@@ -164,14 +165,14 @@ class NodeSamples(NamedTuple):
 
 
 def read_samples(part: str, samples: object, keys: Sequence[str], subject: str | None = None) -> NodeSamples:
-    """Return the inputs by name and the targets of a data set.
+    """Return the inputs by name and the targets in a data set.
 
     Args:
         part: name of the part, for messages.
         samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
-        keys: for samples that are dicts, the names of the inputs and, last, of the target. Empty for the default.
-        subject: for samples that are dicts, the entry with the sample's subject, which is not an input. None
-            without subjects.
+        keys: for samples that are dicts, the names of the inputs followed by that of the target. Empty for the default.
+        subject: for samples that are dicts, the entry with the sample's subject, which is not an input. None without
+            subjects.
 
     Raises:
         ConfigError: the data set does not contain samples with a target.
@@ -217,7 +218,7 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
 
 
 def _batch(part: str, samples: object) -> Any:
-    """Return all samples as one batch, joined in the way of the loader."""
+    """Return all samples as one batch, joined in the same way as by the loader."""
     loader = samples if isinstance(samples, DataLoader) else None
     dataset: Any = samples if loader is None else loader.dataset
     join = collate if loader is None or loader.batch_sampler is None else loader.collate_fn
@@ -272,10 +273,10 @@ def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
 
 
 def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the inputs and, last, of the target.
+    """Return the names of the inputs, followed by that of the target.
 
     Raises:
-        ConfigError: no entry has a name in `TARGET_KEYS`, or several entries have such a name.
+        ConfigError: no entry, or more than one, has a name in `TARGET_KEYS`.
     """
     targets = [name for name in batch if name in TARGET_KEYS]
     if len(targets) != 1 or len(batch) < 2:
@@ -288,17 +289,17 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signature]:
-    """Return the inputs in the form that a module accepts, and its signature, found by calling it on two samples.
+    """Return the inputs in a form that a module accepts, and its signature, found by calling it on two samples.
 
     Args:
         module: the app's.
-        inputs: ``[n, ...]`` by name.
+        inputs: inputs ``[n, ...]`` by name.
 
     Returns:
-        A row or array per sample ``[n, ...]``, and the signature.
+        A row or array for each sample ``[n, ...]``, and the signature.
 
     Raises:
-        ConfigError: the module accepts the inputs in no form.
+        ConfigError: the module does not accept the inputs in any form.
     """
     names, values = [*inputs], [*inputs.values()]
     if len(values) == 1:
@@ -333,10 +334,10 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
 
 @torch.no_grad()
 def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature:
-    """Return the signature of a module that takes these parts.
+    """Return the signature of a module that accepts these parts.
 
     Raises:
-        ConfigError: the module fails on the parts, or does not return a tensor with a row per sample.
+        ConfigError: the module fails on the parts, or does not return a tensor with a row for each sample.
     """
     training, two = module.training, x[:2]
     try:

@@ -1,4 +1,4 @@
-"""Strategy: a method of fedloom in the form of Flower's strategies."""
+"""Use a method of fedloom as a Flower strategy."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from fedloom_sites.transport.forms import Forms
 from fedloom_sites.transport.limits import check_real_clients
 
 ROUND_KEY = "server-round"
-"""Key of a round in the configs of Flower's strategies."""
+"""Key for the round in the configs of Flower's strategies."""
 CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
     "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
 }
-"""Replacements of Flower's configs."""
+"""Replacements for Flower's configs."""
 LONG_RUN_ROUNDS = 1000
-"""Number of rounds of a trial setting, which shows options that differ from the options of a single-round run."""
+"""Number of rounds in a trial setting, which shows options that differ from those of a run with a single round."""
 
 
 class Strategy(FlowerStrategy):
@@ -63,20 +63,20 @@ class Strategy(FlowerStrategy):
 
     Args:
         algorithm: name in ``fl.algorithms.REGISTRY``.
-        model: the module, as at the nodes. The values of ``initial_arrays`` replace its values.
-        min_nodes: number of nodes to wait for before the first round. All nodes that are present then are the
+        model: the module, the same as at the nodes. The values in ``initial_arrays`` replace its own values.
+        min_nodes: number of nodes to wait for before the first round. All nodes that are present at that point form the
             federation.
-        wait: seconds to wait for the nodes.
+        wait: number of seconds to wait for the nodes.
         evaluate_every: number of rounds between two evaluations at the nodes. 0 for no evaluation.
-        folder: folder of the run's checkpoint, which is written after every round. `start` with the folder of an
-            interrupted run resumes the run with the same nodes. None for no checkpoint.
+        folder: folder for the run's checkpoint, which is written after every round. Calling `start` with the folder of
+            an interrupted run resumes the run with the same nodes. None for no checkpoint.
         choices: ``local``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
-            ``upload_transform``, ``client_weights``, ``seed``, ``augment`` or ``engine`` as in an experiment file or
-            `fedloom.Setting`. All other choices are options of the method.
+            ``upload_transform``, ``client_weights``, ``seed``, ``augment`` or ``engine``, as in an experiment file or
+            `fedloom.Setting`. Any other argument is an option of the method.
 
     Attributes:
         state: state of the run after the newest round (`fedloom.engine.state.State`). None before the first round.
-        client_metrics: metrics of every client by round of evaluation.
+        client_metrics: metrics of every client, by the round of the evaluation.
 
     Raises:
         ConfigError: a method, an option or a choice is unknown.
@@ -118,19 +118,18 @@ class Strategy(FlowerStrategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds and return the result, see ``flwr.serverapp.strategy.Strategy.start``.
+        """Run the rounds and return the result (see ``flwr.serverapp.strategy.Strategy.start``).
 
         An interrupted run continues with its remaining rounds.
 
-        Local training follows the strategy's ``local``. The configs are sent too, but no function of fedloom reads
-        them.
+        Local training follows the strategy's ``local``. The configs are sent as well, but fedloom does not read them.
 
         Returns:
             Flower's result. Rounds are numbered from the first round of the run.
 
         Raises:
-            ConfigError: too few nodes are present and match, or the folder contains another run.
-            RunStopped: every node refused a round, or no reply was used in any round, so that nothing was trained.
+            ConfigError: too few matching nodes are present, or the folder contains a different run.
+            RunStopped: every node refused a round, or no reply was used in any round, so nothing was trained.
         """
         check_counts(num_rounds=(num_rounds, 1))
         self._unread = set[tuple[str, str]]()
@@ -181,10 +180,11 @@ class Strategy(FlowerStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the cohort of the next round, and return its messages.
+        """Draw the cohort for the next round, and return its messages.
 
         Raises:
-            ConfigError: Flower's differential privacy wraps this strategy, or the arrays are not from this strategy.
+            ConfigError: Flower's differential privacy wraps this strategy, or the arrays do not come from this
+                strategy.
         """
         refuse_privacy(config)
         self._warn_of_unread("train_config", config)
@@ -222,16 +222,16 @@ class Strategy(FlowerStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the usable replies, and return the global model and counts of the round.
+        """Aggregate the usable replies, and return the global model and the round's counts.
 
-        With too few replies nothing changes.
+        With too few replies, nothing changes.
 
         Returns:
-            The global model, which is None before the last round if nothing reads it: without an ``evaluate_fn`` or
-            functions of a subclass. Also the counts of the round, which are None with too few replies.
+            The global model, or None before the last round if nothing reads it (i.e. without an ``evaluate_fn`` or
+            functions of a subclass). Also the round's counts, which are None with too few replies.
 
         Raises:
-            RunStopped: every node that was asked refused the round, and another request would not change this.
+            RunStopped: every node in the cohort refused the round, and a repeated request would not change this.
         """
         clients, job, before = self._running
         arrived = list(replies)
@@ -267,7 +267,7 @@ class Strategy(FlowerStrategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the requests for the scores of the models of all nodes.
+        """Return the requests for the scores of all nodes' models.
 
         Returns:
             A request for each node. The list is empty in a round without an evaluation.
@@ -289,7 +289,7 @@ class Strategy(FlowerStrategy):
 
     @undisturbed()
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return the mean scores over the nodes, weighted by samples of the part, or None without an evaluation.
+        """Return the mean scores over the nodes, weighted by the samples in the part, or None without an evaluation.
 
         Returns:
             The means by ``model/part/metric``. None in a round without an evaluation.
@@ -310,7 +310,7 @@ class Strategy(FlowerStrategy):
         return MetricRecord(figures) if figures else None
 
     def initialize_parameters(self, client_manager: object) -> None:
-        """Raise in Flower's older server, which calls this function of its strategies.
+        """Raise an error in Flower's older server, which calls this function of its strategies.
 
         Raises:
             ConfigError: always.
@@ -328,7 +328,7 @@ class Strategy(FlowerStrategy):
     @undisturbed()
     @entered("flower")
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
-        """Find the nodes of the run, make the job of their samples, and return the state at the start."""
+        """Find the nodes of the run, build the job from their samples, and return the initial state."""
         self._model.load_state_dict(state_dict_of(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)
@@ -386,13 +386,13 @@ class Strategy(FlowerStrategy):
             )
 
     def _look(self, grid: Grid) -> None:
-        """Update the set of nodes of the run that are present."""
+        """Update which nodes of the run are present."""
         clients, *_ = self._running
         for node in clients.roll.connect({*grid.get_node_ids()}):
             log(WARNING, "fedloom: node %s has disconnected. The run continues without it until it is back", node)
 
     def _save(self) -> None:
-        """Write a checkpoint, if the run has a folder."""
+        """Write a checkpoint if the run has a folder."""
         clients, _, state = self._running
         if self._folder is not None:
             self._checkpoints.save(state, accepted=clients.accepted.tolist())
@@ -406,7 +406,7 @@ class Strategy(FlowerStrategy):
             saved: run to resume. None for a new run.
 
         Raises:
-            ConfigError: too few nodes are present and match, or the run is another run.
+            ConfigError: too few matching nodes are present, or the run is a different one.
         """
         if saved is not None:
             saved.check(self._document, parameters, self._folder)
@@ -438,7 +438,7 @@ class Strategy(FlowerStrategy):
 
 
 def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
-    """Log the options of a method that follow from the number of rounds, which is unknown in an app's own loop."""
+    """Log those options of a method that depend on the number of rounds, which is unknown in an app's own loop."""
     options, of_many = dump(setting.method), dump(longer.method)
     derived = {key: value for key, value in options.items() if value != of_many.get(key)}
     if derived:
@@ -448,7 +448,7 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
 
 
 def _scores(answer: object) -> MetricRecord | None:
-    """Return the result of an ``evaluate_fn`` after a check, or None if the function returned None.
+    """Check the result of an ``evaluate_fn``, and return it, or None if the function returned None.
 
     Raises:
         ConfigError: the result is not a record.
@@ -461,4 +461,4 @@ def _scores(answer: object) -> MetricRecord | None:
 
 
 class _Configured(Exception):
-    """Exception that signals that the messages of a round are made. The replies come later."""
+    """Exception that signals that the messages of a round are ready. The replies arrive later."""

@@ -1,9 +1,9 @@
-"""Forms: the encodings of all messages of a run.
+"""Formats of all messages in a run.
 
-The server and the sites build the forms from the experiment alone, so the forms are the same.
+The server and the sites derive the formats from the experiment alone, so they are the same everywhere.
 
-A form is a codec of `fedloom.rows.wire`: names, types, shapes and encodings are agreed before a byte is read, so a
-message is checked against its form before any memory is allocated for the message.
+A format is a codec from `fedloom.rows.wire`: names, types, shapes and encodings are agreed on before a byte is read, so
+a message is checked against its format before any memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from fedloom.local.rows import rows_of
 from fedloom.processes.clients import ScoreRequest, TrainRequest
 
 HEADER_BYTES = 1 << 16
-"""Largest number of bytes in a message of the codec besides its numbers."""
+"""Largest number of bytes in a message of the codec in addition to its numbers."""
 WEIGHER_REPORT, SAMPLER_REPORT, MODEL_FIELD = "answer to the weigher", "answer to the sampler", "model"
 """Names that are not fields of the method."""
 
 
 class Forms:
-    """Messages of a run.
+    """Message formats of a run.
 
     Args:
-        job: run, at the server or at a site.
+        job: run, either at the server or at a site.
         server: state of the server before the first round.
         client: number of any client.
-        dense: True to write the numbers of an upload one by one, whatever the channel: a node of a Flower app may
-            change its upload after the channel.
+        dense: True to write the numbers in an upload one by one, whatever the channel, because a node of a Flower app
+            may change its upload after the channel.
 
     Attributes:
-        idle: upload of a client that takes no step.
+        idle: upload of a client that takes no steps.
     """
 
     def __init__(self, job: Job, server: Any, client: int = 0, *, dense: bool = False) -> None:
@@ -56,9 +56,9 @@ class Forms:
 
     @cached_property
     def longest(self) -> int:
-        """Largest number of bytes of an upload or an answer.
+        """Largest number of bytes in an upload or an answer.
 
-        Every encoding is at most as long as the dense encoding.
+        No encoding is longer than the dense one.
         """
         parts = [*self._upload.values.values()]
         if self._job.setting.sampler.probes:
@@ -75,7 +75,10 @@ class Forms:
         return self._messages.down(down, server).encode()
 
     def write_downs(self, request: TrainRequest, downloads: Mapping[int, Any]) -> Iterator[tuple[int, bytes]]:
-        """Yield each client with its encoded download. A download that is the same for all clients is encoded once."""
+        """Yield each client with its encoded download.
+
+        A download that is the same for all clients is encoded only once.
+        """
         common = self.write_down(request.down, request.server) if is_common(request.down) else None
         for client, down in downloads.items():
             yield client, common or self.write_down(down, request.server)
@@ -95,7 +98,7 @@ class Forms:
         return self._messages.up(sent, answers).encode()
 
     def read_up(self, message: bytes, client: int = 0, down: Any = None) -> Upload:
-        """Decode the upload of one client after its download. Without a download, a compressed change stays compressed.
+        """Decode a client's upload, given its download. Without a download, a compressed change stays compressed.
 
         Raises:
             WireError: the bytes are not an upload of this run.
@@ -137,7 +140,7 @@ class Forms:
     # ----------------------------------------------------------------------------------------------- evaluation
 
     def write_models(self, down: Any, shared: Tensor | None) -> list[bytes]:
-        """Encode the models that one client scores: the download, and the global model if it differs.
+        """Encode the models that a client scores: the download, and the global model if it is a different one.
 
         A method without personal models sends only the global model.
         """
@@ -147,14 +150,17 @@ class Forms:
         return parts
 
     def write_models_of(self, request: ScoreRequest, clients: Iterable[int]) -> Iterator[tuple[int, list[bytes]]]:
-        """Yield each client with the encoded models that it scores. Models for all clients are encoded once."""
+        """Yield each client with the encoded models that it scores.
+
+        Models that are the same for all clients are encoded only once.
+        """
         down, model = request.down, request.model
         common = self.write_models(down, model) if down is None or is_common(down) else []
         for c in clients:
             yield c, common if down is None or common else self.write_models(rows_of(down, slice(c, c + 1)), model)
 
     def read_models(self, parts: list[bytes], *, global_there: bool) -> tuple[Any, Tensor | None]:
-        """Decode the download and the global model ``[d]``. Each may be None.
+        """Decode the download and the global model ``[d]``. Either may be None.
 
         Raises:
             WireError: the bytes are not these models.
@@ -166,21 +172,21 @@ class Forms:
         return down, self.read_model(rest[0]) if rest or down is None else down[0].reshape(-1)
 
     def _is_received(self, down: Any, shared: Tensor) -> bool:
-        """Return whether a client that reads the download also receives the global model, bit for bit."""
+        """Return True if a client that reads the download also has the global model, bit for bit."""
         return self._messages.is_exact(self._down._fields[0]) and torch.equal(down[0].reshape(-1), shared)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
     @cached_property
     def _answer(self) -> Tensor:
-        """Return the form of an answer to the sampler."""
+        """Return the format of an answer to the sampler."""
         model = self._job.algorithm.global_model(self._server)
         assert model is not None
         return self._job.setting.sampler.probe(model, self._work)
 
     @cached_property
     def _upload(self) -> Letter:
-        """Return the form of an upload."""
+        """Return the format of an upload."""
         job, model = self._job, self._model[None]
         info = (
             job.setting.aggregation_weights.probe(self._down, model, self._work)
@@ -196,7 +202,7 @@ def _answers(info: Tensor | None, sampler_report: Tensor | None) -> dict[str, Te
 
 
 def score_names(job: Job) -> list[tuple[str, str, str]]:
-    """Return model, part and metric of every score that a site of the run can have, in the same order everywhere."""
+    """Return model, part and metric of every score that a site in the run can have, in the same order everywhere."""
     task, index = job.oracle.task, torch.zeros(0, dtype=torch.long)
     blank = task.metrics(torch.zeros(0, task.outputs, dtype=job.oracle.dtype), job.fed.targets(index), index, 1)
     names = sorted({*blank, "nonzeros", "rank", "factorised"})
@@ -205,7 +211,7 @@ def score_names(job: Job) -> list[tuple[str, str, str]]:
 
 
 def is_common(down: Any) -> bool:
-    """Return whether all clients receive the same message."""
+    """Return True if all clients receive the same message."""
     return all(field.dim() == 1 for field in down)
 
 
@@ -218,5 +224,5 @@ class Upload(NamedTuple):
 
 
 def output_of(sent: Upload, work: Tensor) -> ClientOutput:
-    """Return a client's output on the server's side. The client's state stays at the client."""
+    """Return a client's output as seen by the server. The client's state stays at the client."""
     return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.sampler_report)

@@ -1,4 +1,4 @@
-"""Limits of real clients: choices that only a simulation can compute, for a deployment and for a Flower app alike."""
+"""Limits of real clients, i.e. choices that only a simulation can compute, for deployments and Flower apps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedloom.schedule import Stream, Synchronous
 
 
 def check_real_clients(name: str, setting: Setting, party: str, *, streams: bool = False) -> None:
-    """Raise if a method or a choice needs something that clients at other places do not have.
+    """Raise an error if a method or a choice needs something that real clients do not have.
 
     Args:
         name: name of the method, for messages.

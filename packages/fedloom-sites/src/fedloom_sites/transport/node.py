@@ -1,4 +1,4 @@
-"""Node: a run at the place of one client's samples, for a deployment's site and for a node of a Flower app alike."""
+"""Run at the place of one client's samples, for both a deployment's site and a node of a Flower app."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Node:
 
     Args:
         job: the run, with the client's samples.
-        server: state with which the run's server begins.
+        server: initial state of the run's server.
         client: number of the client.
         dense: as in `Forms`.
     """
@@ -39,7 +39,7 @@ class Node:
         """Write a state of the client into the stores of the run.
 
         Args:
-            job: this run, with any shares of the objective.
+            job: this run, possibly with shares of the objective.
             tensors: ``<store>.<field>`` ``[.]``. None for the state before the first round.
         """
         for name, store in job.state_stores.items():
@@ -49,7 +49,7 @@ class Node:
                 store.write(self.ids, remade(store.template, [fields[field][None] for field in store.template._fields]))
 
     def answer(self, job: Job, message: bytes, t: int) -> tuple[bytes, list[int]]:
-        """Return the encoded answer to a sampler about the global model, and the work.
+        """Return the encoded answer about the global model to a sampler, and the work.
 
         Raises:
             WireError: the message contains no global model.
@@ -58,7 +58,7 @@ class Node:
         return self.forms.write_answer(answer), counts[0, :3].tolist()
 
     def train(self, job: Job, down: Fields, t: int) -> ClientOutput:
-        """Train for a round from the loaded state."""
+        """Train in a round, starting from the loaded state."""
         return run_clients(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
 
     def receive(self, messages: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
@@ -67,7 +67,7 @@ class Node:
         Each is None if the messages do not contain it.
 
         Raises:
-            WireError: the messages contain no models of this run.
+            WireError: the messages do not contain models of this run.
         """
         down, shared = self.forms.read_models([*messages], global_there=common)
         return None if down is None else for_everyone(down, self.job.n), shared
@@ -89,16 +89,16 @@ class Node:
         return NodeModels(down, shared, shared if row is None else row, "global" if row is None else "personal")
 
     def score(self, job: Job, models: NodeModels, t: int) -> Scores:
-        """Compute the scores of the models on the client's parts."""
+        """Compute the models' scores on the client's parts."""
         return score_chunk(job, models.down, models.shared, ScoreTask(t, self.ids, self.ids, common=False))
 
     def score_hybrid(self, job: Job, scores: Scores) -> Scores:
-        """Return the scores with the scores of the better of both models on the validation part."""
+        """Return the scores, including those of the model that is better on the validation part."""
         return scores | hybrid_scores(scores, job.setting.evaluate.select_on)
 
 
 class NodeModels(NamedTuple):
-    """NodeModels of an evaluation at a client.
+    """Models in an evaluation at a client.
 
     Attributes:
         down: download as if every client had received it, or None.

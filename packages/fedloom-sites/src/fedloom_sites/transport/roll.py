@@ -1,4 +1,4 @@
-"""Roll: the clients of a run at real sites, and the nodes of Flower at which they answer."""
+"""Roll: the clients of a run at real sites, and the Flower nodes at which they answer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Roll:
     """Clients of a run and their nodes.
 
     Args:
-        client_of: client of every node that has introduced itself, by Flower's number of the node.
-        sizes: ``[n, 3]`` numbers of training, validation and test samples of every client.
+        client_of: client of every node that has introduced itself, by Flower's node number.
+        sizes: number of training, validation and test samples of every client, ``[n, 3]``.
 
     Attributes:
-        nodes: Flower's number of the node of every connected client, by client.
-        sizes: ``[n, 3]`` numbers of training, validation and test samples of every client.
+        nodes: Flower's node number of every connected client, by client.
+        sizes: number of training, validation and test samples of every client, ``[n, 3]``.
     """
 
     def __init__(self, client_of: Mapping[int, int], sizes: Tensor) -> None:
@@ -24,7 +24,7 @@ class Roll:
         self.nodes: dict[int, int] = {}
 
     def client(self, node: int) -> int | None:
-        """Return the client at a node according to its last introduction, or None if it never introduced itself."""
+        """Return the client at a node by the node's last introduction, or None if it never introduced itself."""
         return self._client_of.get(node)
 
     def enter(self, client: int, node: int) -> None:

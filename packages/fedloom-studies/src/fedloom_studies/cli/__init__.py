@@ -1,4 +1,4 @@
-"""Commands ``fedloom reproduce`` and ``fedloom map``. Fedloom loads them by the package's entry points."""
+"""Commands ``fedloom reproduce`` and ``fedloom map``. Fedloom loads them through the package's entry points."""
 
 from fedloom_studies.cli import map, reproduce
 

@@ -1,4 +1,4 @@
-"""Names of recipes and setups for the shell's completion, read from files."""
+"""Names of recipes and setups for shell completion, read from files."""
 
 import tomllib
 from importlib.resources import files

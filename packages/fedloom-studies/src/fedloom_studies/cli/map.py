@@ -77,10 +77,10 @@ def map_command(
 ) -> None:
     """Measure every method in every kind of federation.
 
-    Run the command again to resume, in any order, on any number of machines.
+    Run the command again to resume; the order and the number of machines do not matter.
 
-    Every method gets the same number of trials, chosen on validation, and then fresh seeds. A custom method gets its
-    row beside the recorded methods.
+    Every method gets the same number of trials, chosen on validation data, and is then run with fresh seeds. A custom
+    method gets a row next to the recorded methods.
 
     Example: fedloom map --method my_package:MyMethod --space space.toml
     """
@@ -194,7 +194,7 @@ def map_command(
 
 
 def _chosen(scale: str, names: list[str] | None, protocol: str) -> tuple[dict[str, Setup], list[Setup], Protocol]:
-    """Return the named setups of a scale, and the protocol."""
+    """Return the setups of a scale with these names, and the protocol."""
     from fedloom.values import choose
     from fedloom_studies.map.setups import setups
 

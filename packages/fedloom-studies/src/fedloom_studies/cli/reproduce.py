@@ -1,4 +1,4 @@
-"""``fedloom reproduce``: the tables and figures of the papers."""
+"""``fedloom reproduce``: tables and figures of the papers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.summary import RecipeSummary
 
 CHEAP_CORE_MINUTES = 30.0
-"""Number of core-minutes at five seeds below which a recipe may have more seeds."""
+"""Number of core-minutes for five seeds below which more seeds may be added to a recipe."""
 
 
 @app.command(rich_help_panel="Studies")
@@ -84,7 +84,7 @@ def reproduce(
     join: Join = False,
     executor: ExecutorName = None,
 ) -> None:
-    """Run a table or figure of a paper and judge it.
+    """Run the experiments of a paper's table, and judge its claims.
 
     Run the command again to resume.
 
@@ -169,7 +169,7 @@ def _run(
     seeds: list[int], only: list[str], budget: TimeBudget, several: bool, join: bool,
     engine: Executor | None,
 ) -> bool:  # fmt: skip
-    """Run one recipe and print its verdicts. Return True if the next recipe may follow."""
+    """Run one recipe and print its verdicts. Return True if the next recipe may be run."""
     from fedloom.errors import DataError
     from fedloom.lab.progress import count_progress
     from fedloom_studies.reproduce import reproduce as run
@@ -223,7 +223,10 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
 
 
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
-    """Add seeds up to the next look while a claim is open and the recipe is cheap. Return False if the time ended."""
+    """Add seeds up to the next look while a claim is undecided and the recipe is cheap.
+
+    Return False if the time ran out.
+    """
     from fedloom_studies.reproduce.judge import claims
     from fedloom_studies.reproduce.looks import LOOK_LEVELS, UNDECIDED
     from fedloom_studies.reproduce.summary import read_summary
@@ -245,7 +248,7 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
 
 
 def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str, budget: TimeBudget) -> None:
-    """Run the experiments of the frozen list, the cheapest per claim first, until the time ends (exit 130)."""
+    """Run the experiments in the frozen list, the cheapest per claim first, until the time runs out (exit 130)."""
     from fedloom.lab.printing import print_texts
     from fedloom.lab.progress import count_progress
     from fedloom_studies import decide
@@ -342,7 +345,7 @@ def _seeds(text: str | None) -> list[int]:
 
 
 def seconds(text: str) -> float:
-    """Return a duration such as 90s, 150m or 2h, in seconds.
+    """Return the number of seconds in a duration such as 90s, 150m or 2h.
 
     Raises:
         ConfigError: the text is not a duration.

@@ -1,1 +1,1 @@
-"""The map: every method in every kind of federation, measured in one way, and open to any user's method."""
+"""The map: every method in every kind of federation, measured in the same way, and open to any user's method."""

@@ -1,4 +1,4 @@
-"""Plans of runs with equal gradients: the number of rounds of a method that FedAvg's gradients allow in a setup."""
+"""Plan runs with equal gradients: the number of rounds for which FedAvg's gradients in a setup suffice for a method."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale
 from fedloom_studies.map.setups import Cell, Setup
 
 EQUAL_GRADIENTS_TOLERANCE = 0.01
-"""Relative difference up to which gradients count as equal to FedAvg's."""
+"""Relative difference up to which the number of gradients counts as equal to FedAvg's."""
 
 
 class GradientBudget:
-    """Numbers of gradients that FedAvg computes in all rounds of a setup, by seed, and the rounds that they allow.
+    """Number of gradients that FedAvg computes in all rounds of a setup, by seed, and the corresponding rounds.
 
     Args:
         setup: federation and its rounds.
-        data_dir: folder of data sets.
+        data_dir: folder with the data sets.
 
     Raises:
         DataError: the data are missing.
@@ -35,27 +35,27 @@ class GradientBudget:
         self._by_seed: dict[int, tuple[Federation, Budget]] = {}
 
     def rounds(self, cell: Cell, params: Mapping[str, Any], seed: int, *, whole: bool = False) -> int:
-        """Return the rounds of a method whose total gradients are nearest to FedAvg's.
+        """Return the number of rounds for which a method's total number of gradients is closest to FedAvg's.
 
         Args:
             cell: cell of the method.
             params: settings of the method.
             seed: seed of the run.
-            whole: True to simulate every round, as `fedloom.lab.tune.Budget.rounds` does.
+            whole: True to simulate every round, as in `fedloom.lab.tune.Budget.rounds`.
 
         Raises:
-            ConfigError, RunStopped, ClientError: as `fedloom.lab.tune.Budget.rounds`.
+            ConfigError, RunStopped, ClientError: as in `fedloom.lab.tune.Budget.rounds`.
         """
         fed, budget = self._budget_of_seed(seed)
         setting: Setting = parse(replace_params(cell.document, 0, params), cell.where).methods[0].setting
         return budget.rounds(for_scoring(setting, seed), fed, whole=whole)
 
     def missed(self, samples: float, seed: int) -> bool:
-        """Return True if the gradients of a run differ so much from FedAvg's that its rounds must be planned again."""
+        """Return True if a run's number of gradients is so far from FedAvg's that its rounds must be planned again."""
         return self._budget_of_seed(seed)[1].missed(samples)
 
     def alike(self, cell: Cell, first: CellRecord | None) -> bool:
-        """Return True if FedAvg's gradients allow every trial and seed of a record at equal rounds."""
+        """Return True if FedAvg's gradients suffice for every trial and seed of a record at equal rounds."""
         setup = self._setup
         if first is None or first.status != DONE_STATUS or stale(Cell(setup, cell.method, first.space), first):
             return False

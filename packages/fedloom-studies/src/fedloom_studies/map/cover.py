@@ -1,8 +1,9 @@
-"""Cover of the map by a few methods: the portfolio that `fedloom advise` races.
+"""Choose a few methods that cover the map: the portfolio that `fedloom advise` races.
 
-The regret of a choice of methods in a setup is the difference between its best method and the best of all methods, by
-mean test figures at equal gradients. Local training and FedAvg are always chosen. A greedy cover adds the method that
-lowers the mean regret over setups most. Ties are broken by the largest regret, then by name.
+The regret of a selection of methods in a setup is the difference between its best method and the best of all methods,
+by mean test scores at equal gradients. Local training and FedAvg are always included. A greedy algorithm repeatedly
+adds the method that reduces the mean regret over the setups the most. Ties are broken by the largest regret, then by
+name.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord
 from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 
 FIRST_METHODS = REFERENCE_METHODS[:2]
-"""Methods of every portfolio."""
+"""Methods that belong to every portfolio."""
+LEFT_OUT_METHODS = ("fedavg-ft",)
+"""Methods that train after the last round, which a race would repeat at each of its comparisons."""
 PORTFOLIO_SIZE = 6
 """Number of methods in the portfolio."""
 STEP_SIZE_KEY = "local.lr"
-"""Setting whose range a race takes from the file of the race."""
+"""Setting whose range is taken from a race's own file."""
 Figures = Mapping[str, Mapping[str, float]]
-"""Mean test figure of every method, by setup."""
+"""Mean test score of every method, by setup."""
 
 FILE_HEAD = """# The methods that `fedloom advise` races, and where it looks for their settings.
 # Local training and FedAvg always take part. The others are a greedy cover of the map's records at equal gradients:
@@ -36,7 +39,7 @@ FILE_HEAD = """# The methods that `fedloom advise` races, and where it looks for
 
 
 def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord]) -> Figures:
-    """Return the mean test figure of every completed method, by setup, for the setups in which methods are tuned."""
+    """Return every completed method's mean test score, by setup, for the setups in which methods are tuned."""
     figures: dict[str, dict[str, float]] = {}
     for setup in setups:
         for (name, method), record in records.items():
@@ -48,7 +51,7 @@ def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], Cell
 
 
 def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
-    """Return the regret of a choice of methods in every setup."""
+    """Return the regret of a selection of methods in every setup."""
     return {
         setup: max(means.values()) - max((means[name] for name in methods if name in means), default=-math.inf)
         for setup, means in figures.items()
@@ -56,13 +59,13 @@ def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
 
 
 def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
-    """Return greedily chosen methods.
+    """Return greedily selected methods.
 
     >>> cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
     ('local', 'fedavg', 'x')
     """
     chosen = list(FIRST_METHODS)
-    names = sorted({name for means in figures.values() for name in means} - {*chosen})
+    names = sorted({name for means in figures.values() for name in means} - {*chosen, *LEFT_OUT_METHODS})
 
     def loss(name: str) -> tuple[float, float, str]:
         by_setup = regrets(figures, [*chosen, name]).values()
@@ -74,7 +77,7 @@ def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
 
 
 def leave_one_out(figures: Figures, size: int = PORTFOLIO_SIZE) -> dict[str, tuple[tuple[str, ...], float]]:
-    """Return the portfolio chosen without a setup, and its regret in that setup, by setup."""
+    """Return, by setup, the portfolio chosen without that setup, and its regret in that setup."""
     chosen = {setup: cover({k: v for k, v in figures.items() if k != setup}, size) for setup in figures}
     return {setup: (methods, regrets(figures, methods)[setup]) for setup, methods in chosen.items()}
 

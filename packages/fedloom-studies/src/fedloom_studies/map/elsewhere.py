@@ -1,4 +1,4 @@
-"""Cells measured by an executor: a cell travels as text, and its record returns."""
+"""Measure cells on an executor, to which a cell is sent as text and which returns its record."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from fedloom_studies.map.setups import Cell, Setup
 from fedloom_studies.reproduce.execute import TimeBudget
 
 RECORD_FILE = "record.json"
-"""File of a reply with the record of a cell."""
+"""File in a reply that contains the record of a cell."""
 
 
 def measure_elsewhere(
     executor: Executor, todo: Sequence[Cell], records: Mapping[tuple[str, str], CellRecord], results: Path,
     data_dir: Path | None, say: Callable[[str], object], *, again: bool = False,
 ) -> bool:  # fmt: skip
-    """Measure cells with an executor, and write their records. Return True if all cells ended.
+    """Measure cells on an executor, and write their records. Return True if all cells ended.
 
     Args:
-        executor: executor that measures cells, each in one call.
+        executor: executor that measures the cells, with one call for each.
         todo: cells to run.
         records: records before the call.
-        results: file of the records.
-        data_dir: folder of data sets. A setup without its data is omitted.
-        say: function called for every cell.
+        results: file with the records.
+        data_dir: folder with the data sets. A setup without its data is omitted.
+        say: function that is called for every cell.
         again: True for a second look at each cell.
 
     Raises:
-        FedloomError: the code of a method differs at a worker, or the executor lost a cell several times.
+        FedloomError: the code of a method differs on a worker, or the executor lost a cell several times.
     """
     check_executor(executor)
     checksums, cells, units = dict[str, str](), list[Cell](), list[str]()
@@ -81,16 +81,16 @@ def measure_elsewhere(
 
 
 def compute_cell(_experiment: str, unit: str) -> bytes:
-    """Return the record of a cell, measured at any place.
+    """Return the record of a cell, which may be measured on any machine.
 
-    The same arguments give the same record, except for its time, machine and date.
+    The same arguments give the same record, apart from its time, machine and date.
 
     Args:
-        _experiment: not used by the function. A cell contains its whole experiment.
-        unit: JSON of the cell, of its records, and of the checksum of its data.
+        _experiment: not used. A cell contains its entire experiment.
+        unit: JSON with the cell, its records, and the checksum of its data.
 
     Returns:
-        The `UnitReply` as bytes, with the record.
+        The `UnitReply` with the record, as bytes.
     """
     fields = json.loads(unit)
     seeds = {key: tuple(fields["setup"][key]) for key in ("tuning", "seeds", "again")}
@@ -124,13 +124,16 @@ def _write_unit(
 
 
 def _checksum(setup: Setup, data_dir: Path | None) -> str:
-    """Return the checksum of the data of a setup."""
+    """Return the checksum of a setup's data."""
     plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
     return plan.source.read(data_dir).checksum()
 
 
 def _source(cell: Cell) -> str:
-    """Return the digest of the code of a cell's method on this machine. Empty if the method is not applicable."""
+    """Return the digest of the code of a cell's method on this machine.
+
+    The digest is empty if the method is not applicable.
+    """
     try:
         return cell.source
     except FedloomError:

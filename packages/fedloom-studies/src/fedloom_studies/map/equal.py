@@ -1,4 +1,4 @@
-"""Gains and losses of methods at equal gradients: a section of the map's page, and a section of a setup's page."""
+"""Show gains and losses of methods at equal gradients, in a section of the map's page and of each setup's page."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class BothProtocols(NamedTuple):
     """A setup under both protocols.
 
     Attributes:
-        rounds: setup at equal rounds.
-        gradients: setup at equal gradients.
-        records: records at equal gradients, as recorded: reused records contain no figures.
-        changes: changes of the mean from equal rounds to equal gradients, of every method whose work differs, as one
-            family of tests.
+        rounds: the setup at equal rounds.
+        gradients: the setup at equal gradients.
+        records: records at equal gradients as they were written: reused records contain no values.
+        changes: change of the mean from equal rounds to equal gradients, for every method whose work differs, tested as
+            one family.
     """
 
     rounds: SetupVerdict
@@ -68,10 +68,10 @@ class BothProtocols(NamedTuple):
 
 
 def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
-    """Return the judged setup at equal gradients, and the change of every method.
+    """Return the judged setup at equal gradients, and every method's change.
 
     Args:
-        rounds: setup at equal rounds.
+        rounds: the setup at equal rounds.
         first: all records at equal rounds.
         second: all records at equal gradients.
     """
@@ -86,14 +86,14 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
 
 
 def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
-    """Return True if a method takes the gradients of FedAvg with every seed."""
+    """Return True if a method computes as many gradients as FedAvg with every seed."""
     spent = [(series.gradients[-1], fedavg.seeds[seed].gradients[-1])
              for seed, series in one.seeds.items() if seed in fedavg.seeds]  # fmt: skip
     return all(abs(samples / fedavgs - 1) <= EQUAL_GRADIENTS_TOLERANCE for samples, fedavgs in spent)
 
 
 def changes_in_words(c: BothProtocols) -> str:
-    """Return sentences on the methods whose mean at equal gradients differs significantly from equal rounds."""
+    """Return sentences on the methods whose mean differs significantly between equal gradients and equal rounds."""
     if not c.changes:
         return ""
     lower, higher = c.changed(-1), c.changed(1)
@@ -107,7 +107,7 @@ def changes_in_words(c: BothProtocols) -> str:
 
 
 def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
-    """Yield lines of the map's page: the protocol, and a row for every setup with results of both local and FedAvg."""
+    """Yield lines of the map's page: the protocol, and a row for every setup with results for both local and FedAvg."""
     methods = methods_of(GRADIENTS_PROTOCOL)
     records = [record for c in comparisons for name, record in c.records.items() if name in methods]
     yield from ("## At equal gradients", "")
@@ -140,9 +140,9 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
 
 
 def _dearer(comparisons: Sequence[BothProtocols]) -> str:
-    """Return a sentence on the methods that take over a tenth more gradients than FedAvg.
+    """Return a sentence on the methods that exceed FedAvg's number of gradients by more than a tenth.
 
-    One round of such a method already takes these gradients.
+    These methods need that many gradients for a single round.
     """
     named = []
     for c in comparisons:
@@ -190,7 +190,7 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
 
 
 def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
-    """Return remarks on a cell: stale, reused, significant changes and gains."""
+    """Return remarks on a cell: stale, reused, and significant changes and gains."""
     record, standing, change = c.records[method], c.gradients.of(method), c.changes.get(method)
     old = stale(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale ({old})"] if old else []

@@ -1,8 +1,8 @@
-"""Features of photographs from statistics of other photographs, similar to features of a network trained on other data.
+"""Features of photos based on statistics of other photos, similar to features of a network trained on other data.
 
-Coates, Ng 2011, The importance of encoding versus training with sparse coding and vector quantization: patches are
-normalized and whitened, and compared with random patches by a soft threshold. Patches, whitening and the scale of the
-features come from CIFAR-100, whose photographs belong to no client.
+The method follows Coates and Ng 2011, The importance of encoding versus training with sparse coding and vector
+quantization: patches are normalized and whitened, and compared with random patches by a soft threshold. Patches,
+whitening and the scale of the features are based on CIFAR-100, whose photos belong to no client.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ PATCH_PIXELS, PATCH_STRIDE_PIXELS = 6, 2
 PATCH_COUNT = 64
 RESPONSE_THRESHOLD = 0.25
 CONTRAST_VARIANCE, WHITENING_VARIANCE = 10 / 255**2, 0.1
-"""Constants added to variances: of a patch before it is normalized, and along every direction before it is whitened."""
+"""Constants added to variances: to that of a patch before it is normalized, and to that along every direction before
+whitening."""
 FITTED_IMAGES = 2000
 BLOCK_IMAGES = 200
 
 
 class Cifar10Features(Source):
-    """The 10,000 official test images of CIFAR-10 as 512 numbers each. CIFAR-100 must be present, too."""
+    """The 10,000 official test images of CIFAR-10, each represented by 512 numbers.
+
+    CIFAR-100 must be available, too.
+    """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Return features ``[10000, 512]`` and classes.
 
-        Features have mean 0 and standard deviation 1 on images of CIFAR-100.
+        The features have mean 0 and standard deviation 1 on images of CIFAR-100.
 
         Raises:
-            DataError: either data set, or the test images, are missing.
+            DataError: one of the data sets, or the test images, are missing.
         """
         return _features(data_dir)
 
@@ -58,10 +62,10 @@ def _features(data_dir: str | Path | None) -> Dataset:
 
 
 class PatchEncoder:
-    """Features of images, fitted on others.
+    """Features of images, fitted on other images.
 
     Args:
-        images: bytes ``[N, 3, height, width]``.
+        images: images ``[N, 3, height, width]`` as bytes.
         generator: generator that draws the patches.
     """
 
@@ -76,7 +80,7 @@ class PatchEncoder:
     def __call__(self, images: Tensor) -> Tensor:
         """Return features ``[N, 8 * PATCHES]``.
 
-        A feature is the excess of patches over the threshold in one direction, as the mean of a quarter.
+        A feature is the excess of patches over the threshold in one direction, averaged over a quarter of the image.
         """
         return torch.cat([self._block(block) for block in images.split(BLOCK_IMAGES)])
 
@@ -90,7 +94,7 @@ class PatchEncoder:
 def normalised(images: Tensor) -> Tensor:
     """Return all normalized patches ``[N, places, 3 * SIDE**2]`` of images.
 
-    Each patch has mean 0, and variance 1 unless it has no contrast.
+    Each patch has mean 0, and has variance 1 unless it has no contrast.
     """
     patches = unfold(images.float() / 255, PATCH_PIXELS, stride=PATCH_STRIDE_PIXELS).transpose(1, 2)
     patches = patches - patches.mean(-1, keepdim=True)

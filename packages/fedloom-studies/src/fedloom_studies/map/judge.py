@@ -1,10 +1,10 @@
-"""Judgment of the records: figures per seed, and gains over the better of local and FedAvg.
+"""Judge the records by values per seed, and by gains over the better of local and FedAvg.
 
-All differences of a setup are one family of moderated tests (`fedloom.lab.report.comparison.family`): every method
-against the better of local and FedAvg. Seeds split the same samples anew. A verdict is about these samples, and covers
-other splits, cohorts and initial models. Over setups, methods are compared by Friedman's test of the ranks of their
-means with Nemenyi's test of every pair (scikit-posthocs), over the setups and methods without missing results. A setup
-without tuning is not part of these tests.
+All differences in a setup form one family of moderated tests (`fedloom.lab.report.comparison.family`), in which every
+method is compared with the better of local and FedAvg. Each seed splits the same samples in a new way. A verdict
+applies to these samples, and extends to other splits, cohorts and initial models. Across setups, methods are compared
+by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair (scikit-posthocs), using the
+setups and methods without missing results. A setup without tuning is not part of these tests.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
 """First and last place of every group of neighbors that a test does not separate."""
 DETECTABLE_GAIN = 0.03
-"""Gain that a setup should detect: a smaller gain would not pay for another method's work and traffic."""
+"""Gain that a setup should be able to detect: a smaller gain would not justify a different method's work and
+traffic."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a setup should detect the gain. It is the usual probability of study plans."""
+"""Probability with which a setup should detect this gain. It is the power that studies usually plan for."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,17 @@ class Standing:
     """Result of a method in a setup.
 
     Attributes:
-        figures: by seed: ``mean``, ``worst10`` and ``variance`` of the metric over clients after the last round.
+        figures: values by seed: ``mean``, ``worst10`` and ``variance`` of the metric over clients after the last round.
             ``gain_local`` and ``gain_fedavg`` are the mean over clients of the difference from that method's model.
-            ``gainers_local`` and ``gainers_fedavg`` are the share of clients for which the difference is above 0.
-            ``mean_at_fedavg_work`` is the mean at the last evaluated round with no more gradients than FedAvg took in
-            all, NaN without such a round. ``gradients`` of samples and ``bytes`` count the whole run. ``rounds_to_95``
-            is the first evaluated round with 95 % of the setup's best mean, NaN if it is not reached.
+            ``gainers_local`` and ``gainers_fedavg`` are the share of clients for which the difference is positive.
+            ``mean_at_fedavg_work`` is the mean in the last evaluated round with no more gradients than FedAvg needed in
+            total, or NaN if there is none. ``gradients`` (of samples) and ``bytes`` cover the entire run.
+            ``rounds_to_95`` is the first evaluated round that reaches 95 % of the setup's best mean, or NaN if none
+            does.
         gain: gain of ``mean`` over the better of local and FedAvg. None for the better method itself, and unless both
             are done.
-        confirmed: True if the gain is also significant with the seeds of the second look. None without a second look.
+        confirmed: True if the gain is also significant with the seeds of the second look. None if there was no second
+            look.
     """
 
     method: str
@@ -69,32 +72,33 @@ class Standing:
 
     @property
     def verdict(self) -> PairVerdict:
-        """Verdict against the better of local and FedAvg."""
+        """Verdict on the comparison with the better of local and FedAvg."""
         return pair_verdict(self.gain, higher=True)
 
     @property
     def better(self) -> bool:
-        """True if it is better than the better of local and FedAvg."""
+        """True if the method is better than the better of local and FedAvg."""
         return self.verdict == PairVerdict.BETTER
 
     @property
     def worse(self) -> bool:
-        """True if it is worse than the better of local and FedAvg."""
+        """True if the method is worse than the better of local and FedAvg."""
         return self.verdict == PairVerdict.WORSE
 
 
 @dataclass(frozen=True)
 class SetupVerdict:
-    """Setup with its records.
+    """A setup with its records.
 
     Attributes:
-        reference: better of local and FedAvg by the mean over seeds. Empty unless both are done.
-        spread: common standard deviation of the gains over seeds, by the prior of the moderated test. NaN if too few
+        reference: the better of local and FedAvg, by the mean over seeds. Empty unless both are done.
+        spread: common standard deviation of the gains over seeds, from the prior of the moderated test. NaN if too few
             gains are tested.
-        needed: number of seeds that show a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY` at that
-            spread and at the first step of Holm's correction, for any observed gains. 0 if the spread is not known.
+        needed: number of seeds required to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
+            given this spread and the first step of Holm's correction, whatever the observed gains. 0 if the spread is
+            unknown.
         standings: standings of the methods that are done, the best mean first.
-        records: records of every method.
+        records: every method's record.
     """
 
     setup: Setup
@@ -105,22 +109,22 @@ class SetupVerdict:
     records: dict[str, CellRecord]
 
     def of(self, method: str) -> Standing | None:
-        """Return the standing of a method, or None without a result."""
+        """Return the standing of a method, or None if it has no result."""
         return next((s for s in self.standings if s.method == method), None)
 
     @property
     def rivals(self) -> list[Standing]:
-        """Standings without pooled data, the best mean first."""
+        """Standings except that of pooled data, the best mean first."""
         return [s for s in self.standings if s.method != POOLED_METHOD]
 
     @property
     def decides(self) -> bool:
-        """True if enough seeds were run to show a gain of `DETECTABLE_GAIN`."""
+        """True if enough seeds were run to detect a gain of `DETECTABLE_GAIN`."""
         return 0 < self.needed <= len(self.setup.seeds)
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
-    """Return the judged setup of some records. All stated differences form one family of tests."""
+    """Return the judged setup for some records. All differences that are stated form one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE_STATUS}
     means = {method: last(record.seeds) for method, record in done.items()}
@@ -201,10 +205,10 @@ class Overall(NamedTuple):
     """All setups together.
 
     Attributes:
-        methods: methods by their mean rank, the best first.
-        ranks: mean ranks over the setups. 1 is the best.
-        setups: setups in which all of the methods are done.
-        p: p value of Friedman's test that all methods are alike.
+        methods: methods by mean rank, the best first.
+        ranks: mean ranks over the setups, where 1 is the best.
+        setups: setups in which all of these methods are done.
+        p: p-value of Friedman's test of the hypothesis that all methods are equal.
         groups: groups of methods that Nemenyi's test does not separate.
     """
 
@@ -216,9 +220,9 @@ class Overall(NamedTuple):
 
 
 def overall(verdicts: list[SetupVerdict]) -> Overall | None:
-    """Return Friedman's and Nemenyi's tests over the largest block of setups and methods without a gap.
+    """Return Friedman's and Nemenyi's tests on the largest set of setups and methods without missing results.
 
-    Return None if the block is too small.
+    Return None if this set is too small.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.
@@ -238,7 +242,7 @@ def overall(verdicts: list[SetupVerdict]) -> Overall | None:
 
 
 def ranked(verdicts: list[SetupVerdict]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
-    """Return the setups and methods of the largest block without a gap, its means, and the mean ranks, the best first.
+    """Return the setups and methods of the largest block without gaps, its means, and the mean ranks, the best first.
 
     All are empty if the block contains fewer than `MIN_SETUPS` setups or methods. The block contains only setups with
     `Setup.ranks`.

@@ -1,4 +1,4 @@
-"""Measurement of cells: trials, then fresh seeds. It runs missing parts only, in any order, until the time ends."""
+"""Measure cells: first trials, then fresh seeds. Only missing parts are run, in any order, until the time runs out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
 PAUSE_SECONDS = 0.5
-"""Seconds between two checks for a free cell."""
+"""Number of seconds between two checks for a free cell."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -54,11 +54,11 @@ def due(
     Args:
         setups: setups of the cells.
         records: existing records.
-        methods: requested methods, whose stale cells are run too. If empty, every method of the protocol.
-        space: search space of the requested methods.
-        again: True for a second look at recorded cells, instead of missing cells.
+        methods: requested methods, whose stale cells are run as well. If empty, all methods in the protocol.
+        space: search space for the requested methods.
+        again: True for a second look at recorded cells instead of missing cells.
         old: True to include stale cells.
-        protocol: protocol of the cells and of the records.
+        protocol: protocol of the cells and the records.
     """
     cells_due = []
     for setup in setups:
@@ -85,16 +85,16 @@ def measure_all(
     Args:
         todo: cells to run.
         records: records before the call.
-        results: file of the records.
-        out: folder of the run directories. Each cell has a separate folder in it.
-        data_dir: folder of data sets. A setup without its data is omitted.
+        results: file with the records.
+        out: folder for the run directories. Each cell has its own folder inside.
+        data_dir: folder with the data sets. A setup without its data is omitted.
         budget: time that the cells may take.
         show: function that shows progress.
-        say: function called for every cell.
+        say: function that is called for every cell.
         again: True for a second look at each cell.
-        workers: number of cells at a time.
-        join: True to wait for cells that other processes run, and to take over cells of processes that have died.
-            Otherwise cells of other processes are left to them.
+        workers: number of cells to run at the same time.
+        join: True to wait for cells that other processes run, and to take over the cells of processes that have died.
+            If False, cells of other processes are left to them.
 
     Raises:
         ConfigError: torchrun has started several ranks.
@@ -113,12 +113,12 @@ def measure_all(
 
 
 def hide_progress(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
-    """Return a display that shows nothing, because several processes would overwrite each other's output."""
+    """Return a display that shows nothing, since several processes would overwrite each other's output."""
     return nullcontext(lambda _event: None)
 
 
 class _Measured(NamedTuple):
-    """Inputs of the measurement of cells, and the file of their records, see `measure_all`."""
+    """Inputs for measuring cells, and the file with their records (see `measure_all`)."""
 
     records: Mapping[tuple[str, str], CellRecord]
     results: Path
@@ -130,9 +130,9 @@ class _Measured(NamedTuple):
     again: bool
 
     def work_through(self, todo: Sequence[Cell], *, join: bool) -> bool:
-        """Run every cell that no other process runs. Return True if all cells ended.
+        """Run every cell that no other process is running. Return True if all cells ended.
 
-        With `join`, repeat until no cell remains.
+        With `join`, repeat this until no cells remain.
         """
         claims, missing, budgets = Claims(self.out / WORK_FOLDER), set[str](), dict[str, GradientBudget]()
         with interruptible() as interrupted:
@@ -155,7 +155,7 @@ class _Measured(NamedTuple):
         return True
 
     def _has(self, cell: Cell, claims: Claims | None, stack: ExitStack) -> bool:
-        """Return True if this process holds a cell until the stack ends."""
+        """Return True if this process can hold a cell until the stack is closed."""
         if claims is not None:
             if (claim := claims.take(str(cell.file).replace("/", "@"))) is None:
                 return False
@@ -169,7 +169,10 @@ class _Measured(NamedTuple):
         return True
 
     def _measure(self, cell: Cell, missing: set[str], budgets: dict[str, GradientBudget]) -> bool:
-        """Run a cell unless another process has recorded it meanwhile. Return False if the run was interrupted."""
+        """Run a cell unless another process has recorded it in the meantime.
+
+        Return False if the run was interrupted.
+        """
         key, results = (cell.setup.name, cell.method), self.results
         before = self.records.get(key)
         if cell.setup.name in missing or read_records(results, cell.protocol).get(key) != before:
@@ -194,7 +197,7 @@ class _Measured(NamedTuple):
 
 
 class CellWork(NamedTuple):
-    """Cell with its folder and the inputs of its runs."""
+    """A cell with its folder and the inputs of its runs."""
 
     cell: Cell
     folder: Path
@@ -202,7 +205,7 @@ class CellWork(NamedTuple):
     budget: TimeBudget
     show: Show
     gradients: GradientBudget | None
-    """Gradients of the setup, or None at equal rounds."""
+    """Gradients of the setup, or None for equal rounds."""
 
     def record(self, before: CellRecord | None, first: CellRecord | None, *, again: bool) -> CellRecord | None:
         """Return the record of the cell, or None if interrupted.
@@ -220,7 +223,7 @@ class CellWork(NamedTuple):
         return self.reuse(first) or self.confirm(before) or self.measure()
 
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
-        """Return the record of a cell at equal gradients whose runs equal its runs at equal rounds.
+        """Return the record of a cell at equal gradients whose runs are the same as its runs at equal rounds.
 
         Return None for other cells.
         """
@@ -235,7 +238,7 @@ class CellWork(NamedTuple):
         return new_record(self.cell, REUSED_STATUS, reason, self._minutes("planned")) if alike else None
 
     def measure(self) -> CellRecord | None:
-        """Return the record of the cell after a run of the missing parts, or None if interrupted."""
+        """Run the missing parts of the cell and return its record, or None if interrupted."""
         cell = self.cell
         with summaries.count_spent_time(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
@@ -259,9 +262,9 @@ class CellWork(NamedTuple):
         )
 
     def confirm(self, record: CellRecord | None) -> CellRecord | None:
-        """Return the renewed record of an earlier commit, or None if its first seed gives other figures.
+        """Return the renewed record of an earlier commit, or None if its first seed gives different values.
 
-        Figures must agree to the digit.
+        The values must agree to the last digit.
         """
         if record is None or record.status != DONE_STATUS or record.digest != self.cell.digest:
             return None
@@ -283,7 +286,7 @@ class CellWork(NamedTuple):
         return finding
 
     def look_again(self, record: CellRecord) -> CellRecord | None:
-        """Return the record of a second look with other seeds and its chosen settings, or None if interrupted."""
+        """Return the record of a second look with different seeds and the chosen settings, or None if interrupted."""
         with summaries.count_spent_time(self.folder, "again") as note:
             fields = self._run(self.cell.setup.again, record.chosen, (self.budget, lambda _event: note()))
         if fields is None:
@@ -291,7 +294,7 @@ class CellWork(NamedTuple):
         return replace(record, again=fields["seeds"], minutes=round(record.minutes + self._minutes("again"), 3))
 
     def run_fields(self, seeds: Sequence[int], chosen: Mapping[str, object]) -> dict[str, Any] | None:
-        """Run seeds with given settings. Return the record's fields, or None if interrupted."""
+        """Run seeds with the given settings. Return the record's fields, or None if interrupted."""
         return self._run(seeds, chosen, (self.budget,))
 
     def _minutes(self, what: str) -> float:
@@ -300,7 +303,7 @@ class CellWork(NamedTuple):
     def _run(
         self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Return the record's fields after a run of the seeds, or None if interrupted."""
+        """Run the seeds and return the record's fields, or None if interrupted."""
         if self.gradients is None:
             return self._play(seeds, chosen, listeners)
         fields: dict[str, Any] = {}
@@ -315,9 +318,9 @@ class CellWork(NamedTuple):
     def _buy(
         self, budget: GradientBudget, seed: int, chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run the rounds that a budget allows. Return the fields, or None if interrupted.
+        """Run as many rounds as a budget allows. Return the fields, or None if interrupted.
 
-        If the first plan fails, plan again.
+        If the first plan fails, a new plan is made.
         """
         try:
             rounds = budget.rounds(self.cell, chosen, seed)
@@ -333,7 +336,10 @@ class CellWork(NamedTuple):
     def _play(
         self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...], **more: int
     ) -> dict[str, Any] | None:
-        """Run a method with the chosen settings and ``more``. Return the record's fields, or None if interrupted."""
+        """Run a method with the chosen settings and with ``more``.
+
+        Return the record's fields, or None if interrupted.
+        """
         from fedloom.lab.tune import replace_params
 
         cell = self.cell
@@ -386,9 +392,11 @@ def estimates(
 
 
 def _minutes(cell: Cell, fed: Federation) -> float:
-    """Return the estimated core-minutes of one run of a cell, of a trial or of a fresh seed. 0 if it is not applicable.
+    """Return the estimated core-minutes for one run of a cell, in a trial or with a fresh seed.
 
-    At equal gradients every method takes as long as FedAvg.
+    0 if it is not applicable.
+
+    At equal gradients, every method takes as long as FedAvg.
     """
     try:
         plan = cell.plan if cell.protocol == "rounds" else Cell(cell.setup, "fedavg").plan

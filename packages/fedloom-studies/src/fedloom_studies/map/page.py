@@ -1,4 +1,4 @@
-"""Pages of the map, and all results as one table, made from the records alone."""
+"""Pages of the map, and all results as one table, produced from the records alone."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ CORRECTED_TEXT = (
     "now shows the number of seeds that can. |\n"
     '| Methods "level with the best", and the method with the least traffic among them | A difference that is not '
     "significant is not proof of equality, and the page stated no margin. |\n"
+    "| Clients under attack: FedACS has the best mean, 93.2 ± 1.6 % | By default, FedACS now counts models of one "
+    "direction as one model, and models that are too short for a 32-bit norm no longer take over its mixtures. FedACS "
+    "and HeurFedAMP were measured again. |\n"
+    "| Clients under attack: FedNova, q-FFL, SCAFFOLD, FIAELT and other methods that encode their uploads | The "
+    "attackers forged the encoded upload, so the same attack had a different strength for each of these methods. They "
+    "now forge the model, and the method encodes it. |\n"
 )
 """Corrections of earlier versions of the page."""
 NO_FIGURES: Records = MappingProxyType({})
@@ -50,7 +56,7 @@ PERCENT_COLUMNS = {
     "mean": "mean", "worst10": "worst 10 % of clients", "gain_local": "over local", "gain_fedavg": "over FedAvg",
     "mean_at_fedavg_work": "mean at FedAvg's gradients",
 }  # fmt: skip
-"""Figures of a setup's page that are shown in percent."""
+"""Values on a setup's page that are shown in percent."""
 MAP_TEXT = """# Benchmark map
 
 Which method suits which clients? This page compares every method of fedloom in {count} federations ({cells}). A
@@ -127,12 +133,12 @@ def pages(
 ) -> Iterator[tuple[str, str | bytes]]:
     """Yield the name and content of every file.
 
-    The page of the map has the name "", and the others are written to `MAP_FOLDER`.
+    The page of the map has the name "", and the other pages are written to `MAP_FOLDER`.
 
     Args:
         setups: setups by name.
         records: records at equal rounds.
-        references: records of models of scikit-learn.
+        references: records of scikit-learn models.
         gradients: records at equal gradients.
         ruled: records of methods with aggregation rules under attack.
 
@@ -277,7 +283,7 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
 
 
 def _notes(setup: Setup, record: CellRecord, standing: Standing | None, start: str = "", end: str = "") -> str:
-    """Return remarks on a record: stale, better or worse than the better of local and FedAvg."""
+    """Return remarks on a record: stale, or better or worse than the better of local and FedAvg."""
     old = stale(Cell(setup, record.method, record.space), record)
     remarks = [f"stale ({old})"] if old else []
     if standing is not None and (standing.better or standing.worse):
@@ -291,7 +297,7 @@ def _settings(record: CellRecord) -> str:
 
 
 def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> list[dict[str, str]]:
-    """Return the position of methods among all recorded methods: a row for each setup and method."""
+    """Return where methods stand among all recorded methods: a row for each setup and method."""
     rows = []
     for j in verdicts:
         for method in methods:
@@ -309,7 +315,10 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
 
 
 def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
-    """Return a table with a row for each run and for each cell without a run. Numbers are unrounded and unscaled."""
+    """Return a table with a row for each run, and for each cell without a run.
+
+    Numbers are neither rounded nor scaled.
+    """
     rows = []
     for j in verdicts:
         for record in j.records.values():

@@ -1,4 +1,4 @@
-"""Pictures of the map as SVG, in colors that are readable on a light and on a dark background."""
+"""Pictures of the map as SVG, in colors that are readable on both light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fedloom_studies.map.judge import Groups, SetupVerdict
 from fedloom_studies.map.records import DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN
 
 ROW_PIXELS, BAR_PIXELS = 16, 8
-"""Height of a row, and width of a bar beside the rows, in pixels."""
+"""Height of a row, and width of a bar next to the rows, in pixels."""
 MAX_COLORED_GAIN = 0.1
-"""Gain from which a cell has the fullest color."""
+"""Gain at which a cell has its strongest color."""
 STATUS_SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED_STATUS: "\N{MULTIPLICATION SIGN}"}
-"""Signs in cells without a gain."""
+"""Symbols in cells without a gain."""
 
 
 def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
-    """Draw methods x setups: the color is the gain over the better of local and FedAvg, pale if inconclusive.
+    """Draw methods x setups, where the color shows the gain over the better of local and FedAvg, pale if inconclusive.
 
-    A triangle that points up or down marks a verdict of better or worse without colors.
+    In addition to the color, a triangle that points up or down marks a verdict of better or worse.
     """
     cells = []
     for j in verdicts:
@@ -87,10 +87,11 @@ def ladder(
     Args:
         names: names of the methods, the best first.
         values: value of each method.
-        halves: half of the interval of each value. NaN without an interval.
+        halves: half of the interval of each value. NaN if there is no interval.
         title: title of the values.
-        groups: groups of methods that a test does not separate, each drawn as a bar beside its rows.
-        full: methods drawn as full circles. The other methods are empty circles. None: all methods are full circles.
+        groups: groups of methods that a test does not separate, each drawn as a bar next to its rows.
+        full: methods drawn as filled circles. The other methods are drawn as empty circles. If None, all methods are
+            drawn as filled circles.
     """
     rows = [
         {

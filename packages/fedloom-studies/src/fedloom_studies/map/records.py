@@ -23,20 +23,20 @@ DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not app
 REUSED_STATUS = "reused"
 """Status of a cell at equal gradients whose method takes as many gradients at equal rounds. Both have the same runs."""
 SIGNIFICANT_DIGITS = 6
-"""Number of significant digits that records keep."""
+"""Number of significant digits kept in records."""
 Values = list[float | None]
 
 
 class Series(NamedTuple):
-    """Result of one seed's run, for the model that a client would use.
+    """Result of a run with one seed, for the model that a client would use.
 
     Attributes:
-        clients: metric of every client's test part after the last round ``[n]``. None for unknown values, such as
-            values of attackers.
+        clients: metric on every client's test part after the last round ``[n]``. None for unknown values, such as those
+            of attackers.
         rounds: evaluated rounds ``[k]``.
-        mean: mean over clients at those rounds.
-        gradients: number of samples whose gradient was computed until then.
-        bytes: bytes sent until then, in both directions.
+        mean: mean over clients in those rounds.
+        gradients: number of samples for which a gradient was computed up to that point.
+        bytes: number of bytes sent up to that point, in both directions.
     """
 
     clients: Values
@@ -51,20 +51,21 @@ class CellRecord:
     """Result of a cell.
 
     Attributes:
-        protocol: common basis of the runs and FedAvg's runs.
+        protocol: what these runs and FedAvg's runs have in common.
         digest: `Cell.digest` of the cell.
         source: `Cell.source` of the code that ran.
-        space: search space of the method's settings, if one was given.
+        space: search space for the method's settings, if one was given.
         status: done, failed (diverged with some seed), not applicable, or reused.
-        reason: reason why the cell is not done, or is reused.
-        metric: metric of the figures. Higher is better.
-        model: model that a client would use: hybrid if there are a global and a personal model, else the only model.
+        reason: reason why the cell is not done, or why it is reused.
+        metric: metric of the values. Higher is better.
+        model: model that a client would use: hybrid if there are both a global and a personal model, otherwise the only
+            model.
         chosen: settings of the best trial.
-        trials: settings and validation metric of every trial. None if the trial did not complete.
+        trials: settings and validation metric for every trial. None if the trial was not completed.
         seeds: `Series` by seed.
         again: `Series` by seed of the second look.
         minutes: processor time in core-minutes, including trials and evaluation.
-        commit: commit of fedloom, with "-dirty" if the code was changed. Empty if the commit is not known.
+        commit: commit of fedloom, with "-dirty" if the code was changed. Empty if the commit is unknown.
     """
 
     setup: str
@@ -89,7 +90,7 @@ class CellRecord:
 
 
 def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> CellRecord:
-    """Return the record of a cell at the current commit and machine."""
+    """Return the record of a cell at the current commit and on the current machine."""
     today = datetime.date.today().isoformat()
     return CellRecord(
         cell.setup.name, cell.method, cell.protocol, cell.digest, cell.source, cell.space, status, reason,
@@ -98,7 +99,7 @@ def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any
 
 
 def read_record(fields: Mapping[str, Any]) -> CellRecord:
-    """Return the record of plain values, such as values read from JSON."""
+    """Return the record with plain values, such as those read from JSON."""
     looks = {key: {seed: Series(*values) for seed, values in fields[key].items()} for key in ("seeds", "again")}
     return CellRecord(**{**fields, **looks})
 
@@ -109,7 +110,7 @@ def record_cell(record: CellRecord, file: Path) -> None:
 
 
 def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
-    """Return every record of a protocol by setup and method.
+    """Return every record for a protocol, by setup and method.
 
     Raises:
         RunDirError: a line is not a record of the map.
@@ -128,7 +129,7 @@ def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, s
 def fill_reused(
     records: Mapping[tuple[str, str], CellRecord], first: Mapping[tuple[str, str], CellRecord]
 ) -> dict[tuple[str, str], CellRecord]:
-    """Return records with reused cells replaced by the runs at equal rounds.
+    """Return records in which reused cells are replaced by the runs at equal rounds.
 
     Args:
         records: records at equal gradients.
@@ -147,7 +148,7 @@ def fill_reused(
 def stale(cell: Cell, record: CellRecord) -> str:
     """Return the reason why a record is outdated, or "" if it is current.
 
-    A record is outdated if the protocol or the code of the method differs.
+    A record is outdated if the protocol or the method's code has changed.
     """
     try:
         if record.digest != cell.digest:

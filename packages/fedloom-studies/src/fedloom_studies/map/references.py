@@ -1,4 +1,4 @@
-"""Reference models of scikit-learn on the map's parts and metric, for tables: no network, no rounds."""
+"""Reference models from scikit-learn on the map's parts and metric, for tables, with no network or rounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ References = Mapping[tuple[str, str], CellRecord]
 
 
 def reference_names() -> Iterator[tuple[str, str, str]]:
-    """Yield the name of every reference, its kind of model, and its trainer: one client or all clients."""
+    """Yield every reference's name, kind of model, and trainer for one client or all clients."""
     for kind, words in REFERENCE_MODELS.items():
         for protocol in (PER_CLIENT, POOLED_SCOPE):
             yield f"{words}, {protocol}", kind, protocol
@@ -37,7 +37,7 @@ def reference_names() -> Iterator[tuple[str, str, str]]:
 def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
     """Yield the record of every reference.
 
-    References are fitted on the training parts of every seed with scikit-learn's defaults, and scored on the test
+    The references are fitted on the training parts of every seed with scikit-learn's defaults, and scored on the test
     parts.
 
     Raises:
@@ -59,7 +59,7 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
 
 
 def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the models' outputs on the clients' test parts, the targets and their owners."""
+    """Return the models' outputs on the clients' test parts, the targets, and the client of each output."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
     trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
     outputs = []
@@ -86,7 +86,7 @@ def _fit(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
 
 
 def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
-    """Return log probabilities of all classes, or the log odds of the second class of two."""
+    """Return log probabilities of all classes or, for two classes, the log odds of the second."""
     probabilities = fitted.predict_proba(fed.fetch(index).flatten(1).numpy())
     shares = np.full((len(probabilities), max(2, len(fed.data.classes))), 1e-9)
     shares[:, fitted.classes_] = probabilities.clip(1e-9)
@@ -95,7 +95,7 @@ def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
 
 
 def lines(j: SetupVerdict, references: References) -> Iterator[str]:
-    """Yield the lines of a setup's page on references and the gain over the best model of a client alone."""
+    """Yield the lines of a setup's page on references and on the gain over the best model of a client alone."""
     rows, local = _rows(j, references), j.of("local")
     if not j.setup.references:
         return
@@ -119,7 +119,7 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
 
 
 def models_alone(j: SetupVerdict, references: References) -> dict[str, Estimate]:
-    """Return the figures of every model that a client trains alone: local training, and references if there are any."""
+    """Return the values of every model that a client trains alone: local training, and references if there are any."""
     rows, local = _rows(j, references), j.of("local")
     per_client = {
         name: rows[name] for name, _, protocol in reference_names() if protocol == PER_CLIENT and name in rows

@@ -21,7 +21,15 @@ from fedloom_studies.map.records import (
     record_cell,
 )
 from fedloom_studies.map.setups import REFERENCE_METHODS, rule_cells, rule_settings
-from fedloom_studies.map.statements import MAP_FOLDER, NO_DIFFERENCE, enumerated, rivals_of, signed, write_percent
+from fedloom_studies.map.statements import (
+    MAP_FOLDER,
+    NO_DIFFERENCE,
+    enumerated,
+    rivals_of,
+    share_of_cells,
+    signed,
+    write_percent,
+)
 from fedloom_studies.reproduce import TimeBudget
 from fedloom_studies.reproduce import summary as summaries
 
@@ -65,18 +73,30 @@ def measure(
 
 
 def judge_rules(records: Records) -> dict[str, SetupVerdict]:
-    """Return the judged methods with rules by attack, for attacks with results of both local and FedAvg."""
+    """Return the judged methods with rules by attack, for the attacks under which all of them were run."""
     setups = {cell.setup.name: cell.setup for _, cell in rule_cells()}
-    verdicts = {name: judge(setup, records) for name, setup in setups.items()}
+    whole = {attack for attack in setups if not _missing(records, attack)}
+    verdicts = {name: judge(setup, records) for name, setup in setups.items() if name in whole}
     return {name: j for name, j in verdicts.items() if j.reference}
+
+
+def _missing(records: Records, attack: str = "") -> int:
+    """Return the number of methods with rules that were not run under an attack, or under any."""
+    cells = [(cell.setup.name, name) for name, cell in rule_cells() if attack in ("", cell.setup.name)]
+    return sum(key not in records for key in cells)
+
+
+def _say_missing(records: Records) -> str:
+    count = len(list(rule_cells()))
+    return f"{share_of_cells(count - _missing(records), count)}. Command: `fedloom map --rules`."
 
 
 def recommendation(verdicts: Mapping[str, SetupVerdict]) -> str:
     """Return the sentences on the methods with rules that are better than the baseline, and on the best worst case."""
     better = {attack: [s for s in rivals_of(j) if s.better] for attack, j in verdicts.items()}
-    won = [f"`{found[0].method}` under {attack} ({signed(found[0].gain or NO_DIFFERENCE)} points)"
-           for attack, found in better.items() if found]  # fmt: skip
-    none = enumerated([attack for attack, found in better.items() if not found] or [""])
+    won = [f"`{best[0].method}` under {attack} ({signed(best[0].gain or NO_DIFFERENCE)} points)"
+           for attack, best in better.items() if best]  # fmt: skip
+    none = enumerated([attack for attack, best in better.items() if not best] or [""])
     parts = [f"**Better than the baseline: {enumerated(won)}.**"] if won else []
     parts += [f"**No method with any rule is better than the baseline under {none}.**"] if none else []
     means = {attack: {s.method: s.figures["mean"].mean for s in j.standings} for attack, j in verdicts.items()}
@@ -96,7 +116,7 @@ def advise_rule(records: Records) -> str:
     """Return the paragraph of the map's page on methods with rules, or the command that runs them."""
     verdicts = judge_rules(records)
     link = f"[Four rules and three attacks]({MAP_FOLDER}/attack.md#aggregation-rules-under-attack)"
-    return f"{link}: {recommendation(verdicts) if verdicts else 'not run. Command: `fedloom map --rules`'}"
+    return f"{link}: {recommendation(verdicts) if verdicts else _say_missing(records)}"
 
 
 def rules_section(records: Records) -> Iterator[str]:
@@ -104,7 +124,7 @@ def rules_section(records: Records) -> Iterator[str]:
     verdicts = judge_rules(records)
     yield from ("## Aggregation rules under attack", "")
     if not verdicts:
-        yield from ("Not run. Command: `fedloom map --rules`", "")
+        yield from (_say_missing(records), "")
         return
     yield (
         f"{recommendation(verdicts)} The baseline is the better of local training and FedAvg with the mean. Four of 20 "

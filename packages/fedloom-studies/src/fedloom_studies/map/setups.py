@@ -1,7 +1,7 @@
-"""Setups and cells: the measurements of the map, as ``setups.toml`` declares them.
+"""Setups and cells: the measurements for the map, as declared in ``setups.toml``.
 
-A cell is a method in a setup. Its settings are chosen by `fedloom.lab.tune` on validation, with equally many trials in
-one search space for each method at full length, on separate seeds. Then it runs with fresh seeds.
+A cell is a method in a setup. Its settings are chosen by `fedloom.lab.tune` on validation data, with the same number of
+full-length trials in one search space for each method, and with separate seeds. The cell is then run with fresh seeds.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
-"""Common basis of runs: equal rounds, or the gradients that FedAvg takes in these rounds."""
+"""Basis on which runs are compared: equal rounds, or the gradients that FedAvg computes in these rounds."""
 POOLED_METHOD = "centralized"
 REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
-"""Methods for comparison with all other methods: no collaboration, one model for all, one place."""
+"""Methods with which all other methods are compared: no collaboration, one model for all, and all data in one place."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Federation, and the training of its clients.
+    """A federation, and how its clients train.
 
     Attributes:
-        title: title for people, with the special property of its clients.
-        says: sentence on the construction of the setup.
+        title: title for readers, with the special property of its clients.
+        says: sentence on how the setup was constructed.
         share: core-minutes that all of its cells at equal rounds may take together.
-        trials: number of trials of every method. With one trial, every method runs with its default settings.
+        trials: number of trials for every method. With one trial, every method runs with its default settings.
         tuning: seeds of the trials.
-        seeds: seeds of the figures.
+        seeds: seeds of the results.
         again: seeds for a second look.
-        space: search space of every method, in addition to the default spaces.
+        space: search space for every method, in addition to the default spaces.
         document: experiment document without methods.
-        references: True if models of scikit-learn are fitted beside its methods (`fedloom_studies.map.references`).
+        references: True if scikit-learn models are fitted in addition to its methods
+            (`fedloom_studies.map.references`).
     """
 
     name: str
@@ -65,11 +66,11 @@ class Setup:
 
     @property
     def ranks(self) -> bool:
-        """True if its means count in ranks over setups, because every method runs with tuned settings."""
+        """True if its means count in the ranks over setups, because every method is run with tuned settings."""
         return self.trials > 1
 
     def decide_share(self, protocol: Protocol) -> float:
-        """Return the core-minutes that all cells of a protocol may take together, by the number of its methods."""
+        """Return the core-minutes that all cells in a protocol may take together, given the number of methods."""
         return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
 
     @property
@@ -128,13 +129,13 @@ def _declared() -> dict[str, Any]:
 
 
 def parts_of_networks() -> dict[str, dict[str, Any]]:
-    """Return the parts that methods require of every setup's network."""
+    """Return the parts that methods require in every setup's network."""
     parts: dict[str, dict[str, Any]] = _declared()["models"]
     return parts
 
 
 def methods_of(protocol: Protocol) -> tuple[str, ...]:
-    """Return the methods of a protocol in every setup, with the methods for comparison first."""
+    """Return the methods in a protocol for every setup, with the methods for comparison first."""
     if protocol == "rounds":
         return tuple(dict.fromkeys([*REFERENCE_METHODS, *REGISTRY]))
     return (*REFERENCE_METHODS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
@@ -142,12 +143,12 @@ def methods_of(protocol: Protocol) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """Method in a setup, under a protocol.
+    """Method in a setup, under a certain protocol.
 
     Attributes:
-        method: name of the registry, or import path.
-        space: search space of the method's settings, in addition to the default spaces.
-        protocol: common basis of its trials and runs and FedAvg's runs.
+        method: name in the registry, or import path.
+        space: search space for the method's settings, in addition to the default spaces.
+        protocol: basis on which its trials and runs are compared with FedAvg's runs.
     """
 
     setup: Setup
@@ -162,13 +163,13 @@ class Cell:
 
     @property
     def file(self) -> Path:
-        """Path of the cell's runs in the folder of runs."""
+        """Path of the cell's runs inside the folder with runs."""
         place = Path(self.setup.name, file_name(self.method))
         return place if self.protocol == "rounds" else self.protocol / place
 
     @property
     def document(self) -> dict[str, Any]:
-        """Experiment of its fresh seeds, before settings are chosen."""
+        """Experiment with its fresh seeds, before settings are chosen."""
         method: dict[str, Any] = {"algorithm": self.method, "label": self.method}
         if parts := parts_of_networks().get(self.method):
             method["model"] = {**self.setup.document["model"], **parts}
@@ -176,7 +177,7 @@ class Cell:
 
     @property
     def search(self) -> dict[str, Any]:
-        """Experiment of its search for settings, as a document."""
+        """Experiment that searches for its settings, as a document."""
         plain = {"model": "best-on-validation", "prune": False, "equal_work": self.protocol == "gradients"}
         space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
         tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
@@ -184,16 +185,16 @@ class Cell:
 
     @cached_property
     def plan(self) -> Experiment:
-        """Experiment of its search for settings.
+        """Experiment that searches for its settings.
 
         Raises:
-            ConfigError: the method does not exist, or has no such settings.
+            ConfigError: the method does not exist, or does not have these settings.
         """
         return parse(self.search, self.where)
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all inputs that determine its figures, except the code, and of the number of trials."""
+        """Digest of all inputs that determine its results, except the code, and of the number of trials."""
         from fedloom.lab.tune import space_of
 
         space = space_of(self.plan.methods[0], self.plan.tune, self.where)
@@ -204,7 +205,7 @@ class Cell:
 
     @cached_property
     def source(self) -> str:
-        """Digest of the method's code. For a preset, of the code of its parts.
+        """Digest of the method's code. For a preset, the digest covers the code of its parts.
 
         The digest leaves out docstrings, descriptions of options and sentences of errors, which change no figure.
         """
@@ -234,7 +235,7 @@ def space_from(path: Path, method: str) -> dict[str, Any]:
     """Return a search space from a file: ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
 
     Raises:
-        ConfigError: the file cannot be read, names an unknown setting of the method, or lacks a space for a setting.
+        ConfigError: the file cannot be read, names an unknown setting of the method, or has no space for a setting.
     """
     from fedloom.lab.tune import check_values, space_of
 

@@ -1,4 +1,4 @@
-"""Statements that the records of the map support: the advice first, and sentences on every setup."""
+"""Statements supported by the map's records: the advice first, then sentences on every setup."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from fedloom_studies.map.references import References, models_alone
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS
 
 MAP_FOLDER = "map"
-"""Beside the page: a page and pictures per setup, and the table."""
+"""In addition to the page, there are a page and pictures for each setup, and the table."""
 WANTED_POINTS = fixed(100 * DETECTABLE_GAIN, 0)
 NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
-"""Comparison of methods without a result."""
+"""Comparison with a method that has no result."""
 
 
 def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
-    """Yield the rows of the first table: the advice for each setup, with its gain and cost.
+    """Yield the rows of the first table, with the advice for each setup and its gain and cost.
 
-    The advice is the best method of those that are better than the better of local and FedAvg. Without such a method it
-    is the better of local and FedAvg, if it is better than the other and the setup would have shown a gain of
-    `DETECTABLE_GAIN`. Otherwise no method is named. For tables, training alone means the best model of a client alone,
-    including models of scikit-learn.
-    The largest gains come first.
+    The advised method is the best of those that are better than the better of local and FedAvg. If there is none, it is
+    the better of local and FedAvg, provided that it is better than the other and the setup would have detected a gain
+    of `DETECTABLE_GAIN`. Otherwise, no method is named. For tables, training alone means a single client's best model,
+    including scikit-learn models. The largest gains come first.
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:
@@ -66,7 +65,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
 
 
 def recommended(j: SetupVerdict) -> Standing | None:
-    """Return the method that a setup supports, or None if the setup cannot decide."""
+    """Return the method that a setup supports, or None if the setup cannot decide this."""
     if better := [s for s in rivals_of(j) if s.better]:
         return better[0]
     gaps = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.method != j.reference]
@@ -74,14 +73,14 @@ def recommended(j: SetupVerdict) -> Standing | None:
 
 
 def planned(j: SetupVerdict) -> str:
-    """Return a sentence on the number of seeds that would decide a setup, by the common spread of the gains."""
+    """Return a sentence on how many seeds would be needed to decide a setup, from the common spread of the gains."""
     if not j.needed:
         return "too few results for a plan"
     return f"{j.needed} seeds are needed to detect {WANTED_POINTS} points"
 
 
 def _state_better_reference(j: SetupVerdict) -> str:
-    """Return a sentence on the better of local and FedAvg, if it is decided."""
+    """Return a sentence on which of local and FedAvg is better, if this is decided."""
     worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
     return (
         f". {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
@@ -91,7 +90,7 @@ def _state_better_reference(j: SetupVerdict) -> str:
 
 
 def finding(verdicts: Sequence[SetupVerdict]) -> str:
-    """Render the page's first paragraphs on methods better than the better of local and FedAvg."""
+    """Render the page's first paragraphs, on methods that are better than the better of local and FedAvg."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No federation has results of both local training and FedAvg yet."
@@ -116,14 +115,14 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
 
 
 def rivals_of(j: SetupVerdict) -> list[Standing]:
-    """Return the standings other than local, FedAvg and pooled data."""
+    """Return the standings except those of local, FedAvg and pooled data."""
     return [s for s in j.standings if s.method not in REFERENCE_METHODS]
 
 
 def sentences(j: SetupVerdict) -> list[str]:
-    """Return three sentences that a setup's records support, with its power.
+    """Return three sentences that a setup's records support, and its power.
 
-    Return one sentence if the records support no statement.
+    If the records support no statement, return a single sentence.
     """
     if not j.reference:
         return [f"Incomplete: {len(j.records)} results, without local training or FedAvg." if j.records else "Not run."]
@@ -155,7 +154,7 @@ def sentences(j: SetupVerdict) -> list[str]:
 
 
 def _power(j: SetupVerdict) -> Iterator[str]:
-    """Yield the sentence on the number of seeds that decide. Yield no sentence if no gain is tested."""
+    """Yield the sentence on the number of seeds needed for a decision. Yield no sentence if no gain is tested."""
     if j.needed:
         seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
         enough = planned(j) if j.decides else f"*{planned(j)}*"
@@ -190,13 +189,13 @@ def _gain(s: Standing) -> str:
 
 
 def list_names(names: Iterable[str], most: int = 5) -> str:
-    """Return the first names joined with commas, and the number of other names."""
+    """Return the first names joined with commas, and how many other names there are."""
     items = list(names)
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def share_of_cells(run: int, cells: int) -> str:
-    """Return the number of a protocol's cells with a record: 9 of 12 results so far, or all 12 results."""
+    """Return how many of a protocol's cells have a record: 9 of 12 results so far, or all 12 results."""
     return f"all {cells} results" if run == cells else f"{run} of {cells} results so far"
 
 

@@ -1,7 +1,7 @@
-"""Page of the other programs' tables: every printed figure beside fedloom's, and the verdicts of the fair tests.
+"""Page on the other programs' tables: every printed value next to fedloom's, and verdicts of the fair tests.
 
-A cell is exact if fedloom's mean has the printed digits, and close up to the table's limit. Beyond the limit, the
-spread over seeds explains a cell within two standard errors, and a sentence of the recipe explains any other cell.
+A cell is exact if fedloom's mean has the printed digits, and close if it is within the table's limit. Beyond the limit,
+a cell within two standard errors is explained by the spread over seeds, and any other cell by a sentence in the recipe.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import read_document
 
 EXACT_COX_FILE = "brca-cox.json"
-"""Beside the summaries: concordances of the exact Cox regression, which `studies/scripts/brca_cox` writes."""
+"""File next to the summaries with concordances of the exact Cox regression, which `studies/scripts/brca_cox` writes."""
 AFL_LOOPS_FILE = "afl-adult.json"
-"""Beside the summaries: results of the public code's loops on adult in numpy, which `studies/scripts/afl_adult`
-repeats."""
+"""File next to the summaries with results of the public code's loops on adult in numpy, which
+`studies/scripts/afl_adult` repeats."""
 COX_TABLE = "FLamby, Fed-TCGA-BRCA"
 LOOPS_TABLE = "q-FFL against AFL, UCI adult"
 Figures = Mapping[str, Mapping[str, float]]
@@ -59,7 +59,7 @@ the same as for paper reproductions. """
 
 
 class CellWord(StrEnum):
-    """Words for a cell beside a printed figure. OPEN: no known reason explains the difference."""
+    """Words for a cell next to a printed value. OPEN: the reason for the difference is unknown."""
 
     EXACT = "exact"
     CLOSE = "close"
@@ -69,7 +69,7 @@ class CellWord(StrEnum):
 
 
 def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
-    """Return the word for a cell, or None if the table prints no figure or no run gives a figure."""
+    """Return the word for a cell, or None if the table prints no value or no run gives one."""
     if cell.paper is None or not np.isfinite(cell.mean):
         return None
     gap = abs(cell.mean - cell.paper)
@@ -84,7 +84,7 @@ def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
 
 
 def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
-    """Return the recipes of every table of other programs, recipes as published first."""
+    """Return the recipes for every table of other programs, recipes as published first."""
     by_table: dict[str, list[Recipe]] = {}
     for recipe in recipes.values():
         if recipe.paper.table:
@@ -93,7 +93,7 @@ def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
 
 
 def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of every file: "" for the page of all tables, else the page or figure of a recipe.
+    """Yield the name and text of every file: "" for the page on all tables, otherwise a recipe's page or figure.
 
     Raises:
         RunDirError: a file in ``results`` is not a summary.
@@ -113,7 +113,7 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
-    """Render the page of all tables, with additional figures beside some of them."""
+    """Render the page on all tables, with additional values next to some of them."""
     lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
     for table, group in groups.items():
         published, fair = _split(group)
@@ -131,7 +131,7 @@ def overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: M
 
 
 def _split(group: list[Recipe]) -> tuple[list[Recipe], list[Recipe]]:
-    """Return the published recipes of a table, and its fair tests."""
+    """Return the published recipes for a table, and its fair tests."""
     return [one for one in group if one.paper.mode == "published"], [one for one in group if one.paper.mode == "fair"]
 
 
@@ -171,7 +171,7 @@ def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _means(recipe: Recipe, summary: RecipeSummary) -> dict[str, float]:
-    """Return the mean of every column in the table's figure."""
+    """Return the mean of every column, in the unit of the table's values."""
     shown = cells(recipe, summary.numbers, compare=False)
     return {cell.column: cell.mean for cell in shown if cell.figure == recipe.paper.figure and np.isfinite(cell.mean)}
 
@@ -181,7 +181,7 @@ def _name_cell_row(column: str) -> str:
 
 
 def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
-    """Yield the lines of a recipe: its protocol, a row for each method, explanations of cells, and its verdicts."""
+    """Yield the lines on a recipe: its protocol, a row for each method, explanations of cells, and its verdicts."""
     done, paper = _current(recipe, summary), recipe.paper
     link = f"[{recipe.name}]({PAPERS_FOLDER}/{recipe.name}.md)"
     if paper.mode == "fair":
@@ -219,7 +219,7 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
 
 
 def _show(recipe: Recipe, cell: TableCell) -> str:
-    """Render fedloom's figure, the printed figure and the word for both."""
+    """Render fedloom's value, the printed value, and the word for the pair."""
     scale, digits = (100.0, 2) if unit(cell.figure).name == "%" else (1.0, 3)
     text = fixed(scale * cell.mean, digits)
     word = name_cell(recipe, cell)
@@ -227,7 +227,7 @@ def _show(recipe: Recipe, cell: TableCell) -> str:
 
 
 def _loops(loops: Figures) -> Iterator[str]:
-    """Yield the lines on the figures of the public code's loops."""
+    """Yield the lines on the results of the public code's loops."""
     parts = list(next(iter(loops.values())))
     yield from ("**The public code's loops.** `studies/scripts/afl_adult` repeats them in numpy, with five seeds.", "")
     yield from (f"| accuracy, % | {' | '.join(parts)} |", f"|{'---|' * (len(parts) + 1)}")
@@ -237,7 +237,7 @@ def _loops(loops: Figures) -> Iterator[str]:
 
 
 def _exact_cox(cox: Figures) -> Iterator[str]:
-    """Yield the lines on the exact Cox regression beside the table."""
+    """Yield the lines on the exact Cox regression that follow the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
     yield from ("**Exact Cox regression.** `fedloom cox` fits the data of all patients from sums, in a few rounds, "
                 "without a learning rate. Seven pairs of the 39 columns are linearly dependent, so the fit uses a "

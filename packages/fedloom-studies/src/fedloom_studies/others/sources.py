@@ -1,6 +1,6 @@
-"""Data of other programs' tables, prepared and split as by these programs, and their initial model.
+"""Data for other programs' tables, prepared and split as by these programs, and their initial model.
 
-Experiment files name these classes by their import path. Every client's test part is the table's test part, so the
+Experiment files refer to these classes by their import path. Every client's test part is the table's test part, so the
 partition is ``writers`` with ``test_from = "users"``.
 """
 
@@ -27,25 +27,25 @@ from fedloom.seeds import forked
 Floats = NDArray[np.float64]
 HEART_FILES = {name: f"processed.{name}.data" for name in ("cleveland", "hungarian", "switzerland", "va")}
 HEART_NUMBERS, HEART_CODES = (0, 1, 3, 4, 5, 7, 8, 9), (2, 6)
-"""Columns of the UCI files that FLamby uses: the numbers, then the codes that become indicators. Column 13 is the
-target."""
+"""Columns of the UCI files that FLamby uses: the numbers, followed by the codes that become indicators. Column 13 is
+the target."""
 HEART_SEED, HEART_TRAINING_SHARE = 43, 0.66
 BRCA_FEATURES = 39
 AFL_CLASSES = (("T-shirt/top", 0), ("Pullover", 2), ("Shirt", 6))
 AFL_SCALE_FLOOR = 0.001
-"""Number that is added to the standard deviation of a pixel."""
+"""Number that is added to a pixel's standard deviation."""
 PHD_LEVEL = "Doctorate"
 
 
 class SeededLinear(ModelSpec):
-    """Linear layer with the weights that PyTorch draws after ``torch.manual_seed(seed)``, as in another program."""
+    """Linear layer with the weights that PyTorch draws after ``torch.manual_seed(seed)``, as in a different program."""
 
     kind: ClassVar[str] = f"{__name__}:SeededLinear"
 
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
     ) -> nn.Module:
-        """Return the layer on vectors ``[b, k]``."""
+        """Return the layer for vectors ``[b, k]``."""
         with forked(torch.device("cpu")):
             torch.manual_seed(seed)  # noqa: TID251 (as the other program)
             return self.module(shape, outputs)
@@ -56,10 +56,10 @@ class SeededLinear(ModelSpec):
 
 
 class FlambyHeart(Source):
-    """Fed-Heart-Disease of FLamby (owkin/FLamby at edacf54): four hospitals, 740 patients without a missing cell.
+    """Fed-Heart-Disease from FLamby (owkin/FLamby at edacf54): four hospitals, 740 patients without missing cells.
 
-    Columns 10 to 12 are omitted, and then the patients with a missing cell. Two of three patients of a hospital train,
-    drawn by scikit-learn with seed 43. The features are scaled by the hospital's training part.
+    Columns 10 to 12 are omitted first, then the patients with a missing cell. Two thirds of a hospital's patients are
+    used for training, drawn by scikit-learn with seed 43. The features are scaled using the hospital's training part.
     """
 
     path: str | None = Field(None, description="folder with the four UCI files (None: search the data folder)")
@@ -88,7 +88,7 @@ class FlambyHeart(Source):
 
 
 def _heart_rows(file: Path) -> Floats:
-    """Return the patients of a hospital without a missing cell ``[N, 11]``, the target last."""
+    """Return the patients of a hospital without missing cells ``[N, 11]``, the target last."""
     try:
         table = np.genfromtxt(file, delimiter=",", missing_values="?", dtype=np.float64)
         rows = np.delete(table, (10, 11, 12), axis=1)
@@ -98,7 +98,7 @@ def _heart_rows(file: Path) -> Floats:
 
 
 def _heart_test(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return flags of FLamby's test patients of a hospital ``[N]``."""
+    """Return flags for FLamby's test patients in a hospital ``[N]``."""
     counts = np.bincount(sick, minlength=2)
     _, test = train_test_split(
         np.arange(len(sick)), test_size=1 - HEART_TRAINING_SHARE, train_size=HEART_TRAINING_SHARE,
@@ -108,7 +108,7 @@ def _heart_test(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class FlambyBrca(Source):
-    """Fed-TCGA-BRCA of FLamby (owkin/FLamby at edacf54): survival of 1,088 patients in six regions, 39 columns.
+    """Fed-TCGA-BRCA from FLamby (owkin/FLamby at edacf54): survival of 1,088 patients in six regions, 39 columns.
 
     FLamby splits the patients, and uses the columns unchanged.
     """
@@ -119,7 +119,7 @@ class FlambyBrca(Source):
         """Return the contents of the table and the split.
 
         Raises:
-            DataError: a file is missing, or is not FLamby's.
+            DataError: a file is missing, or differs from FLamby's.
         """
         wanted = {"table": ("brca.csv",), "split": ("train_test_split.csv", "split.csv")}
         places = _find("Fed-TCGA-BRCA", self.path, data_dir, ("flamby", "brca"), wanted,
@@ -148,8 +148,8 @@ class FlambyBrca(Source):
 class AflAdult(Source):
     """UCI adult as split by q-FFL's code for agnostic federated learning (litian96/fair_flearn): doctorates and others.
 
-    The features are an indicator of every level of the eight coded columns, 99 in all. A missing level has no
-    indicator.
+    The features are indicators for every level of the eight coded columns, 99 in total. There is no indicator for a
+    missing level.
     """
 
     path: str | None = Field(None, description="the same as in the source adult")
@@ -176,7 +176,7 @@ class AflAdult(Source):
 class AflFashion(Source):
     """Three classes of Fashion-MNIST, one per client (litian96/fair_flearn).
 
-    Every pixel is scaled by the training images of all ten classes.
+    Every pixel is scaled using the training images of all ten classes.
     """
 
     path: str | None = Field(None, description="the same as in the source fashion-mnist")

@@ -1,6 +1,6 @@
-"""Cells of a table: our value beside the paper's.
+"""Cells of a table, with our value next to the paper's.
 
-A cell is within when |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2).
+A cell is within the range if |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fedloom_studies.reproduce.looks import Untested
 from fedloom_studies.reproduce.recipe import Recipe
 
 Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
-"""variant -> reference -> seed -> value, as in a summary."""
+"""Values by variant, reference and seed, as in a summary."""
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """Number of a table: our value at the chosen round and the paper's value.
+    """Number in a table: our value at the chosen round and the paper's value.
 
-    Our value is a mean, half of its 95 % interval, and the number of seeds.
+    Our value consists of a mean, half of its 95 % interval, and the number of seeds.
     """
 
     variant: str
@@ -43,7 +43,7 @@ class TableCell:
 
 
 def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
-    """Return every cell that was run, or that the paper prints, row by row."""
+    """Return every cell that was run or that the paper prints, row by row."""
     paper, rows = recipe.paper, []
     for variant, by_reference in numbers.items():
         row = paper.cells.get(variant, (None,) * len(paper.columns))
@@ -73,7 +73,7 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]
 def within(
     mean: float, std: float, n: int, paper: float | None, spread: float | None, seeds: int, figure: str
 ) -> str:  # fmt: skip
-    """Return the position: within, above or below, with the difference in the figure's unit and in standard errors."""
+    """Return the position (within, above or below), with the difference in the value's unit and in standard errors."""
     if paper is None:
         return "-"
     variance = 0.0 if math.isnan(std) else std**2 / n
@@ -90,7 +90,7 @@ def finite(by_seed: Mapping[str, Any]) -> dict[str, float]:
 
 
 def printed(cell: object, percent: bool) -> tuple[float | None, float | None]:
-    """Return the mean and standard deviation of a cell of the paper, as fractions."""
+    """Return the mean and standard deviation of a cell in the paper, as fractions."""
     if cell is None:
         return None, None
     mean, std = cell if isinstance(cell, tuple) else (cell, None)

@@ -1,6 +1,6 @@
-"""Picture of a paper's table, for a light and a dark background.
+"""Picture of a paper's table, for light and dark backgrounds.
 
-Our values have intervals, and the paper's values are marks.
+Our values are drawn with intervals, and the paper's values as marks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from fedloom_studies.reproduce.cells import TableCell
 from fedloom_studies.reproduce.figures import unit
 
 LINE_CHARACTERS = 24
-"""Largest number of characters in a line of a row's name."""
+"""Largest number of characters per line in the name of a row."""
 
 
 def charted(cells: Sequence[TableCell]) -> list[TableCell]:
-    """Return the cells to draw. Empty if no cell was run."""
+    """Return the cells to draw. The result is empty if no cell was run."""
     return [c for c in cells if c.n and math.isfinite(c.mean)]
 
 
 def legend(cells: Sequence[TableCell]) -> str:
-    """Render the legend of the drawn marks."""
+    """Render the legend for the drawn marks."""
     marks = [("dot", "ours", True),
              ("line", "its 95 % interval", any(math.isfinite(c.half) for c in cells)),
              ("diamond", "the paper's", any(c.paper is not None for c in cells))]  # fmt: skip

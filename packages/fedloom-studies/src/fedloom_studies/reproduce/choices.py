@@ -1,17 +1,17 @@
-"""Choice, by `fedloom.lab.tune`, of settings that a recipe leaves open.
+"""Choose settings that a recipe leaves open, with `fedloom.lab.tune`.
 
-Every candidate is tried, with one or more seeds.
+Every candidate is tried with one or more seeds.
 
-``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` names the candidates (a key of `local` as ``"local.lr"``). Several
-keys form a grid, which is the whole search space of the method. The score is the validation accuracy of the last round
-(or the first metric that `fedloom.lab.tune` uses), averaged over the models of the method. ``model = "auto"`` uses the
-personal model if there is one. A ``[choose]`` table may shorten the ``rounds`` of these trials and average over the
-first ``seeds``. With ``once = true`` the first variant chooses for all variants, and ``metric = "accuracy/weighted"``
-scores by the figure that decides a recipe's claims. Test data are not used. With ``extend = K`` a grid whose best value
-is at an edge is extended at most K times, alike for all methods: the next value is the edge times the factor between it
-and its neighbor. ``edges = "every"`` extends the grid in every key whose best value is at its edge, and tries
-combinations of the best values with the next values. Without it, the grid is extended in the first such key, with all
-values of the method's other keys.
+``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` lists the candidates (a key of `local` is written as
+``"local.lr"``). Several keys form a grid, which is the method's entire search space. The score is the validation
+accuracy in the last round (or the first metric that `fedloom.lab.tune` uses), averaged over the method's models.
+``model = "auto"`` uses the personal model if there is one. A ``[choose]`` table may reduce the ``rounds`` in these
+trials, and average over the first ``seeds``. With ``once = true``, the first variant chooses for all variants, and with
+``metric = "accuracy/weighted"``, the score is the value that decides a recipe's claims. Test data are not used. With
+``extend = K``, a grid whose best value is at an edge is extended up to K times, in the same way for all methods: the
+next value is the edge multiplied by the factor between it and its neighbor. ``edges = "every"`` extends the grid in
+every key whose best value is at its edge, and tries combinations of the best values and the next values. Without it,
+the grid is extended only in the first such key, with all values of the method's other keys.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
 TRIALS_FOLDER = "choose"
-"""Folder beside the run directories of the variants, which contains the directory of every variant's search for
-settings."""
+"""Folder next to the variants' run directories, which contains the directory of every variant's search for settings."""
 CHOICE_FILE = "chosen.json"
-"""File in the directory of a search, with the choices and the score of every candidate."""
+"""File in a search's directory, with the choices and every candidate's score."""
 
 
 def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the text and method table of every candidate.
+    """Return every candidate's text and method table.
 
-    Return a single candidate with empty text if the recipe leaves no choice.
+    If the recipe leaves nothing open, return a single candidate with an empty text.
     """
     grid = method.get("choose", {})
     every = [dict(zip(grid, combination, strict=True)) for combination in product(*grid.values())]
@@ -52,7 +51,7 @@ def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) -> dict[str, Any]:
-    """Return the method table with chosen values. A key before a dot names a table."""
+    """Return the method table with the chosen values. The part of a key before a dot is the name of a table."""
     table = {k: v for k, v in method.items() if k != "choose"}
     for key, value in values.items():
         outer, dot, inner = key.partition(".")
@@ -75,7 +74,7 @@ def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, 
 
 
 def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return documents of the methods whose best value is at an edge of its grid, with grids beyond the edge.
+    """Return documents for the methods whose best value is at an edge of the grid, with grids beyond the edge.
 
     There is one document, or as many as a method has keys to extend. Their grids do not overlap.
     """
@@ -102,7 +101,7 @@ def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, A
 def _next_edge_values(
     document: Mapping[str, Any], method: Mapping[str, Any], choice: Mapping[str, Any], edges: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the next value of each key whose best value is at the edge of the grid, if the method allows the value."""
+    """Return the next value of each key whose best value is at the edge of the grid, if the method allows it."""
     extended = {}
     for key in edges:
         values, tried = _parsed(choice["chosen"], choice["scores"])
@@ -118,7 +117,7 @@ def _next_edge_values(
 def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chosen values in the order of the method's grid.
 
-    Without a completed trial, the first candidate is chosen.
+    If no trial was completed, the first candidate is chosen.
     """
     by_key = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
     return {key: by_key[key] for key in method["choose"]}
@@ -152,7 +151,7 @@ def _size(value: Any) -> float | None:
 
 
 def count_beyond_edges(choice: Mapping[str, object]) -> int:
-    """Return the number of candidates that were tried beyond the edges of the grid."""
+    """Return how many candidates were tried beyond the edges of the grid."""
     return _trials(choice)["beyond"]
 
 
@@ -174,7 +173,7 @@ def _value(text: str) -> Any:
 
 
 def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the better of two choices for every method, the earlier choice in a tie, with the scores of both."""
+    """Return the better of two choices for every method (the earlier one if they are equal), with both scores."""
     joined = dict(choices)
     for label, new in more.items():
         old = choices[label]
@@ -187,13 +186,13 @@ def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict
 
 
 def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of candidates tried on the recipe's grid, and beyond its edges."""
+    """Return how many candidates were tried on the recipe's grid, and how many beyond its edges."""
     counts: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
     return counts
 
 
 def choices_so_far(folder: Path, document: Mapping[str, object]) -> dict[str, Any]:
-    """Return the current choices of all searches of a document, extensions included, see `read_choices`."""
+    """Return the current choices from all searches for a document, including extensions (see `read_choices`)."""
     choices: dict[str, Any] = {}
     for place, searched in searches(folder, document):
         choices = _better_choices(choices, read_choices(place, searched)) if choices else read_choices(place, searched)
@@ -201,22 +200,22 @@ def choices_so_far(folder: Path, document: Mapping[str, object]) -> dict[str, An
 
 
 def first(document: Mapping[str, object]) -> dict[str, Any]:
-    """Return the experiment with the first candidate of every method."""
+    """Return the experiment with every method's first candidate."""
     return chosen(document, {})
 
 
 def open_methods(document: Mapping[str, Any], choices: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the methods with an open choice."""
+    """Return the methods that leave settings open."""
     return [m for m in document["method"] if m.get("choose") and label_of(m) not in choices]
 
 
 def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
-    """Return the rounds of every trial of a method."""
+    """Return the number of rounds in a method's trials."""
     return int(method.get("rounds", document.get("choose", {}).get("rounds", document["rounds"])))
 
 
 def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experiment file of the search: the methods with open choices, and their grids."""
+    """Return the experiment file for the search: the methods with open settings, and their grids."""
     methods = open_methods(document, {})
     grids: dict[str, dict[str, Any]] = {label_of(m): m["choose"] for m in methods}
     # a method may be called as another one's algorithm is: its grid is not the other one's
@@ -237,7 +236,7 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trials_of(document: Mapping[str, Any], variant: str) -> str:
-    """Return the name of the folder of a variant's trials."""
+    """Return the name of the folder with a variant's trials."""
     return "once" if document.get("choose", {}).get("once") else variant
 
 
@@ -252,9 +251,9 @@ def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]
 
 
 def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choices of the search in a folder: each method's winner, and the score of every candidate.
+    """Return the choices from the search in a folder: each method's winner, and the score of every candidate.
 
-    A method whose candidates have changed since is omitted.
+    A method whose candidates have changed since then is omitted.
     """
     choices = read_document(folder / CHOICE_FILE, dict)
     candidates_by_label = {label_of(m): {text for text, _ in candidates(m)} for m in document["method"]}
@@ -266,7 +265,10 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[SearchResult]) -> None:
-    """Write the results of a search beside the earlier results. The first candidate wins if no trial completed."""
+    """Write the results of a search, adding them to the earlier results.
+
+    The first candidate wins if no trial was completed.
+    """
     choices = read_choices(folder, document)
     methods = {label_of(m): m for m in document["method"]}
     for study, trials, best in findings:

@@ -1,8 +1,8 @@
-"""Estimates of a recipe's time on this machine: counted gradients of samples times measured seconds per sample.
+"""Estimate a recipe's time on this machine as counted sample gradients times measured seconds per sample.
 
-Samples: a method's first round runs on a tiny federation and its gradients are counted, which gives gradients per
-training sample and round. The other factors are rounds, seeds, participation and the nominal size of the data. Seconds:
-FedAvg takes two steps on random data of the same shape, with the same model, batch size and engine.
+For the count, a method's first round is run on a tiny federation, which gives the number of gradients per training
+sample and round. The other factors are rounds, seeds, participation and the nominal size of the data. Seconds: For the
+time, FedAvg takes two steps on random data of the same shape, with the same model, batch size and engine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ from fedloom_studies.reproduce.summary import ESTIMATES_FILE, Need, read_summary
 MAX_TIMED_BATCH = 10
 """Largest batch with which convolutional networks are timed."""
 FIXED_WORK_METHODS = ("fiaelt", "fedadmm-inexact")
-"""Methods whose local work does not grow with the client's samples."""
+"""Methods whose local work does not increase with the number of the client's samples."""
 _SECONDS_OF_ROUND: dict[str, float] = {}
 
 
 def minutes(recipe: Recipe, scale: Scale) -> float:
-    """Return the estimated core-minutes of a recipe at a scale, choices included. Evaluation is not included."""
+    """Return the estimated core-minutes for a recipe at a scale, including the choice of settings.
+
+    Evaluation is not included.
+    """
     total = 0.0
     for number, document in enumerate(recipe.at(scale).values()):
         plan = experiment(first(document), recipe.name)
@@ -61,21 +64,21 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
 
 
 def per_round(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
-    """Return the estimated processor seconds of a round. Evaluation is not included.
+    """Return the estimated processor time of a round in seconds. Evaluation is not included.
 
     Args:
-        plan: plan of the experiment that compares the method.
-        method: method of the plan.
+        plan: plan of the experiment in which the method is compared.
+        method: method in the plan.
         data: shape and classes of the samples.
-        clients: number of clients of the federation.
-        samples: number of training samples of a client.
+        clients: number of clients in the federation.
+        samples: number of a client's training samples.
     """
     gradients = _gradients(method, samples) * _cohort(method, clients)
     return gradients * _speed(plan, method, data, min(clients, 10), samples)
 
 
 def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
-    """Return the number of clients, and the number of training samples of all clients."""
+    """Return the number of clients, and the total number of their training samples."""
     cut = document["partition"]
     samples: float = data.train + (data.test if cut.get("pool") else 0)
     share = 1 - (cut.get("test", 0.2) if cut.get("test_from", "own") == "own" else 0) - cut.get("validation", 0.1)
@@ -87,7 +90,7 @@ def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
 
 
 def _cohort(method: Method, clients: int) -> float:
-    """Return the number of clients of a round."""
+    """Return the number of clients in a round."""
     if method.setting.pooled:
         return clients
     sampler = method.setting.sampler
@@ -96,7 +99,7 @@ def _cohort(method: Method, clients: int) -> float:
 
 
 def _gradients(method: Method, samples: float) -> float:
-    """Return the number of sample gradients that one client takes in a round."""
+    """Return the number of sample gradients that a client computes in a round."""
     local = method.setting.local
     size = 20 if local.batch_size == "full" else local.batch_size
     sized = local if local.batch_size == "full" else local.with_(batch_size=size)
@@ -109,7 +112,7 @@ def _gradients(method: Method, samples: float) -> float:
 
 
 def _counted(algorithm: object, local: LocalSGD, samples: int) -> float:
-    """Return the number of sample gradients of one client in a round on a tiny federation, which runs once."""
+    """Return a client's number of sample gradients in a round on a tiny federation, which is run once."""
     key = repr((algorithm, local, samples))  # options of an optimiser have no hash
     if key not in _SECONDS_OF_ROUND:
         _SECONDS_OF_ROUND[key] = _tried(algorithm, local, samples)
@@ -124,7 +127,7 @@ def _tried(algorithm: object, local: LocalSGD, samples: int) -> float:
 
 @cache
 def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
-    """Return the processor seconds per sample gradient, from the second of two rounds of two steps."""
+    """Return the processor seconds per sample gradient, measured in the second of two rounds with two steps each."""
     data = _random(shape, classes, clients * 2 * batch)
     fed = fl.partitions.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
     local = LocalSGD(batch_size=batch, lr=1e-4)
@@ -153,8 +156,8 @@ def listing(
 ) -> Iterator[tuple[str, ...]]:
     """Yield a row for each recipe: name, title, required data, state, stated budget, and the measured time.
 
-    If the recipe was not run and ``estimated`` is true, the time is an estimate for this machine. For it, every kind of
-    model is timed once.
+    If the recipe was not run and ``estimated`` is true, the time is an estimate for this machine. For the estimate,
+    every kind of model is timed once.
     """
     missing: dict[str, bool] = {}
     for name, recipe in recipes.items():
@@ -172,9 +175,9 @@ def listing(
 
 
 def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
-    """Write the requirements of recipes without runs. Return the path of the file.
+    """Write the requirements of recipes that have not been run. Return the path of the file.
 
-    The file lies beside the summaries. It lists requirements at full scale of recipes without a laptop scale.
+    The file is stored next to the summaries. It lists full-scale requirements of recipes without a laptop scale.
     """
     estimates = {}
     for name, recipe in recipes.items():

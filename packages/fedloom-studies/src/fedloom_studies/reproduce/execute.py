@@ -1,4 +1,4 @@
-"""Run of a recipe: first the choice of settings, then every variant. It runs missing parts only, within a budget."""
+"""Run a recipe: first the choice of settings, then every variant. Only missing parts are run, within a budget."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from fedloom_studies.store import lock_folder, read_document
 PROTOCOL_FILE = "protocol.json"
 """File in a recipe's folder with digests of its runs."""
 DEVICE_KEY = "engine.device"
-"""Key of the device in that file, which contains its name."""
+"""Key for the device in that file, which contains the device's name."""
 SUM_ORDER_TOLERANCE = 0.002
-"""Relative difference up to which a value counts as equal except for the order of sums, which differs between
+"""Relative difference up to which values count as equal apart from the order of sums, which differs between
 processors."""
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
-"""Function that shows the progress of runs, from the total number of their rounds, or from numbers by label of the
-method."""
+"""Function that shows the progress of runs, given either the total number of their rounds or numbers by method
+label."""
 
 
 def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
@@ -54,7 +54,7 @@ def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]
 
 
 def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) -> Experiment:
-    """Return the experiment of a document without open choices.
+    """Return the experiment in a document that leaves no settings open.
 
     Raises:
         ConfigError: as `fedloom.lab.experiment.parse`.
@@ -104,25 +104,25 @@ def reproduce(
         recipe: recipe to run.
         scale: scale of the recipe.
         out: folder of the recipe. It contains a run directory for each variant.
-        results: folder of summaries. None: no summary is written.
-        data_dir: folder of data sets.
-        seeds: seeds instead of the recipe's.
-        only: labels of the methods to run. If empty, all methods.
+        results: folder for summaries. If None, no summary is written.
+        data_dir: folder with the data sets.
+        seeds: seeds that replace the recipe's seeds.
+        only: labels of the methods to run. If empty, all methods are run.
         workers: number of processes.
-        device: device of its runs and trials, as in ``[engine]``.
+        device: device for its runs and trials, as in ``[engine]``.
         budget: time that the recipe may take.
         show: function that shows progress.
-        join: True to share every variant's runs with other processes that make the same call, on machines that have the
-            folder.
-        executor: executor of the runs and searches of a variant, with ``submit(function, *arguments)``.
+        join: True to share every variant's runs with other processes that make the same call, on machines that can
+            access the folder.
+        executor: executor for a variant's runs and searches, with a method ``submit(function, *arguments)``.
 
     Returns:
-        The summary, which is not complete if the budget or the user ended it. None without a result.
+        The summary, which is incomplete if the budget ran out or the user stopped the run. None if there is no result.
 
     Raises:
         DataError: the data are missing.
         ConfigError: the recipe does not contain such a method, or torchrun has started several ranks.
-        RunDirError: the folder contains other files, or runs or choices of an earlier version of the recipe.
+        RunDirError: the folder contains other files, or runs or choices from an earlier version of the recipe.
         ModuleNotFoundError: settings must be chosen, and Optuna is not installed.
     """
     check_alone("a recipe")
@@ -157,10 +157,10 @@ def reproduce(
 
 
 def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Claim the folder for these documents. Methods and seeds may be added or omitted.
+    """Reserve the folder for these documents. Methods and seeds may be added or omitted later.
 
     Raises:
-        RunDirError: the folder contains runs or trials of a variant that differed.
+        RunDirError: the folder contains runs or trials of a different version of a variant.
     """
     make_folder(out)
     with lock_folder(out):
@@ -193,9 +193,9 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
 
 
 def _digests(document: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each method's table by label, candidates included, and of the rest without seeds.
+    """Return a digest of each method's table by label, including candidates, and of the rest without seeds.
 
-    The device is also included by its name, for a message.
+    The device is also included by name, for use in a message.
     """
     parts = {label_of(method): method for method in document["method"]}
     parts[""] = {key: value for key, value in document.items() if key not in ("method", "name", "seeds")}
@@ -204,14 +204,14 @@ def _digests(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
-    """Return the number of samples of every data set, by source."""
+    """Return the number of samples in every data set, by source."""
     sources = {d["data"]["source"]: experiment(first(d), "data").source for d in documents.values()}
     return {name: len(source.load(data_dir)) for name, source in sources.items()}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Value of a summary, and the value of the same run on this machine."""
+    """A value in a summary, and the same run's value on this machine."""
 
     reference: str
     was: float | None
@@ -219,7 +219,7 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """Difference relative to the value, or absolute if the absolute value is below 1."""
+        """Difference relative to the value, or absolute difference if the value is between -1 and 1."""
         if self.was is None or self.now is None:
             return 0.0 if self.was == self.now else math.inf
         return abs(self.was - self.now) / max(1.0, abs(self.was))
@@ -229,14 +229,14 @@ def verify(
     recipe: Recipe, summary: RecipeSummary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
     workers: int | str = 1, show: Show = _quiet,
 ) -> list[Difference]:  # fmt: skip
-    """Run the first seed of a summary's first variant again, with its chosen settings. Return the differences.
+    """Run the first seed of a summary's first variant again, with the chosen settings. Return the differences.
 
     Args:
         recipe: recipe of the summary.
         summary: summary to compare with.
         folder: empty folder for the run.
-        data_dir: folder of data sets.
-        only: labels of the methods to run. If empty, all methods.
+        data_dir: folder with the data sets.
+        only: labels of the methods to run. If empty, all methods are run.
         workers: number of processes.
         show: function that shows progress.
 
@@ -263,7 +263,7 @@ def _variant(
     data_dir: Path | None, workers: int | str, show: Show, join: bool, executor: Executor | None,
     *listeners: Listener,
 ) -> bool:  # fmt: skip
-    """Run one variant with the settings that are chosen on the document ``chooses``. Return True if it ended."""
+    """Run one variant with the settings chosen for the document ``chooses``. Return True if it ended."""
     where = f"recipe {recipe.name}, {variant}"
 
     def run(document: Mapping[str, object], *, page: bool = False) -> bool:
@@ -300,7 +300,7 @@ def _variant(
 
 
 def _is_ended(stopped: RunStopped) -> bool:
-    """Return False if the user stopped the work. Otherwise raise the given exception."""
+    """Return False if the user stopped the run. Otherwise, raise the given exception."""
     if stopped.reason is not Stop.INTERRUPTED:
         raise stopped
     return False

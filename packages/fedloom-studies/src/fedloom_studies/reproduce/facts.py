@@ -1,4 +1,4 @@
-"""Facts about the papers' public code, and the published-protocol recipes that use them (``facts.toml``)."""
+"""Facts about the papers' public code, and the recipes in the published protocol that use them (``facts.toml``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom.values import Value
 from fedloom_studies.reproduce.recipe import Recipe
 
 FACTS_PAGE = "facts"
-"""Name of the page, in the folder of the recipes' pages."""
+"""Name of the page in the folder with the recipes' pages."""
 FACTS_TEXT = (
     "Facts that the papers' texts lack or contradict, and how many of a paper's recipes in the published protocol use "
     "them. Repositories are named with the commit that was read. FedACS and Equitable-FL have no public code."
@@ -56,19 +56,19 @@ def facts() -> tuple[Fact, ...]:
 
 
 def published(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
-    """Return a paper's recipes in the published protocol, each of which must list every fact of the paper."""
+    """Return a paper's recipes in the published protocol, each of which must list every fact about the paper."""
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{paper},")]
     return [name for name, one in of_paper if one.paper.mode == "published"]
 
 
 def holds(fact: Fact, recipe: Recipe) -> bool:
-    """Return True if every experiment of a recipe, in its present form, has the options that show the use of a fact."""
+    """Return True if every experiment in a recipe, in its current form, has the options that show the use of a fact."""
     documents = recipe.at("laptop" if "laptop" in recipe.scales else "full").values()
     return all(_option(document, key) == value for document in documents for key, value in fact.holds.items())
 
 
 def _option(document: Mapping[str, Any], key: str) -> Any:
-    """Return an option by its dotted key. A method's label leads to its options, including ``defaults``."""
+    """Return an option by its dotted key. The label of a method leads to its options, including ``defaults``."""
     table, _, rest = key.partition(".")
     if table != "method":
         value = document.get(table)
@@ -80,7 +80,7 @@ def _option(document: Mapping[str, Any], key: str) -> Any:
 
 
 def facts_page(recipes: Mapping[str, Recipe]) -> str:
-    """Render the page of all facts as Markdown, with a table for each paper."""
+    """Render the page with all facts as Markdown, with a table for each paper."""
     lines = ["# What the papers' public code does", "", FACTS_TEXT, "", "[All papers](../papers.md)", ""]
     for paper in dict.fromkeys(fact.paper for fact in facts()):
         count = len(published(recipes, paper))

@@ -1,14 +1,14 @@
-"""Figures of finished runs by name, per seed.
+"""Values from finished runs by name, for each seed.
 
-A reference is ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``. A model is
-global, personal, hybrid as chosen by the run, hybrid-validation (chosen on validation in every run), or empty for work
-and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless train, validation or common is
-given. The statistic ``client-K`` is the figure of client number K alone. WHEN is the last round unless ``validation``
-is given (the round best on validation), ``mean`` (over the evaluated rounds, a measure of speed), a round's number, or
-``to VALUE``: the first evaluated round whose validation figure reaches the value, for claims about work. A model that
-never reaches the value gets the figure of the last round, a lower bound of its work.
+A reference has the form ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``.
+A model is global, personal, hybrid as chosen by the run, hybrid-validation (chosen on validation data in every run), or
+empty for work and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless train, validation
+or common is given. The statistic ``client-K`` is the value of client number K alone. WHEN is the last round unless it
+is given as ``validation`` (the round that is best on validation data), ``mean`` (over the evaluated rounds, a measure
+of speed), the number of a round, or ``to VALUE``: the first evaluated round whose validation score reaches the value,
+for claims about work. A model that never reaches the value is given the work of the last round, which is a lower bound.
 
-`unit` is the displayed form of a figure: accuracies in percent and their differences in points, bytes as MB.
+`unit` is the form in which a value is shown: accuracies in percent and their differences in points, bytes as MB.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fedloom.metrics import TASK_ROLES, metric
 
 FIGURE_PARTS = ("train", "validation", "test", "common")
 MIN_WHOLE_FIGURE = 10_000
-"""Figures without a unit, such as counts of parameters, are shown without decimals from this value on."""
+"""Limit at and above which values without a unit, such as numbers of parameters, are shown without decimals."""
 CLIENT_STATISTIC = "client-"
-"""Start of the statistic of one client, before its number."""
+"""Beginning of the name of the statistic for one client, before its number."""
 UNSCALED_STATISTICS = ("variance", "jain")
-"""Statistics over clients that differ from their metric in unit."""
+"""Statistics over clients whose unit differs from that of their metric."""
 
 
 class Reference(NamedTuple):
-    """Identity of a number: variant ("" for each variant), method, model, figure."""
+    """Identity of a number: variant ("" for each variant), method, model and figure."""
 
     variant: str
     method: str
@@ -59,20 +59,20 @@ class Reference(NamedTuple):
         return f"{self.method}: {self.model}: {self.figure}"
 
     def chosen(self) -> Reference | None:
-        """Return the same reference at the round chosen on validation, or None without such a choice."""
+        """Return the same reference at the round chosen on validation data, or None if there is no such choice."""
         plain = "@" not in self.figure and self.model and not self.figure.startswith(("validation ", "nmi"))
         return self._replace(figure=f"{self.figure}@validation") if plain else None
 
 
 class Unit(NamedTuple):
-    """Format of a kind of figure.
+    """Format for a kind of value.
 
     Attributes:
-        name: name of the unit, after a value.
+        name: name of the unit after a value.
         gap: name of the unit after a difference.
-        scale: factor of a displayed figure.
-        words: words for a difference above and below zero.
-        ratio: True if figures are compared by ratios, whose logarithms are tested.
+        scale: factor for a displayed value.
+        words: words for a positive and for a negative difference.
+        ratio: True if values are compared by their ratio, whose logarithm is tested.
     """
 
     name: str = ""
@@ -121,7 +121,7 @@ PLAIN_UNIT = Unit()
 
 
 def unit(figure: str) -> Unit:
-    """Return the unit of a figure by the figure's name."""
+    """Return the unit of a figure, given its name."""
     name = figure.partition("@")[0]
     base, _, statistic = name.split(" ")[-1].partition("/")
     if metric(base).scale == POINTS_UNIT.scale and statistic not in UNSCALED_STATISTICS:
@@ -132,9 +132,9 @@ def unit(figure: str) -> Unit:
 
 
 def _number(of: Unit, value: float, spread: float) -> str:
-    """Return two decimals, or one beside a spread of 1 or more.
+    """Return two decimals, or one next to a spread of 1 or more.
 
-    Without a unit, return four decimals below 10, else four digits.
+    Without a unit, return four decimals for values below 10, otherwise four digits.
     """
     if not of.name:
         return fixed(value, 4) if abs(value) < 10 else significant(value, 5)
@@ -144,7 +144,7 @@ def _number(of: Unit, value: float, spread: float) -> str:
 
 
 def values(run: Run, reference: Reference) -> dict[int, float]:
-    """Return the figure for every seed, or NaN for unfinished runs and for runs that did not record it."""
+    """Return the value for every seed, or NaN for runs that are unfinished or did not record it."""
     name, _, when = reference.figure.partition("@")
     by_seed = {}
     for seed in seeds_of(run, reference.method):
@@ -220,15 +220,15 @@ def _value_at(run: Run, reference: Reference, seed: int, points: Curve, when: st
 
 
 def _best_round(run: Run, reference: Reference, seed: int) -> int:
-    """Return the round with the model's best validation figure, the earliest in a tie, or -1 without validation."""
+    """Return the round with the model's best validation score (the earliest if tied), or -1 without validation."""
     rounds, scores, _ = _validation(run, reference, seed)
     return int(rounds[np.argmax(scores)]) if len(rounds) else -1
 
 
 def _validation(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return rounds, the model's signed validation figure (higher is better), and the sign.
+    """Return the rounds, the model's signed validation scores (higher is better), and the sign.
 
-    The arrays are empty without such a figure.
+    The arrays are empty if there are no such scores.
     """
     for name in (*(roles.page for roles in TASK_ROLES.values()), "loss"):
         points = _curve(run, Key(reference.method, seed, reference.model, "validation", name))

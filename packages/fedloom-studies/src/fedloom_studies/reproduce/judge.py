@@ -1,17 +1,18 @@
-"""Verdicts on the claims of a paper, by claim and by rival.
+"""Judge the claims of a paper, for each claim and rival.
 
-A rival is a side that the claim's subject is compared with. The rival is judged on one number per seed, the mean over
-variants of the difference in the claimed direction, paired over seeds (equal seeds: equal data, cohorts, initial model
-and batches), by a t test with Holm's correction over the claim's rivals. If a claim concerns each variant, such as
-every attack, a side is a rival in each variant. A claim holds if every rival is clearly behind, and does not hold if
-some rival is clearly ahead. No rival can offset or hide the others. The claim is examined after 5, 10 and 20 seeds, at
-levels of 1, 1.5 and 2.5 %, together 5 % (Bonferroni), and the first clear look decides it. Claims of equivalence are
-tested by two one-sided tests. Claims on standard deviations over seeds are judged in the same way, on the distances of
-the seeds' values from their median (Levene's test in the form of Brown and Forsythe). Single comparisons have Holm's
-correction over the whole recipe. If one of them is clearly against the claim, the claim holds in part at most.
-Variances, work and traffic are compared by ratios, as the papers claim them. On the logarithmic scale one extreme seed
-does not dominate a mean. The interval of a difference has the level of its look and of its step of Holm's procedure, so
-it is the interval that decides. Verdicts concern the paper's samples, with other seeds.
+A rival is one of the sides with which the claim's subject is compared. For each rival there is one number per seed, the
+mean over variants of the difference in the claimed direction, paired over seeds (equal seeds mean equal data, cohorts,
+initial model and batches); it is tested by a t-test with Holm's correction over the claim's rivals. If a claim refers
+to each variant, such as every attack, a side is a separate rival in each variant. A claim holds if every rival is
+clearly behind, and does not hold if any rival is clearly ahead. No rival can compensate for or hide the others. The
+claim is examined after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni), and the
+first clear look decides it. Claims of equivalence are tested by two one-sided tests. Claims about standard deviations
+over seeds are judged in the same way, based on the distances of the seeds' values from their median (Levene's test in
+the form of Brown and Forsythe). Single comparisons are subject to Holm's correction over the entire recipe. If one of
+them clearly contradicts the claim, the claim holds at most in part. Variances, work and traffic are compared by ratios,
+as the papers' claims are. On the logarithmic scale, a single extreme seed does not dominate a mean. The interval of a
+difference has the level of its look and of its step in Holm's procedure, so it is the interval on which the decision is
+based. Verdicts apply to the paper's samples, with other seeds.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from fedloom_studies.reproduce.recipe import Claim, Recipe
 
 @dataclass(frozen=True)
 class ClaimPair:
-    """Single comparison of a claim. Its verdict includes Holm's correction."""
+    """Single comparison within a claim. Its verdict takes Holm's correction into account."""
 
     left: str
     right: str
@@ -56,11 +57,11 @@ class ClaimPair:
 
 @dataclass(frozen=True)
 class Rival:
-    """Side that a claim's subject is compared with.
+    """Side with which a claim's subject is compared.
 
     Attributes:
         name: name of the side, without a variant of its own.
-        look: test of its differences, with one difference per seed, at the look that decides the claim.
+        look: test of its differences (one per seed) at the look that decides the claim.
         clear: True if the difference is clear by Holm's procedure over the claim's rivals.
     """
 
@@ -70,13 +71,13 @@ class Rival:
 
     @property
     def verdict(self) -> ClaimVerdict:
-        """Verdict of the claim against this rival alone."""
+        """Verdict on the claim against this rival alone."""
         return self.look.verdict if self.clear else UNDECIDED
 
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """Claim with the tests of its rivals, and its single comparisons.
+    """A claim with the tests against its rivals, and its single comparisons.
 
     Attributes:
         claim: claim of the paper.
@@ -84,7 +85,7 @@ class JudgedClaim:
         rivals: rivals with at least one run.
         comparisons: every pair.
         planned: number of comparisons in the recipe.
-        lost: number of comparisons that were run and have no result on a side.
+        lost: number of comparisons that were run but lack a result on one side.
     """
 
     claim: Claim
@@ -106,10 +107,10 @@ class JudgedClaim:
 
     @property
     def verdict(self) -> ClaimVerdict:
-        """Verdict of the claim.
+        """Verdict on the claim.
 
         The claim holds if it holds against every rival. It holds in part if it holds against some rivals and no rival
-        is ahead, or if a comparison is against it.
+        is ahead, or if a comparison contradicts it.
         """
         if self.reason:
             return UNTESTED
@@ -119,9 +120,9 @@ class JudgedClaim:
 
     @property
     def least(self) -> Rival:
-        """Rival nearest to contradicting the claim, with the smallest difference, or farthest from equality.
+        """Rival closest to contradicting the claim: with the smallest difference, or farthest from equality.
 
-        For a claim that does not hold, it is a rival that is clearly against the claim.
+        For a claim that does not hold, this is a rival that clearly contradicts the claim.
         """
         against = [r for r in self.rivals if r.verdict == FAILS] if self.verdict == FAILS else []
         return min(
@@ -158,7 +159,7 @@ class JudgedClaim:
 
 
 def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
-    """Return the claim's verdict from the verdicts of its rivals."""
+    """Return the verdict on the claim, given the verdicts on its rivals."""
     words = [rival.verdict for rival in rivals]
     held, failed = words.count(HOLDS), words.count(FAILS)
     if claim.most:
@@ -169,7 +170,7 @@ def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
 
 
 def claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
-    """Return every claim, with Holm's correction for its single comparisons over the whole recipe."""
+    """Return every claim, with Holm's correction for its single comparisons over the entire recipe."""
     pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
              for claim in recipe.paper.claims]  # fmt: skip
     looks = [[first_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
@@ -201,7 +202,7 @@ def _single(look: Look, clear: bool) -> Look:
 def _rivals(
     recipe: Recipe, claim: Claim, pairs_of_claim: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
 ) -> tuple[Rival, ...]:
-    """Return the rivals at the first look that decides the claim, else at the last look with enough seeds."""
+    """Return the rivals at the first look that decides the claim, otherwise at the last look with enough seeds."""
     by_rival: dict[str, list[Mapping[str, float]]] = {}
     for (left, right), lead in pairs_of_claim:
         if lead:
@@ -221,7 +222,7 @@ def _rivals(
 def _looked(
     claim: Claim, means: Mapping[str, Mapping[str, float]], seeds: Sequence[str], level: float
 ) -> tuple[Rival, ...]:
-    """Return the tests of the subject against its rivals at a number of seeds and a level."""
+    """Return the tests of the subject against its rivals for a given number of seeds and a level."""
     looks = {name: look_at(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
     if claim.construction and seeds:
         least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
@@ -241,7 +242,7 @@ def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def compare_references(
     recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None], *, log: bool = False
 ) -> Look:
-    """Return the comparison of two references by seed: the paired difference, or the logarithm of the ratio."""
+    """Return the comparison of two references by seed, as the paired difference or the logarithm of the ratio."""
     a, b = finite(left), finite(right)
     subtract = log_ratio if log else float.__sub__
     lead = {seed: subtract(float(a[seed]), float(b[seed])) for seed in a.keys() & b.keys()}
@@ -249,7 +250,7 @@ def compare_references(
 
 
 def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
-    """Return the claim's verdict at the round that is best on validation, or None if its figures name a round."""
+    """Return the verdict at the round that is best on validation data, or None if the claim's figures name a round."""
     figure = recipe.paper.figure
 
     def chosen(side: str | float) -> str | float:
@@ -267,14 +268,14 @@ def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) 
 
 
 def as_claimed(claim: Claim, difference: float) -> bool:
-    """Return True if a difference is in the claimed direction, for any interval."""
+    """Return True if a difference is in the claimed direction, whatever its interval."""
     if claim.equivalent:
         return abs(difference) <= claim.margin
     return difference >= -EQUAL_MEANS_TOLERANCE if claim.construction else difference > -claim.margin
 
 
 def papers_lead(recipe: Recipe, claim: Claim) -> float:
-    """Return the smallest printed mean lead over rivals, in the claimed direction, or NaN without a lead."""
+    """Return the smallest printed mean lead over rivals in the claimed direction, or NaN if there is none."""
     texts = {Reference.create(text, recipe.paper.figure)._replace(variant=""): k
              for k, text in enumerate(recipe.paper.columns.values())}  # fmt: skip
     cells = {
@@ -307,7 +308,7 @@ def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Referen
 
 
 def _is_lost(side: Side, numbers: Numbers) -> bool:
-    """Return True if a side was run, and no run contains its figure."""
+    """Return True if a side was run but no run contains its value."""
     by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
     return by_seed is not None and not finite(by_seed)
 
@@ -323,7 +324,7 @@ def _name(side: Side) -> str:
 
 
 def _rival(claim: Claim, left: Reference, right: Side) -> str:
-    """Return the rival's name, with its variant if it differs from the subject's or the claim concerns each variant."""
+    """Return the rival's name, with its variant if it differs or the claim refers to each variant."""
     if claim.each:
         return _name(right) if isinstance(right, Reference) else f"{left.variant} | {_name(right)}"
     shared = isinstance(right, Reference) and right.variant == left.variant
@@ -331,7 +332,7 @@ def _rival(claim: Claim, left: Reference, right: Side) -> str:
 
 
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
-    """Return the differences by common seed, positive in the claimed direction.
+    """Return the differences for the seeds of both, positive in the claimed direction.
 
     They are logarithms of ratios if `Unit.ratio` is true.
     """
@@ -350,6 +351,6 @@ def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict
 
 
 def _distances(by_seed: Mapping[str, float]) -> dict[str, float]:
-    """Return the distance of each seed's value from their median."""
+    """Return the distance of each seed's value from the seeds' median."""
     centre = float(np.median(list(by_seed.values()))) if by_seed else math.nan
     return {seed: abs(value - centre) for seed, value in by_seed.items()}

@@ -1,4 +1,4 @@
-"""Looks at a claim: tests of paired differences after 5, 10 and 20 seeds, each at a separate level."""
+"""Looks at a claim: tests of paired differences after 5, 10 and 20 seeds, each at its own level."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from fedloom.lab.report import FAMILY_ERROR_LEVEL, holm
 from fedloom_studies.reproduce.recipe import Claim
 
 LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
-"""Numbers of seeds at which a claim is examined, and the two-sided level of each look. No claim is decided by fewer
+"""Numbers of seeds at which a claim is examined, and the two-sided level of each look. No claim is decided with fewer
 seeds."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a difference of the detectable size would have been decided: the usual power of a study
-(J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
+"""Probability with which a difference of the detectable size would have been decided, which is the usual power of a
+study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
 EQUAL_MEANS_TOLERANCE = 1e-9
-"""Rounding difference allowed between equal means."""
+"""Rounding difference that is allowed between equal means."""
 
 
 class ClaimVerdict(StrEnum):
-    """Outcomes of a paper's claim. A claim that is not tested has a reason, a member of `Untested`."""
+    """Possible outcomes for a paper's claim.
+
+    A claim that is not tested has a reason, which is a member of `Untested`.
+    """
 
     HOLDS = "holds"
     PARTLY = "holds in part"
@@ -41,11 +44,11 @@ class Untested(StrEnum):
 
     Attributes:
         UNASKED: no recipe tests the claim.
-        NOT_RUN: the present version of the recipe has not been run.
+        NOT_RUN: the current version of the recipe has not been run.
         LOST: every run of a required method diverged or failed.
-        REGIME: the run is in another regime than the paper's run, by figures that both contain.
+        REGIME: the run is in a different regime from the paper's run, judging by values that both contain.
         STAND_IN: the recipe replaces the paper's data, features or network. Its own page has its verdicts.
-        GPU: the run is so much smaller than the paper's run that more seeds change nothing.
+        GPU: the run is so much smaller than the paper's run that more seeds would change nothing.
     """
 
     UNASKED = "not covered"
@@ -58,15 +61,15 @@ class Untested(StrEnum):
 
 @dataclass(frozen=True)
 class Look:
-    """Test of paired differences in the claimed direction. Differences do not include the margin.
+    """Test of paired differences in the claimed direction. The differences do not include the margin.
 
     Attributes:
         n: number of seeds in the test.
         difference: mean of the differences.
-        level: level of the decision: of the look, and among several rivals of the step of Holm's procedure. NaN without
-            a test.
-        error: standard error of the difference. NaN without a test.
-        p: two-sided p of the nearer of claim and contradiction, in the claim's test.
+        level: level of the decision, i.e. that of the look and, if there are several rivals, of the step in Holm's
+            procedure. NaN if there is no test.
+        error: standard error of the difference. NaN if there is no test.
+        p: two-sided p-value of the nearer of claim and contradiction, in the claim's test.
         verdict: holds, does not hold or undecided, at the level of the look.
     """
 
@@ -79,12 +82,12 @@ class Look:
 
     @property
     def half(self) -> float:
-        """Half width of the interval that decides. NaN without a test."""
+        """Half the width of the interval on which the decision is based. NaN without a test."""
         return self._quantile * self.error
 
     @property
     def detectable(self) -> float:
-        """Difference that this number of seeds would have decided with probability `DETECTION_PROBABILITY`."""
+        """Difference that this number of seeds would have decided with a probability of `DETECTION_PROBABILITY`."""
         return float(nctdtrinc(self.n - 1, 1 - DETECTION_PROBABILITY, self._quantile)) * self.error
 
     @property
@@ -93,7 +96,7 @@ class Look:
 
 
 def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
-    """Return the first look that decides, else the last look with enough seeds, else the result of fewer seeds."""
+    """Return the first look that decides, or the last look with enough seeds, or the result of fewer seeds."""
     values = [lead[seed] for seed in order]
     look = look_at(claim, values, math.nan)
     for n, level in LOOK_LEVELS:
@@ -104,7 +107,7 @@ def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) ->
 
 
 def look_at(claim: Claim, values: list[float], level: float) -> Look:
-    """Return the test of differences by seed at a level. NaN: without a test."""
+    """Return the test of differences by seed at a given level. If the level is NaN, there is no test."""
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:
         return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
@@ -128,16 +131,16 @@ def _error(values: Sequence[float]) -> float:
 
 
 def _one_sided(lead: float, error: float, n: int) -> float:
-    """Return p of a t test that the mean is above the bound that it exceeds by ``lead``."""
+    """Return the p-value of a t-test that the mean is above the bound, which it exceeds by ``lead``."""
     if error == 0:
         return 0.0 if lead > 0 else 1.0
     return float(stdtr(n - 1, -lead / error))
 
 
 def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
-    """Return every look at the level of its step of Holm's procedure, and True if it is clear there.
+    """Return every look at the level of its step in Holm's procedure, and True if it is clear at this level.
 
-    Each p counts as a share of the level of its look.
+    Each p-value counts as a share of the level of its look.
     """
     shares = [min(1.0, FAMILY_ERROR_LEVEL * look.p / look.level) for look in looks]
     clear = [p <= FAMILY_ERROR_LEVEL for p in holm(shares)]

@@ -1,4 +1,4 @@
-"""Marks of verdicts, with a shape and a color each, always beside a word.
+"""Marks for verdicts, each with its own shape and color, always next to a word.
 
 They also show the number of claims with each verdict.
 """
@@ -28,11 +28,11 @@ MARK_SHAPES = {
     "fails": ("#cf222e", "M5.2 5.2l5.6 5.6M10.8 5.2l-5.6 5.6"),
     "open": ("#6e7781", "M8 4.6v4M8 11.2v.2"),
 }
-"""Disc color and line of each mark, by name."""
+"""Color of the disc and line of each mark, by name."""
 
 
 def mark_name(verdict: ClaimVerdict) -> str:
-    """Return the name of a verdict's mark."""
+    """Return the name of the mark for a verdict."""
     names = {HOLDS: "holds", PARTLY: "partly", FAILS: "fails"}
     return f"mark-{names.get(verdict, 'open')}"
 
@@ -60,7 +60,7 @@ def count_claims(count: int, word: str) -> str:
 
 
 class ClaimCell(NamedTuple):
-    """Entry of a row for a protocol: a verdict, the difference behind it, and the recipe that contains it."""
+    """Entry in a row for a protocol: a verdict, the difference behind it, and the recipe that contains it."""
 
     verdict: ClaimVerdict
     reason: Untested | None = None
@@ -74,12 +74,12 @@ class ClaimCell(NamedTuple):
 
     @property
     def is_asked(self) -> bool:
-        """True if a recipe tests the claim, or will test it."""
+        """True if a recipe tests the claim, or is going to test it."""
         return self.reason != Untested.UNASKED
 
 
 def show_mark(cell: ClaimCell) -> str:
-    """Render a cell: mark, word and number, linked to the recipe's page."""
+    """Render a cell with mark, word and number, linked to the recipe's page."""
     text = f"{cell.word}: {cell.number}" if cell.number else cell.word
     linked = f"[{text}]({PAPERS_FOLDER}/{cell.recipe}.md)" if cell.recipe else text
     return f"![]({PAPERS_FOLDER}/{mark_name(cell.verdict)}.svg) {linked}"
@@ -106,7 +106,7 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
 
 
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Return the number of tested claims, and of each verdict."""
+    """Return the number of tested claims, and the number of claims with each verdict."""
     lines = []
     for mode, side in zip(("Published", "Fair"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]

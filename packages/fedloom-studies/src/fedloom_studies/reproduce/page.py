@@ -1,4 +1,4 @@
-"""Page of one recipe: Markdown made from its summary, with or without runs."""
+"""Page on one recipe, as Markdown generated from its summary, with or without runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODE_TEXTS = {
 }
 
 EMPTY_CELL = "-"
-"""Text of an empty cell of a table."""
+"""Text in an empty cell of a table."""
 
 
 def _describe_mode(paper: Paper) -> str:
@@ -39,7 +39,7 @@ def _describe_mode(paper: Paper) -> str:
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
-    """Return the summary of the largest scale with runs, with its rivals' figures, or None without runs.
+    """Return the summary of the largest scale with runs, including its rivals' values, or None if there are no runs.
 
     Smoke runs do not count.
     """
@@ -49,9 +49,9 @@ def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
 
 
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """Return one phrase: not run, unfinished or run, with the scale.
+    """Return a short phrase: not run, unfinished or run, with the scale.
 
-    The phrase also says if the recipe was an earlier version.
+    The phrase also tells if the recipe was an earlier version.
     """
     if summary is None:
         return "not run"
@@ -66,7 +66,7 @@ def earlier(recipe: Recipe, summary: RecipeSummary) -> bool:
 
 
 def not_run(recipe: Recipe, need: Need | None) -> str:
-    """Return the reason why a recipe has no summary, and its required time, if known."""
+    """Return the reason why a recipe has no summary and, if known, the time it requires."""
     budget = recipe.budget("laptop")
     if budget is not None:
         return f"not run (up to {option(budget)} core-minutes)"
@@ -75,19 +75,19 @@ def not_run(recipe: Recipe, need: Need | None) -> str:
 
 
 def duration(minutes: float) -> str:
-    """Render a duration of one processor core."""
+    """Render a duration on one processor core."""
     if minutes < 600:
         return f"{fixed(minutes, 0)} core-minutes"
     return f"{write_total(rounded(minutes / 1440, 2) or 0.0)} core-days"
 
 
 def plot(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """Draw the figure of a recipe's table as SVG. Return "" if no cell was run or the recipe has no table."""
+    """Draw the figure for a recipe's table as SVG. Return "" if no cell was run or the recipe has no table."""
     return "" if summary is None else draw_table(cells(recipe, summary.numbers, compare=False))
 
 
 def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if `plot` returns a figure. Drawing the figure is slow."""
+    """Return True if `plot` returns a figure. Drawing the figure itself would be slow."""
     return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
 
 
@@ -98,7 +98,7 @@ def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
 
 
 def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
-    """Render the page of a recipe as Markdown. A recipe outside the paper's regime gets a sentence on it."""
+    """Render the page of a recipe as Markdown. A recipe outside the paper's regime is given a sentence about this."""
     return "\n".join(_lines(recipe, summary, need, regime)).rstrip() + "\n"
 
 
@@ -159,20 +159,20 @@ SINGLE_COMPARISON_TEXT = (
     "single comparison is clear."
 )
 ESCAPED_BAR = "\\|"
-"""Vertical bar within a cell of a table."""
+"""Vertical bar inside a cell of a table."""
 TURNS_TEXT = (
     "Some comparisons change direction between the last round, which is reported, and the round that is best on "
     "validation data:",
     "",
 )
 MAX_SHOWN_COMPARISONS = 3
-"""Comparisons listed for a claim if the reported round decides some of them."""
+"""Number of comparisons that are listed for a claim if some of them are decided by the reported round."""
 Moved = Mapping[str, judge.JudgedClaim | None]
-"""Claims by their text, at the round that is best on validation."""
+"""Claims by their text, at the round that is best on validation data."""
 
 
 def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
-    """Return the comparisons that change direction in another reported round."""
+    """Return the comparisons that change direction if a different round is reported."""
     lines = []
     for one in verdicts:
         at, of = moved[one.claim.text], unit(one.figure)
@@ -216,7 +216,7 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
 
 
 def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table, without columns that are empty in every row: a phone has little room."""
+    """Yield the lines of a table without columns that are empty in every row, as there is little room on a phone."""
     places = [place for place in range(len(titles)) if any(row[place] != EMPTY_CELL for row in rows)]
     yield "|" + "".join(f" {titles[place]} |".replace("  ", " ") for place in places)
     yield f"|{'---|' * len(places)}"
@@ -263,7 +263,7 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
 
 
 def closest_difference(verdict: judge.JudgedClaim) -> str:
-    """Render the difference from the rival that comes nearest to contradicting the claim, and the margin."""
+    """Render the difference from the rival that comes closest to contradicting the claim, and the margin."""
     least, of = verdict.least, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
     within = "" if not verdict.claim.margin else f", margin {'±' if verdict.claim.equivalent else '-'}{margin}"
@@ -271,13 +271,13 @@ def closest_difference(verdict: judge.JudgedClaim) -> str:
 
 
 def interval(look: looks.Look, figure: str) -> str:
-    """Render a difference with its interval, the interval's level and the seeds."""
+    """Render a difference with its interval, the interval's level and the number of seeds."""
     level = f"{option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
     return f"{unit(figure).lead(look.difference, look.half)} ({level}n = {look.n})"
 
 
 def shows(verdict: judge.JudgedClaim) -> str:
-    """Render the smallest difference that the seeds could have shown for an undecided claim, or "" for others."""
+    """Render the smallest difference that the seeds could have shown for an undecided claim, or "" for other claims."""
     look = verdict.least.look
     if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
         return ""
@@ -310,13 +310,13 @@ def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
 
 
 def _mean(by_seed: Mapping[str, float | None]) -> float:
-    """Return the mean over the seeds with a result, or NaN without a result."""
+    """Return the mean over the seeds that have a result, or NaN if none has."""
     measured = [value for value in by_seed.values() if value is not None]
     return sum(measured) / len(measured) if measured else math.nan
 
 
 def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
-    """Yield lines on a fair recipe's search: every method's grid, and the chosen values."""
+    """Yield lines on the search in a fair recipe: every method's grid, and the chosen values."""
     if recipe.paper.mode != "fair":
         return
     scale = summary.scale if summary else "laptop"

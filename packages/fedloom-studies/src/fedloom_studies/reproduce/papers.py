@@ -1,7 +1,8 @@
-"""Page of all papers: a row for each paper, then its headline claims as published and in a fair test.
+"""Page on all papers, with a row for each paper, then its headline claims as published and in a fair test.
 
-``papers.toml`` names the headline claims: a claim of the recipes by the start of its text, and the recipes that judge
-it. `reasons` fills its sentences on the reasons for a verdict. All other content comes from the summaries.
+``papers.toml`` lists the headline claims: for each, the beginning of the text of a claim in the recipes, and the
+recipes that judge it. `reasons` fills in its sentences on the reasons for a verdict. Everything else comes from the
+summaries.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ fedloom reproduce fedacs-table2 \\
 """
 CORRECTED_TEXT = "Earlier versions of this page showed these verdicts, which are withdrawn. The list is hand-written."
 NO_ANCHOR = "no anchor"
-"""Reason for a claim whose recipe has no anchor: the paper prints no figure for it."""
+"""Reason for a claim whose recipe has no anchor: the paper prints no value for it."""
 RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
 """Rules for judging claims, at the end of the page."""
 
@@ -73,7 +74,7 @@ class HeadlineClaim(Value):
 
 
 class Corrected(Value):
-    """Changed verdict that was public."""
+    """Published verdict that has changed."""
 
     text: str = Field(description="the claim")
     was: str = Field(description="earlier verdict on the page")
@@ -82,7 +83,7 @@ class Corrected(Value):
 
 
 class Sheet(Value):
-    """Paper: its name as in the recipes' titles, a description, and its headline claims."""
+    """A paper, with its name as in the recipes' titles, a description, and its headline claims."""
 
     name: str
     title: str
@@ -113,16 +114,16 @@ def sheets() -> tuple[Sheet, ...]:
 
 
 def of_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Return the recipes without the recipes of other programs' tables, which have a separate page."""
+    """Return the recipes except those for other programs' tables, which have a separate page."""
     return {name: one for name, one in recipes.items() if not one.paper.table}
 
 
 def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of every file: "" for the page of all papers, else a mark, or a page or figure.
+    """Yield the name and text of every file: "" for the page on all papers, otherwise a mark, or a page or figure.
 
     Raises:
         RunDirError: a file in ``results`` is not a summary.
-        ConfigError: a sentence of ``papers.toml`` depends on a difference that is not clear.
+        ConfigError: a sentence in ``papers.toml`` depends on a difference that is not clear.
     """
     recipes = of_papers(recipes)
     summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
@@ -142,7 +143,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 
 
 def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
-    """Render the page of all papers."""
+    """Render the page on all papers."""
     recipes = of_papers(recipes)
     papers = [(sheet, [_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in sheets()]
     lines = [PAPERS_TEXT, '<div class="narrow" markdown="1">', ""]
@@ -212,7 +213,7 @@ def _section(
 def _objection(
     sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> str:
-    """Render possible objections of the author, with the number of open claims."""
+    """Render objections that the author might raise, with the number of open claims."""
     if not sheet.objection:
         return ""
     candidates = [cell for pair in cells for cell in pair if cell.is_asked]
@@ -225,7 +226,7 @@ def _objection(
 def _less(
     cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> Iterator[str]:
-    """Yield the names of verdicts from fewer rounds or less data than the paper's."""
+    """Yield the names of verdicts that are based on fewer rounds or less data than in the paper."""
     notes = []
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]
@@ -241,14 +242,14 @@ def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, 
 
 
 def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> str:
-    """Render a sentence on a recipe in another regime, or "" for other recipes."""
+    """Render a sentence on a recipe in a different regime, or "" for other recipes."""
     distances = _anchors(recipes, summaries, sheet, name)
     far = ", ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md) ({one.variant})" for one in distances)
     return f"The run is not comparable to the paper's, so no claim is judged: {far}." if elsewhere(distances) else ""
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
-    """Return the distances of the counting recipes' anchors from the paper's."""
+    """Return the distances of the anchors in the recipes that count from the paper's values."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
         distances = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
@@ -273,7 +274,7 @@ def _cell(
 ) -> ClaimCell:
     """Return the verdict of the recipe that counts.
 
-    This recipe is current, complete, at full length, with the least favorable verdict.
+    This recipe is current, complete and at full length, and has the least favorable verdict.
 
     A recipe in another regime than the paper's decides no claim, and a stand-in decides it on its own page only.
     """
@@ -306,7 +307,7 @@ def _cell(
 
 
 def _number(one: judge.JudgedClaim) -> str:
-    """Render the difference from the nearest rival, and the subject's own figure if the rival is a number."""
+    """Render the difference from the nearest rival, and the subject's own value if the rival is a number."""
     of, look, rival = unit(one.figure), one.least.look, one.least.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
         return of.lead(look.difference, look.half)
@@ -315,12 +316,12 @@ def _number(one: judge.JudgedClaim) -> str:
 
 
 def _current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
-    """Return True if a summary contains all runs of the present version of the recipe."""
+    """Return True if a summary contains all runs in the current version of the recipe."""
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
 def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Return True if a summary has the rounds and the data of the paper."""
+    """Return True if a summary has as many rounds and as much data as the paper."""
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.at("full").values()} == {summary.rounds}
 
 
@@ -330,7 +331,7 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Jud
 
 
 def _choose_most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Return the most informative number: the fair test's, else the published recipe's."""
+    """Return the most informative number: that of the fair test, otherwise that of the published recipe."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):
             cell, mode = (fair, "fair") if fair.number else (published, "published")
@@ -341,7 +342,7 @@ def _choose_most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]])
 
 
 def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """Return the verdicts on a recipe's claims, or "" if its present version has no result."""
+    """Return the verdicts on a recipe's claims, or "" if its current version has no result."""
     if not _current(summary, recipe):
         return ""
     verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
@@ -353,7 +354,7 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
-    """Return the paper's lead over the nearest rival, by the cells of the counting recipe, else of another recipe."""
+    """Return the paper's lead over the nearest rival, by the cells of the recipe that counts or of another recipe."""
     for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
         claim = _claim(recipes[name], row.claim)
         if claim is not None and math.isfinite(lead := judge.papers_lead(recipes[name], claim)):
@@ -366,7 +367,7 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
 
 
 def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
-    """Yield changed verdicts that were public on the page, with the reason."""
+    """Yield changed verdicts that had been published on the page, with the reason."""
     yield from (
         "## Corrected",
         "",
@@ -386,7 +387,7 @@ def _unaffordable(
     papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe], summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:  # fmt: skip
-    """Yield commands and estimates of the page's open cells: cells that require a GPU, and cells that were not run."""
+    """Yield commands and estimates for the page's open cells: those that require a GPU, and those that were not run."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}

@@ -1,8 +1,8 @@
-"""Sentences on the reasons for a verdict, filled with measured numbers.
+"""Sentences on the reasons for a verdict, with measured numbers filled in.
 
-Their placeholders are ``{A - B}`` for the measured difference of two references ``RECIPE | VARIANT | METHOD: MODEL[:
-FIGURE]``, in words, ``{A}`` for the mean of one reference, and ``{RECIPE}`` for a link. A sentence is omitted if the
-present version of its recipe has no result, and raises an error if its difference is not clear.
+They may contain the placeholders ``{A - B}`` for the measured difference of two references ``RECIPE | VARIANT | METHOD:
+MODEL[: FIGURE]`` in words, ``{A}`` for the mean of one reference, and ``{RECIPE}`` for a link. A sentence is omitted if
+the current version of its recipe has no result, and raises an error if its difference is not clear.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
 PAPERS_FOLDER = "papers"
-"""Folder beside the page of all papers, with a page and a figure for each recipe."""
+"""Folder next to the page on all papers, with a page and a figure for each recipe."""
 
 
 def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]) -> str:
-    """Return the sentences with measured numbers in their placeholders."""
+    """Return the sentences with their placeholders replaced by measured numbers."""
     if "\n\n" in why:
         paragraphs = (fill_numbers(one, recipes, summaries) for one in why.split("\n\n"))
         return "\n\n".join(filter(None, paragraphs))
@@ -52,7 +52,7 @@ def _measured(
     """Render a link to a recipe and one measured mean or difference, or None if it was not measured.
 
     Raises:
-        ConfigError: a difference is not clear, because it has no interval, or its interval contains zero.
+        ConfigError: a difference is not clear, because it has no interval or its interval contains zero.
     """
     name = sides[0].split("|")[0].strip()
     if "|" not in sides[0]:

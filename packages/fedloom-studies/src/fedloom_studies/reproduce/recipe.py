@@ -1,19 +1,20 @@
-"""Recipe: a table or figure of a paper as one declarative file, an experiment with the paper's claims.
+"""Recipe: a table or figure in a paper as one declarative file, i.e. an experiment with the paper's claims.
 
 A recipe is an experiment file with additional tables:
 
-- ``base = "NAME"``: another recipe that this one changes. Tables are merged key by key. A table that names another
+- ``base = "NAME"``: another recipe on which this one is based. Tables are merged key by key. A table with a different
   ``kind`` or ``source`` replaces the base's table, and so does every value that is not a table. Columns and cells are
   replaced as a whole (new columns keep no old cells). ``[scale.laptop]``, ``nearest`` and ``rivals`` are not inherited.
-- ``[paper]``: source of the numbers, and the claims, see `Paper`.
-- ``[variant.NAME]``: changes of the experiment, with one run directory for each variant. ``options.LABEL`` changes one
-method. Without variants there is a single variant called ``all``. ``variants = [...]`` keeps these variants and omits
-  the base's others.
+- ``[paper]``: source of the numbers, and the claims (see `Paper`).
+- ``[variant.NAME]``: changes to the experiment, with one run directory for each variant. ``options.LABEL`` changes a
+single method. Without variants there is a single variant called ``all``. ``variants = [...]`` keeps these variants and
+omits
+  the others in the base.
 - ``[scale.NAME]``: changes for smoke, laptop or full, applied after a variant's changes. ``variants`` and ``methods``
-  omit some, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, and `SENTENCE_KEY` is the sentence for
-  the report.
-- ``choose = {KEY = [values]}`` in a ``[[method]]``: values, of which `fedloom.lab.tune` chooses one on validation data,
-  see `choices`.
+  omit some of them, ``options.LABEL`` changes a single method, ``budget`` is in core-minutes, and `SENTENCE_KEY` is the
+  sentence for the report.
+- ``choose = {KEY = [values]}`` in a ``[[method]]``: values from which `fedloom.lab.tune` chooses one on validation data
+  (see `choices`).
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from fedloom.values import Value, choose, make
 Scale = Literal["smoke", "laptop", "full"]
 RECIPE_SCALES: tuple[Scale, ...] = get_args(Scale)
 SENTENCE_KEY = "says"
-"""Key of a scale: its difference from the protocol, as a sentence of the report."""
+"""Key of a scale for its difference from the protocol, as a sentence in the report."""
 SINGLE_VARIANT = "all"
-"""Variant of a recipe without variants."""
+"""Variant of a recipe that declares no variants."""
 SMOKE_CHOICES = {
     "data": {"source": "digits"},
     "partition": {"min_size": 1, "max_train_per_client": 20},
     "rounds": 2,
     "evaluate": {"every": 1},
 }
-"""Choices of every recipe at smoke scale, unless the recipe declares others."""
+"""Choices for every recipe at smoke scale, unless the recipe declares its own."""
 
 
 class Nominal(NamedTuple):
-    """Data set of a paper: training and test samples, shape of a sample, classes, natural clients."""
+    """Data set in a paper: training and test samples, shape of a sample, classes, and natural clients."""
 
     train: int
     test: int
@@ -78,7 +79,7 @@ NOMINAL_SETS = {
 
 
 class Claim(Value):
-    """Ordering that the paper asserts, between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+    """Order that the paper asserts between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
     Without a variant, the claim is judged in every variant that contains the methods. Figures: see `figures`.
     """
@@ -122,7 +123,7 @@ class Claim(Value):
 
 
 class Unknown(Value):
-    """Detail that a protocol leaves open, with the chosen value and the reason."""
+    """Detail that a protocol leaves open, with the chosen value and the reason for it."""
 
     what: str
     choice: str
@@ -133,7 +134,7 @@ Cell = Annotated[float | tuple[float, float] | None, BeforeValidator(lambda cell
 
 
 class Paper(Value):
-    """Statements of the paper on the table or figure."""
+    """The paper's statements on the table or figure."""
 
     title: str = Field(description="the paper, with the number of its table or figure")
     protocol: str = Field(description="the protocol, as the paper states it")
@@ -209,7 +210,7 @@ class Paper(Value):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe of a table or figure. `recipes` returns all of them."""
+    """Recipe for a table or figure. `recipes` returns all of them."""
 
     name: str
     paper: Paper
@@ -218,23 +219,23 @@ class Recipe:
     scales: dict[str, dict[str, Any]]
 
     def budget(self, scale: Scale) -> float | None:
-        """Return the core-minutes that a scale may take. Return None if the budget is not stated."""
+        """Return the core-minutes that a scale may take. Return None if no budget is stated."""
         return self.scales.get(scale, {}).get("budget")
 
     def sentence(self, scale: Scale) -> str:
-        """Return the difference of a scale from the protocol, for people."""
+        """Return how a scale differs from the protocol, in words."""
         if scale == "smoke":
             return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
         plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
-        """Return True if a scale is the protocol, except for seeds and for omitted variants or methods.
+        """Return True if a scale follows the protocol, apart from seeds and omitted variants or methods.
 
         Args:
             scale: scale of the run.
-            samples: number of samples of every source in the run. An unknown number, or a number below the paper's, is
-                not the paper's.
+            samples: number of samples from every source in the run. A number that is unknown or below the paper's does
+                not follow the protocol.
         """
         free = {"budget", SENTENCE_KEY, "seeds", "variants", "methods"}
         if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
@@ -258,14 +259,14 @@ class Recipe:
         ]
 
     def protocol(self, scale: Scale) -> str:
-        """Return the digest of a scale's experiments, which matches results to this recipe."""
+        """Return the digest of a scale's experiments, by which results are matched to this recipe."""
         return digest_of(self.at(scale))
 
     def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-        """Return the experiment document of every variant, with ``choose`` still in the methods.
+        """Return the experiment document for every variant, with ``choose`` still in the methods.
 
         Raises:
-            ConfigError: the recipe does not contain a variant or method.
+            ConfigError: the recipe does not contain a variant or method with this name.
         """
         documents = {}
         change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", SENTENCE_KEY)}
@@ -301,16 +302,16 @@ def merge_tables(base: Mapping[str, object], change: Mapping[str, object]) -> di
 
 
 def digest_of(document: object) -> str:
-    """Return 16 hexadecimal digits of a JSON value, with experiments in the form of the first records."""
+    """Return 16 hexadecimal digits for a JSON value, with experiments in the form of the first records."""
     if isinstance(document, Mapping):
         document = {key: restore_recorded(value) for key, value in restore_recorded(document).items()}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def restore_recorded(document: object) -> Any:
-    """Return an experiment document in its form at the time of the first records: keys had their first names.
+    """Return an experiment document in the form that it had in the first records, with the original names of keys.
 
-    Clients had uniform weights by default.
+    At that time, clients had uniform weights by default.
     """
     if not isinstance(document, Mapping):
         return document
@@ -327,14 +328,14 @@ def recipe_names() -> Iterator[str]:
 
 @cache
 def recipes() -> dict[str, Recipe]:
-    """Return every recipe by name, in the order of their runs."""
+    """Return every recipe by name, in the order in which they are run."""
     documents = dict.fromkeys(recipe_names())
     by_name = {name: make_recipe(name, _resolved(name, documents)) for name in documents}
     return dict(sorted(by_name.items(), key=lambda item: (item[1].paper.order, item[0])))
 
 
 def titles() -> list[tuple[str, str]]:
-    """Return every recipe by name with the title of its table or figure."""
+    """Return every recipe by name, with the title of its table or figure."""
     return [(name, recipe.paper.title) for name, recipe in recipes().items()]
 
 
@@ -342,13 +343,13 @@ def recipe(name: str) -> Recipe:
     """Return a recipe by name.
 
     Raises:
-        ConfigError: the recipe does not exist. The message contains the nearest name.
+        ConfigError: the recipe does not exist. The message contains the most similar name.
     """
     return choose("recipe", recipes(), name)
 
 
 def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
-    """Return the document of a recipe, merged into the recipes that it is based on."""
+    """Return a recipe's document, merged with the recipes on which it is based."""
     choose("recipe", documents, name)
     text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)
@@ -365,7 +366,7 @@ def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
 
 
 def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a resolved document.
+    """Return the recipe in a resolved document.
 
     Raises:
         ConfigError: [paper] or client_weights is missing, [paper] contains an invalid value, or a scale is unknown.

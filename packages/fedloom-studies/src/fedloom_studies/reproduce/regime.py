@@ -1,8 +1,8 @@
-"""Regime: anchors, simple methods whose figures the paper also prints, and the distance of a run from these figures.
+"""Regime: anchors, i.e. simple methods whose values the paper also prints, and the distance of a run from these values.
 
-Local training and FedAvg have almost no settings. If they end far from the paper's figures, the data, the network or
-the length of training differ, and no verdict on the paper's method follows. `papers.toml` names the anchors
-of a paper. The printed figures are the cells of its recipes.
+Local training and FedAvg have hardly any settings. If their results are far from the paper's, the data, the network or
+the length of training differ, and no verdict on the paper's method follows. `papers.toml` lists the anchors of a paper.
+The printed values are the cells in its recipes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
 MAX_ANCHOR_DISTANCE = 0.1
-"""Largest difference in accuracy between an anchor and the paper's figure. The anchors of FLAME and Equitable-FL lie
-within 0.07 of the paper's figures.
+"""Largest difference in accuracy between an anchor and the paper's value. The anchors of FLAME and Equitable-FL are
+within 0.07 of the paper's values.
 
-Runs of a clearly different problem, such as CIFAR-10 with a small network, differ by 0.16 to 0.54.
+Runs on a clearly different problem, such as CIFAR-10 with a small network, differ by 0.16 to 0.54.
 """
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """Figure of a method here, beside the paper's figure.
+    """A method's value here, and the paper's value.
 
     Attributes:
-        title: title of the paper's column.
-        variant: row of the paper's table.
-        gap: our figure minus the paper's figure.
-        recipe: recipe with both figures.
+        title: title of the column in the paper.
+        variant: row in the paper's table.
+        gap: our value minus the paper's value.
+        recipe: recipe that contains both values.
         figure: name of the figure.
     """
 
@@ -46,17 +46,17 @@ class Anchor:
 
     @property
     def words(self) -> str:
-        """Text of the column and the difference."""
+        """Text on the column and the difference."""
         return f"{self.title} {unit(self.figure).lead(self.gap)}"
 
 
 def anchors(
     references: Sequence[str], place: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> list[Anchor]:
-    """Return the most distant anchor of every column, or [] if no cell was run or the paper prints no anchor.
+    """Return every column's most distant anchor, or [] if no cell was run or the paper prints no anchor.
 
     Args:
-        references: references of anchors, as in the recipe's columns.
+        references: references to anchors, as in the recipe's columns.
         place: recipe with the paper's cells.
         recipes: recipes by name.
         summaries: summaries by name.
@@ -75,5 +75,5 @@ def anchors(
 
 
 def elsewhere(distances: Sequence[Anchor]) -> bool:
-    """Return True if an anchor is so far from the paper's that the run is in another regime."""
+    """Return True if an anchor is so far from the paper's value that the run is in a different regime."""
     return any(abs(anchor.gap) > MAX_ANCHOR_DISTANCE for anchor in distances)

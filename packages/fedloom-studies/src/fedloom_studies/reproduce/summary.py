@@ -1,4 +1,7 @@
-"""Summaries of the runs of recipes: one record for each, kept with the code. Verdicts are made from them."""
+"""Summaries of the runs of recipes: one record for each recipe, stored together with the code.
+
+Verdicts are derived from them.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,11 @@ SUMMARIES_FILE = "papers.jsonl"
 """File of the summaries."""
 SPENT_FILE = "spent.json"
 WRITE_INTERVAL_SECONDS = 5.0
-"""Interval of updates of ``spent.json``, in processor seconds."""
+"""Interval between updates of ``spent.json``, in seconds of processor time."""
 SIGNIFICANT_DIGITS = 7
-"""Number of significant digits that summaries keep."""
+"""Number of significant digits kept in summaries."""
 ESTIMATES_FILE = "estimates.json"
-"""File beside the summaries with the requirements of recipes without a summary and without a laptop scale."""
+"""File next to the summaries with the requirements of recipes that have neither a summary nor a laptop scale."""
 
 
 class Need(NamedTuple):
@@ -49,14 +52,14 @@ class RecipeSummary:
 
     Attributes:
         protocol: `Recipe.protocol` of the recipe that was run.
-        says: difference from the paper's protocol.
-        numbers: variant -> reference -> seed -> value. Null if a run has no result.
+        says: difference from the paper's protocol, as a sentence.
+        numbers: values by variant, reference and seed. Null if a run has no result.
         minutes: processor time so far in core-minutes, including trials and evaluation.
         complete: True if every variant, method and seed has been run.
-        choices: variant -> method -> chosen settings, with the score of every candidate.
+        choices: chosen settings by variant and method, with every candidate's score.
         failures: sentences on runs that diverged or failed.
-        commit: commit of the code, with "-dirty" if the code was changed. Empty if the commit is not known.
-        samples: number of samples of every data set in the run. Empty in summaries that did not record it.
+        commit: commit of the code, with "-dirty" if the code was changed. Empty if the commit is unknown.
+        samples: number of samples in every data set in the run. Empty in summaries that did not record this.
     """
 
     recipe: str
@@ -153,7 +156,7 @@ def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | Non
     """Return the summary of a recipe at a scale, or None if it does not exist.
 
     Raises:
-        RunDirError: a line of the file is not a summary.
+        RunDirError: a line in the file is not a summary.
     """
     file = folder / SUMMARIES_FILE
     summary = None
@@ -167,10 +170,10 @@ def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | Non
 
 
 def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSummary:
-    """Return a summary with figures of methods of another recipe of the same experiment (``rivals``).
+    """Return a summary, including values of methods from another recipe with the same experiment (``rivals``).
 
-    Equal seeds draw equal data, cohorts, initial models and batches in both. A record of another experiment, or of an
-    earlier version of the other recipe, adds nothing.
+    Equal seeds give equal data, cohorts, initial models and batches in both. A record of a different experiment, or of
+    an earlier version of the other recipe, adds nothing.
     """
     other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
     record = read_summary(folder, other.name, summary.scale) if other else None
@@ -199,7 +202,7 @@ def needs(folder: Path) -> dict[str, Need]:
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
-    """Return all figures of a run that a summary keeps: reference -> seed -> value."""
+    """Return all values from a run that a summary keeps, by reference and seed."""
     numbers, runs = {}, run.summary.runs
     lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
@@ -211,7 +214,7 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
 
 
 def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
-    """Return the references of columns and claims, also at the chosen round, and every method's work and traffic."""
+    """Return the references in columns and claims, also at the chosen round, and every method's work and traffic."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)
@@ -232,9 +235,9 @@ def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
 
 @contextmanager
 def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
-    """Add the processor time spent within the block to ``spent.json`` in a recipe's folder.
+    """Add the processor time spent in the block to ``spent.json`` in a recipe's folder.
 
-    Yield a function that updates the file. Call it from time to time, so that a killed process loses little.
+    Yield a function that updates the file. Call it from time to time, so that little is lost if the process is killed.
     """
     last_written = _processor()
 
@@ -254,10 +257,10 @@ def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
 
 
 def _processor() -> float:
-    """Return the processor seconds so far, including ended children's."""
+    """Return the processor time so far in seconds, including that of child processes that have ended."""
     return sum(os.times()[:4])
 
 
 def spent(out: Path) -> dict[str, float]:
-    """Return the processor seconds by variant, as added up by `count_spent_time`."""
+    """Return the processor time in seconds by variant, as added up by `count_spent_time`."""
     return read_document(out / SPENT_FILE, float)

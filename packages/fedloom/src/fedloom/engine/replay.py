@@ -172,7 +172,7 @@ def _numbers(rule: str, value: Any) -> Tensor:
 
 
 def _exactly(where: str, what: str, entries: object, wanted: int) -> None:
-    got = len(entries) if isinstance(entries, Sized) and getattr(entries, "ndim", 1) else f"{entries!r:.60}"
+    got = len(entries) if isinstance(entries, Sized) and getattr(entries, "shape", None) != () else f"{entries!r:.60}"
     if got != wanted:
         raise ConfigError(f"{where}: must have one entry for each of the {wanted} {what}, got {got}")
 

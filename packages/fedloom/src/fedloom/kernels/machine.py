@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, wraps
 from typing import Any
 
 import numba
+from filelock import FileLock
 
 FASTMATH_FLAGS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz"},  # numbers that are not finite stay so
@@ -35,5 +37,48 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     places = [place for place in (os.path.dirname(__file__), home) if os.path.isdir(place)]
     if os.path.isabs(home) and all(shutil.disk_usage(place).free >= MIN_FREE_BYTES for place in places):
         with suppress(RuntimeError):  # of numba: neither can be written
-            return numba.njit(cache=True, **FASTMATH_FLAGS)(loop)  # type: ignore[no-any-return]
+            return _lock_cache(numba.njit(cache=True, **FASTMATH_FLAGS)(loop))
     return numba.njit(**FASTMATH_FLAGS)(loop)  # type: ignore[no-any-return]
+
+
+def _lock_cache(loop: Any) -> Callable[..., Any]:
+    """Let one process at a time read or write the machine code of a compiled loop.
+
+    numba names a file after the index that it has read, and writes the index before the file. Without a lock, two
+    processes that compile at the same time store two versions under one name, and a third process loads the wrong one.
+    """
+    stored = loop._cache
+    for name in ("load_overload", "save_overload"):
+        setattr(stored, name, _locked(getattr(stored, name), stored.cache_path))
+    return loop  # type: ignore[no-any-return]
+
+
+def _locked(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
+    @wraps(step)
+    def locked(*args: Any) -> Any:
+        with _lock_folder(folder):
+            return step(*args)
+
+    return locked
+
+
+@contextmanager
+def _lock_folder(folder: str) -> Iterator[None]:
+    """Lock a folder of machine code, unless the disk has no locks or the folder cannot be written."""
+    lock = _lock_of(folder)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@cache
+def _lock_of(folder: str) -> FileLock:
+    """Return the lock of a folder. It can be acquired again while it is held."""
+    return FileLock(os.path.join(folder, "machine-code.lock"))

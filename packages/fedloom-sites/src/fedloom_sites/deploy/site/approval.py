@@ -40,17 +40,17 @@ def check_approved_digest(site: Site, digest: str) -> None:
     """Raise an error if a digest differs from the digest of the site's settings.
 
     Raises:
-        ConfigError: the digests differ. The message names both digests.
+        ConfigError: the digests differ. The message contains both digests.
     """
     if digest != site.digest:
         raise ConfigError(f"the digest of the run is {site.digest}, got {digest}. Ask the person who sent the digest")
 
 
 def check_approved(site: Site) -> None:
-    """Raise if a run was not approved although the site's settings require approval.
+    """Raise an error if a site's settings require approval but the run was not approved.
 
     Raises:
-        ConfigError: the run was not approved, or the agreed settings differ from the approved settings.
+        ConfigError: the run was not approved, or the agreed settings differ from the approved ones.
     """
     if not site.approval:
         return
@@ -81,18 +81,18 @@ def check_data_name(site: Site) -> None:
         path = folder / NAMES_FILE
         try:
             names = json.loads(regular(path).read_bytes()) if path.exists() else {}
-            known = names.setdefault(source, site.data_name)
+            first_name = names.setdefault(source, site.data_name)
         except (OSError, ValueError, AttributeError, RecursionError):
             raise Refused(
                 f"{NAMES_FILE} of site {site.site} is damaged, so the site cannot know the names of its data. Restore "
                 f"the file from a copy, or write {{}} into it if the site has not taken part in another experiment"
             ) from None
-        if known != site.data_name:
+        if first_name != site.data_name:
             raise Refused(
-                f"site {site.site} knows these data under the name {known!r}, but the agreement names them "
+                f"site {site.site} knows these data under the name {first_name!r}, but the agreement names them "
                 f"{site.data_name!r}, so the site would forget the sums and budgets of these data. Agree on data_name "
-                f"= {known!r}. If the source contains other patients now, delete its line from {NAMES_FILE} in the "
-                "folder memory, or else state, of the site"
+                f"= {first_name!r}. If the source now contains other patients, delete its line from {NAMES_FILE} in "
+                "the folder memory, or else state, of the site"
             )
         if not path.exists() or json.loads(regular(path).read_bytes()) != names:
             write_atomic(path, (json.dumps(names, indent=1) + "\n").encode())

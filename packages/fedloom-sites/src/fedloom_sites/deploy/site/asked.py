@@ -1,8 +1,9 @@
-"""Asked: the models that a site has answered, so that a server cannot repeat a round with many crafted models.
+"""Record the models that a site has answered, so that a server cannot repeat a round with many crafted models.
 
-An answer reveals how a model performs on the samples. The difference between answers to two slightly different models
-reveals more. The same applies under masks: every question that a sum or a counter answers reveals information. A server
-needs one model for each round and kind of message, and another model only after the loss of a checkpoint.
+An answer reveals how a model performs on the samples. The difference between the answers to two slightly different
+models reveals even more. The same applies under masks: every question that a sum or a counter answers reveals
+something. A server needs one model per round and kind of message, and a different one only after it has lost a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from fedloom_sites.deploy.site.state import SiteState
 from fedloom_sites.deploy.site.trainer import Trainer
 
 MODEL_MESSAGES = ("ask", "train", "score", "analysis")
-"""Kinds of messages with models that a site answers alone. Under masks, the kinds are `masked` and `tally`."""
+"""Kinds of messages with models that a site answers individually. Under masks, the kinds are `masked` and `tally`."""
 IN_RUN = "in the whole run"
-"""Entry of the record: number of models of every kind that were answered in the experiment."""
+"""Entry in the record: the number of models of every kind that were answered in the experiment."""
 
 
 class AskedTooOften(RunDirError):
-    """Error: a message contains one model more than a site answers."""
+    """Error: a message would exceed the number of models that a site answers."""
 
 
 class AskedModels:
-    """Models of one site in one experiment.
+    """Models that a site has received in an experiment.
 
     Args:
-        site: settings of the site, with the agreed budget.
-        memory: state of the site.
-        trainer: run of the site, for the number of rounds.
+        site: settings of the site, including the agreed limit.
+        memory: the site's state on disk.
+        trainer: the site's run, which gives the number of rounds.
     """
 
     def __init__(self, site: Site, memory: SiteState, trainer: Trainer) -> None:
@@ -42,22 +43,22 @@ class AskedModels:
         self._path = memory.folder / "asked.json"
 
     def enter(self, envelope: Envelope) -> None:
-        """Record the models of a message of kind ask, train or score before the site answers.
+        """Record the models in a message of kind ask, train or score before the site answers it.
 
         Raises:
-            AskedTooOften: the models of a round or of the run are too many.
+            AskedTooOften: there are too many models for a round or for the run.
         """
         self._enter(_models(envelope))
 
     def enter_masked(self, terms: Terms, accepted: int) -> None:
-        """Record the models of a request for a masked vector before the site computes the vector.
+        """Record the models in a request for a masked vector before the site computes the vector.
 
         Args:
             terms: terms of the session.
             accepted: round of the state from which the site answers.
 
         Raises:
-            AskedTooOften: the models of a round or of the run are too many.
+            AskedTooOften: there are too many models for a round or for the run.
         """
         models = dict[tuple[str, int], str]()
         if terms.trains:
@@ -97,7 +98,7 @@ class AskedModels:
 
 
 def _models(envelope: Envelope) -> dict[tuple[str, int], str]:
-    """Return digests of the models of a message and the requested state, by kind and round."""
+    """Return digests of the models in a message and of the requested state, by kind and round."""
     head, arrays = envelope.head, envelope.arrays
     place: list[Any] = [head.get(name) for name in ("accepted", "weight", "global")]
     if head["kind"] == "analysis":  # whose terms come first; most read no model

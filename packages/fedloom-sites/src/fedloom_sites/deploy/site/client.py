@@ -1,4 +1,4 @@
-"""Answer the server as a site: identity, results of `trainer`, and errors."""
+"""Answer the server as a site, with its identity, results of `trainer`, and errors."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class Client:
 
     Args:
         site: settings of the site.
-        fed: samples of the site, if these are already read. None to read the samples from the source in its settings.
+        fed: samples of the site, if they have already been read. None to read the samples from the source in the site's
+            settings.
 
     Attributes:
-        trainer: training and scores of the site.
-        answers: answers of the site in a round, separately or under masks.
+        trainer: the site's training and scores.
+        answers: the site's answers in a round, either individually or under masks.
 
     Raises:
         ConfigError: the signing key cannot be read.
@@ -69,16 +70,16 @@ class Client:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of training, validation and test samples of the site."""
+        """Number of training, validation and test samples of the site."""
         return part_sizes(self.trainer.fed, self.site.client)
 
     @property
     def figures(self) -> str:
-        """Figures that the site's samples define, in the form for the server."""
+        """Metrics that the site's samples define, in the format for the server."""
         return self.answers.figures
 
     def prepare(self) -> None:
-        """Read the data and build the run before a message needs them.
+        """Read the data and build the run before they are needed for a message.
 
         Raises:
             FedloomError: the data cannot be read, or the run cannot be built.
@@ -87,7 +88,7 @@ class Client:
             _ = self.trainer.samples, self.trainer.forms
 
     def answer(self, message: Message) -> Message:
-        """Return the `reply` to a message as a message."""
+        """Return the `reply` to a message, again as a message."""
         return Message(self.reply(message.content), reply_to=message)
 
     def reply(self, content: RecordDict) -> RecordDict:
@@ -95,9 +96,9 @@ class Client:
 
         If the site cannot write to its disk, the reply says so, and the server may send the same message again.
 
-        The reply contains the reason only if the reason contains no value of a sample. Under differential privacy or
-        secure aggregation, the reason must also come from code that reads no sample (`PublicReason`). Otherwise the
-        reason is only in the site's log.
+        The reply contains the reason only if the reason reveals no value of a sample. Under differential privacy or
+        secure aggregation, the reason must also come from code that reads no samples (`PublicReason`). Otherwise, the
+        reason appears only in the site's log.
         """
         head: dict[str, Any] = {}
         secret, reason = False, ""
@@ -134,10 +135,10 @@ class Client:
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None,
         reason: str,
     ) -> None:  # fmt: skip
-        """Log the content that leaves the site before it leaves, and the alarms that the message raises.
+        """Log the content of a reply before it leaves the site, and the alarms that the message raises.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written.
+            CheckpointError: the disk is full or cannot be written to.
         """
         facts = {"kind": about.get("kind"), "round": about.get("round"), "status": more["status"]}
         parameters = self.answers.count_parameters(str(about.get("kind")), arrays)
@@ -151,7 +152,7 @@ class Client:
             self.trainer.log_privately(alarm)
 
     def _count_questions(self, t: int) -> int:
-        """Return the number of questions of analyses in round ``t``, the last. 0 if the site can answer none."""
+        """Return the number of questions of analyses in round ``t`` (the last round). 0 if the site can answer none."""
         try:
             asked = t == self.trainer.rounds and not self.trainer.private
             return count_questions(self.trainer.experiment) if asked else 0
@@ -166,10 +167,10 @@ class Client:
         return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)
 
     def _check(self, envelope: Envelope) -> None:
-        """Raise if a message is damaged or from another release or experiment.
+        """Raise an error if a message is damaged, or comes from a different release or experiment.
 
         Raises:
-            ConfigError: the message does not match. The error names the values of both sides.
+            ConfigError: the message does not match. The error contains the values on both sides.
         """
         head, site = envelope.head, self.site
         for what, got, here in (
@@ -200,10 +201,10 @@ class Client:
         self._check_round(head)
 
     def _check_round(self, head: dict[str, Any]) -> None:
-        """Raise if a round is not an agreed round, or is over at this site.
+        """Raise an error if a round was not agreed on, or has already ended at this site.
 
         Raises:
-            Rewound: the round is wrong. The message names both rounds.
+            Rewound: the round is wrong. The message contains both rounds.
         """
         kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
         if kind == "hello":
@@ -222,10 +223,10 @@ class Client:
             raise Rewound(f"the server requests scores of round {scored} together with the training of round {t}")
 
     def _watch_samples(self) -> None:
-        """Report samples that changed since the last message, or raise if the agreement forbids changes.
+        """Report samples that have changed since the last message, or raise an error if changes are not allowed.
 
         Raises:
-            ConfigError: the samples changed although the agreement forbids changes.
+            ConfigError: the samples have changed although the agreement does not allow it.
         """
         before = self._memory.changed(self.trainer.samples)
         if before is None:

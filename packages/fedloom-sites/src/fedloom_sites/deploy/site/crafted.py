@@ -1,4 +1,4 @@
-"""Signs of a model that was crafted to read samples from an upload."""
+"""Detect signs that a model was crafted to reveal samples in an upload."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedloom.local import decay_of
 
 
 class RefusedModel(RunDirError):
-    """Error: a site does not train from the received model."""
+    """Error: a site refuses to train from the received model."""
 
 
 def norms_of(job: Job, down: Any) -> list[float]:
-    """Return the norms of the received model's layers and of the whole model.
+    """Return the norms of the received model's layers and of the entire model.
 
-    The list is empty if no whole model is received.
+    The list is empty if no complete model was received.
     """
     layout = job.oracle.layout
     model = down[0].reshape(-1) if len(down) else torch.zeros(0)
@@ -30,12 +30,12 @@ def norms_of(job: Job, down: Any) -> list[float]:
 
 
 def check_change(most: float | None, norms: Sequence[float], before: Sequence[float], where: str) -> None:
-    """Raise if a model is far from the last model. The check reads no samples.
+    """Raise an error if a model is far from the previous model. The check reads no samples.
 
     Args:
         most: largest factor by which a norm may change. None for any.
         norms: norms of the received model.
-        before: norms of the last model. Empty without a last model.
+        before: norms of the previous model. Empty if there is no previous model.
         where: site and round, for the message.
 
     Raises:
@@ -52,21 +52,21 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
 
 
 def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, tokens: int) -> None:
-    """Raise if a model contains many units that get no gradient from any of the site's samples.
+    """Raise an error if a model contains many units that receive no gradient from any of the site's samples.
 
-    The message does not state the share of units: with a crafted layer, this share is the largest value of a pixel at
+    The message does not contain the share of units: for a crafted layer, this share is the largest value of a pixel at
     this site.
 
     Args:
-        most: largest share of such units in a layer. None for any.
-        job: run of the site.
+        most: largest allowed share of such units in a layer. None for any.
+        job: the site's run.
         down: message that the site received.
         t: round.
         ids: number of the site ``[1]``.
-        tokens: size of the vocabulary. A layer with a column for each token is not checked.
+        tokens: size of the vocabulary. A layer with one column per token is not checked.
 
     Raises:
-        RefusedModel: a layer contains a larger share of such units.
+        RefusedModel: a layer contains too many such units.
     """
     row = down[0].reshape(1, -1) if most is not None and len(down) else torch.zeros(1, 0)
     if most is None or row.shape[1] != job.oracle.layout.d:

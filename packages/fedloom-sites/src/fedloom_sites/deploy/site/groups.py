@@ -1,4 +1,4 @@
-"""Groups of a site's test samples: the scores that the site publishes after the last round."""
+"""Groups of a site's test samples, whose scores the site publishes after the last round."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedloom_sites.deploy.site.trainer import Trainer
 
 
 class SiteGroups:
-    """Groups of one site.
+    """Groups of samples at one site.
 
     Args:
-        trainer: training and scores of the site.
+        trainer: the site's training and scores.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -35,13 +35,13 @@ class SiteGroups:
 
     @cached_property
     def members(self) -> Mapping[str, Tensor]:
-        """Test samples in each published group, see `GroupSums.members`."""
+        """Test samples in each published group (see `GroupSums.members`)."""
         trainer, client = self._trainer, int(self._trainer.ids)
         is_scored = trainer.sends_groups and self.sums.groups and part_sizes(trainer.fed, client)[2]
         return self.sums.members(trainer.fed, client) if is_scored else {}
 
     def cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, *, common: bool) -> Cells | None:
-        """Compute sums and metrics of the groups after the last round.
+        """Compute sums and metrics for the groups after the last round.
 
         Return {} before the last round, or None after a failure.
 
@@ -49,7 +49,7 @@ class SiteGroups:
             job: run from `Trainer.attach_local_data`.
             models: messages from the server.
             t: round.
-            scores: scores of the site's parts, by which the hybrid model is chosen.
+            scores: scores on the site's parts, which determine the choice of the hybrid model.
             common: True if the global model is scored.
         """
         if t != self._trainer.rounds or not self.members or not scores:

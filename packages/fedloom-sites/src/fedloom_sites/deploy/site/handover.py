@@ -1,13 +1,13 @@
-"""Handover: Flower's process for a message passes the message to the permanent process of the site.
+"""Hand over messages from Flower's process for one message to the site's permanent process.
 
-Flower starts one process per message. This process imports neither PyTorch nor the experiment. The process opens a Unix
-socket to the permanent process (`warm`), starts the permanent process if it is not running, and passes one message. The
-holder of the lock of `warm.lock` is the site's process. The lock is inherited together with the socket, so only one
-such process exists even if many messages race.
+Flower starts one process per message. This process imports neither PyTorch nor the experiment. It opens a Unix socket
+to the permanent process (see `warm`), starts that process if it is not running, and passes on one message. Whichever
+process holds the lock on `warm.lock` is the site's process. The lock is inherited together with the socket, so there is
+only one such process even if many messages arrive at once.
 
-Both processes compare the user of the other process, and a digest of version and settings. A permanent process with
-another digest ends.
-Then eight bytes of length and a message go in each direction. A message that did not arrive completely is not answered.
+Both processes compare the user that runs the other process, and a digest of version and settings. A permanent process
+with a different digest ends. In each direction, the processes then send the length as eight bytes and a message. A
+message that did not arrive in full is not answered.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from fedloom_sites.deploy.site.pinned import SECRET_OPTION, run_network
 
 SOCKET_FILE, SOCKET_LOCK_FILE, SITE_LOG_FILE = "warm.sock", "warm.lock", "warm.log"
 MAX_SOCKET_PATH_BYTES = 100
-"""Largest number of bytes in the path of a Unix socket. Systems allow 104 bytes or more."""
+"""Largest number of bytes in the path of a Unix socket. Operating systems allow 104 bytes or more."""
 HANDOVER_MAGIC = b"fedloom1"
 SAME_SITE, OTHER_REPLY, ANSWER_REPLY, ERROR_REPLY = b"y", b"n", b"a", b"e"
 OWNER_VARIABLE = "FEDLOOM_SITE_PROCESS"
-"""Environment variable with the process id of the site's network process. All processes that this process starts
-inherit the variable."""
+"""Environment variable with the ID of the site's network process. All processes started by this process inherit the
+variable."""
 START_SECONDS = 10.0
-"""Seconds within which the process must be found or started. Otherwise the answer is an error."""
+"""Number of seconds within which the process must be found or started. Otherwise, the answer is an error."""
 CONNECT_INTERVAL_SECONDS = 0.05
 MAX_LOG_BYTES = 1 << 20
-"""Bytes of the log above which a new process begins a new log."""
+"""Size of the log in bytes above which a new process begins a new log."""
 
 
 class NoAnswer(FedloomError):
@@ -60,12 +60,12 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
         site_file: settings of the site.
         content: content of the message.
         owner: process with which the site's process ends. None for the site's network process, which `main` became, or
-            for the process that started this process.
+            else the process that started this one.
 
     Raises:
         ConfigError: the settings cannot be read, or a folder does not belong to the site.
-        RunDirError: the disk of the site's state has no file locks.
-        NoAnswer: no answer arrived. If the process ended, a new process has been started.
+        RunDirError: the disk with the site's state does not support file locks.
+        NoAnswer: no answer arrived. If the process had ended, a new one has been started.
     """
     key, state = key_of(site_file), state_folder(site_file)
     begin = _Begin(site_file.resolve(), state, _owner() if owner is None else owner)
@@ -84,12 +84,12 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
 
 
 def main(words: list[str]) -> None:
-    """Start a site's process and its task starter, then become its network process.
+    """Start a site's process and its task starter, then become the site's network process.
 
     Both processes end together with the network process.
 
     Args:
-        words: the site's TOML file, and the command of its network process, or any other command.
+        words: the site's TOML file, followed by the command of its network process or any other command.
     """
     os.environ[OWNER_VARIABLE] = str(os.getpid())  # of the command too, which takes the place of this program
     try:
@@ -114,7 +114,7 @@ def _owner() -> int:
 
 
 def key_of(site_file: Path) -> bytes:
-    """Return the SHA-256 of version and settings, which contain the experiment's fingerprint.
+    """Return the SHA-256 of the version and the settings, which contain the experiment's fingerprint.
 
     Both processes must compute the same digest.
 
@@ -125,9 +125,9 @@ def key_of(site_file: Path) -> bytes:
 
 
 def is_own(line: socket.socket) -> bool:
-    """Return whether the other process belongs to this user, according to the operating system.
+    """Return True if the other process belongs to this user, according to the operating system.
 
-    On systems without such a report, the socket's mode restricts access.
+    On systems that do not report this, the socket's mode restricts access.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
@@ -152,7 +152,7 @@ def receive(line: socket.socket, size: int) -> bytes:
 
 
 def receive_sized(line: socket.socket) -> bytes:
-    """Return received bytes that follow their own number.
+    """Return received bytes that are preceded by their number.
 
     Raises:
         ConnectionError: fewer came.
@@ -161,7 +161,7 @@ def receive_sized(line: socket.socket) -> bytes:
 
 
 def send_sized(line: socket.socket, content: bytes, before: bytes = b"") -> None:
-    """Send the number of bytes, and then the bytes."""
+    """Send the number of bytes, followed by the bytes."""
     line.sendall(before + len(content).to_bytes(8, "big"))
     line.sendall(content)
 
@@ -170,7 +170,7 @@ def place(state: Path) -> Path:
     """Return the path of the socket: in the state's folder, or in a short private folder if that path is too long.
 
     Raises:
-        ConfigError: a folder belongs to another user, or other users can write to the folder.
+        ConfigError: a folder belongs to a different user, or other users can write to it.
     """
     _check_own(state.resolve(), stat.S_IWOTH)
     path = state / SOCKET_FILE
@@ -195,10 +195,10 @@ class _Begin:
     def attempt(self, wait: float = 0.0) -> None:
         """Start the site's process, unless it is already running or starting.
 
-        The socket of the process accepts messages from this moment on.
+        From then on, the process's socket accepts messages.
 
         Raises:
-            RunDirError: the disk of the state has no file locks.
+            RunDirError: the disk with the state does not support file locks.
         """
         end = time.monotonic() + wait
         path = self._state / SOCKET_LOCK_FILE
@@ -239,10 +239,10 @@ class _Begin:
 
 
 def _open_descriptor(path: Path, flags: int) -> int:
-    """Open a file of the state, create a missing file, and return the descriptor of the file.
+    """Open a file of the state, creating it if necessary, and return the file's descriptor.
 
     Raises:
-        ConfigError: the path is not a regular file, or the file cannot be written.
+        ConfigError: the path is not a regular file, or the file cannot be written to.
     """
     try:
         return os.open(regular(path), flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -251,7 +251,7 @@ def _open_descriptor(path: Path, flags: int) -> int:
 
 
 def _connected(path: Path) -> socket.socket | None:
-    """Connect to the process, and return the socket. Return None without a listener."""
+    """Connect to the process, and return the socket. Return None if nothing is listening."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.connect(str(path))
@@ -265,9 +265,9 @@ def _connected(path: Path) -> socket.socket | None:
 
 
 def _is_taken(line: socket.socket, key: bytes) -> bool:
-    """Return whether the process accepts a message for these settings.
+    """Return True if the process accepts a message for these settings.
 
-    A process with other settings, or a process that ends, does not accept the message.
+    A process with different settings, or one that is ending, does not accept the message.
     """
     try:
         line.sendall(HANDOVER_MAGIC + key)
@@ -289,7 +289,9 @@ def _exchanged(line: socket.socket, content: bytes, begin: _Begin) -> bytes:
 
 
 def state_folder(site_file: Path) -> Path:
-    """Return the state folder of the experiment at the site. The folder also contains socket, lock and log.
+    """Return the folder with the experiment's state at the site.
+
+    The folder also contains the socket, the lock and the log.
 
     Raises:
         ConfigError: the settings cannot be read.

@@ -1,16 +1,19 @@
-"""Ledger: the releases under differential privacy. An entry is written before the noise is drawn, never afterwards.
+"""Ledger of the releases under differential privacy.
 
-A crash between the entry and the release costs budget but releases nothing. If a round is requested again, the site
-answers with the stored reply, so the round is neither noised nor counted again. A round that must be computed again,
-because its download differs, is counted again.
+An entry is always written before the noise is drawn, never afterwards.
 
-Each line contains its number and the SHA-256 of the line before. A line that a crash cut short is still part of the
-chain: the next line contains the SHA-256 of its bytes. If the chain is broken, contains fewer lines than the number of
-releases in the state beside the ledger, or lacks a round that the server has accepted, the spent budget is unknown, and
-nothing is released any more.
+A crash between the entry and the release uses up budget, but releases nothing. If a round is requested again, the site
+answers with the stored reply, so no noise is added again and the round is not counted again. A round that must be
+computed again because its download differs is counted again.
+
+Each line contains its number and the SHA-256 of the previous line. A line that was cut short by a crash remains part of
+the chain: the next line contains the SHA-256 of its bytes. If the chain is broken, has fewer lines than the number of
+releases in the state next to the ledger, or lacks a round that the server has accepted, the spent budget is unknown,
+and nothing more is released.
 
 A site's limit applies to its data: the epsilon and delta of several experiments add up, so the epsilon that other
-experiments on data of the same name have spent is added. The memory of these data contains the epsilon of each ledger.
+experiments have spent on data with the same name is included. The memory of these data contains the epsilon of every
+ledger.
 """
 
 from __future__ import annotations
@@ -30,24 +33,24 @@ from fedloom_sites.deploy.noise import remaining_noise
 from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked
 
 LEDGER_FILE, SPENT_FILE = "ledger.jsonl", "epsilon.json"
-"""Files with the releases of an experiment, and with the epsilon of every experiment on the same data."""
+"""Files with an experiment's releases, and with the epsilon of every experiment on the same data."""
 
 
 class Spent(Refused):
-    """Error: the budget does not allow a release. The message contains nothing about the samples."""
+    """Error: the budget does not allow a release. The message reveals nothing about the samples."""
 
 
 class Ledger:
-    """Releases of the server or a site in one experiment.
+    """Releases by the server or a site in one experiment.
 
     Args:
-        folder: folder of the ledger.
-        noise: noise that is accounted for. None without a delta.
-        limit: epsilon that is never exceeded. None: none.
+        folder: folder with the ledger.
+        noise: noise that the accounting covers. None if there is no delta.
+        limit: epsilon that must never be exceeded. None: none.
         who: owner of the budget, for messages.
-        least: number of releases in the state beside the ledger.
-        accepted: round whose release the server has accepted. 0 for no round.
-        memory: folder for facts that are remembered about the data across experiments, if the limit applies to all
+        least: number of releases in the state next to the ledger.
+        accepted: round whose release the server has accepted. 0 if there is none.
+        memory: folder in which facts about the data are remembered across experiments, if the limit applies to all
             experiments.
     """
 
@@ -59,7 +62,7 @@ class Ledger:
         self._least, self._accepted, self._memory = least, accepted, memory
 
     def releases(self) -> int:
-        """Return the number of entries, including an entry that a crash cut short.
+        """Return the number of entries, including one that a crash cut short.
 
         Raises:
             Spent: the file is damaged, or entries are missing.
@@ -108,10 +111,10 @@ class Ledger:
         return lines
 
     def release(self, round: int, **facts: str) -> int:
-        """Record one release with further facts, such as the digest of its samples, and return its number.
+        """Record one release with further information, such as a digest of its samples, and return its number.
 
         Returns:
-            The number of the release, or 0 if nothing is accounted for.
+            The number of the release, or 0 without accounting.
 
         Raises:
             Spent: the limit would be exceeded, or the spent budget is unknown.
@@ -152,11 +155,11 @@ class Ledger:
         return count
 
     def _add_to_memory(self, memory: Path, ledger: str, spent: float) -> None:
-        """Record the epsilon that this ledger has spent, beside the epsilon of other ledgers.
+        """Record the epsilon that this ledger has spent, alongside that of other ledgers.
 
         Args:
             memory: folder.
-            ledger: digest of the ledger's first line, which stays the same when a ledger moves to another agreement.
+            ledger: digest of the ledger's first line, which stays the same when a ledger is moved to a new agreement.
             spent: epsilon of the ledger's releases.
 
         Raises:

@@ -1,6 +1,6 @@
-"""Samples of one site, as client i of a federation of n clients.
+"""Samples of one site, seen as client i in a federation of n clients.
 
-The server has the same federation without any samples.
+The server has the same federation, but without any samples.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from fedloom.lab.experiment import Experiment, parse
 from fedloom_sites.deploy.settings import Site
 
 SPLIT_FIELDS = ("test", "validation", "max_train_per_client", "folds", "pool")
-"""Fields of a partition that determine how one client's samples are divided into its parts."""
+"""Fields of a partition that determine how a client's samples are split into its parts."""
 HASHED_SAMPLES = 4096
-"""Number of samples that are hashed at a time."""
+"""Number of samples to hash at a time."""
 
 
 def site_federation(experiment: Experiment, site: Site) -> Federation:
-    """Return the federation in which only client ``site.client`` has samples, namely the site's samples.
+    """Return the federation in which only client ``site.client`` has samples, namely those of the site.
 
-    A site whose source contains no samples gets a federation without samples: the site trains nothing, and receives the
+    A site whose source contains no samples receives a federation without samples: it trains nothing, but receives the
     model.
 
     Raises:
-        DataError: the data cannot be read, or a sample does not match the experiment.
+        DataError: the data cannot be read, or a sample does not fit the experiment.
         ConfigError: the source contains an unknown option, or the partition does not define this client.
     """
     try:
@@ -69,7 +69,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
 
     Raises:
         NoSamples: the source contains no samples.
-        DataError: the data cannot be read, or the data contain fewer samples than agreed.
+        DataError: the data cannot be read, or contain fewer samples than agreed.
         ConfigError: the source contains an unknown option.
     """
     local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
@@ -92,8 +92,8 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
 
     Args:
         samples: description of a sample.
-        sizes: ``[n, 3]`` numbers of training, validation and test samples of every client. A client without training
-            samples counts as a client with one training sample.
+        sizes: number of training, validation and test samples of every client, ``[n, 3]``. A client without training
+            samples counts as a client with one.
     """
     places = (samples.positions,) if samples.each else ()
     target = torch.zeros(1, *places, dtype=torch.long) if samples.classed else torch.ones(1, samples.targets)
@@ -111,11 +111,11 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
 
 
 def check_samples(site: Site, data: Dataset) -> None:
-    """Raise if data do not match the experiment.
+    """Raise an error if data do not fit the experiment.
 
     Raises:
-        DataError: the data contradict the experiment. The message names both.
-        ConfigError: the same for a contradiction that contains no value of a sample, so that the server may read the
+        DataError: the data contradict the experiment. The message describes both.
+        ConfigError: the same for a contradiction that reveals no value of a sample, so that the server may see the
             message.
     """
     here = compared(data)
@@ -141,8 +141,8 @@ def check_samples(site: Site, data: Dataset) -> None:
 def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
     """Return the site's table ``[data]`` with the location of its samples. The meaning of the columns was agreed on.
 
-    If the site names no columns of subjects, order and strata, the columns of the experiment apply, because a site
-    cannot do without these columns.
+    If the site does not name the columns for subjects, order and strata, those of the experiment apply, because a site
+    cannot do without them.
     """
     designed = {key: value for key, value in experiment.source_options.items() if key in DesignOptions.option_names()}
     agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
@@ -154,10 +154,10 @@ def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
 
 
 def check_patients(site: Site, source: Source, data: Dataset) -> None:
-    """Raise if a site has fewer rows, or fewer rows of a class, than agreed.
+    """Raise an error if a site has fewer rows than agreed, in total or in a class.
 
     Raises:
-        DataError: the site has too few rows. The message states the number of rows and the required number.
+        DataError: the site has too few rows. The message contains the actual and the required number of rows.
     """
     agreement = getattr(source, "agreement", None)
     if agreement is not None:
@@ -169,7 +169,7 @@ def check_patients(site: Site, source: Source, data: Dataset) -> None:
 
 
 def part_sizes(fed: Federation, client: int) -> list[int]:
-    """Return the numbers of training, validation and test samples of a client.
+    """Return a client's number of training, validation and test samples.
 
     All numbers are 0 at a site without samples.
     """
@@ -179,7 +179,7 @@ def part_sizes(fed: Federation, client: int) -> list[int]:
 
 
 def samples_digest(fed: Federation, client: int) -> str:
-    """Return the SHA-256 of a client's samples, part by part, in the order in which the training reads them."""
+    """Return the SHA-256 of a client's samples, part by part, in the order in which they are read during training."""
     digest = hashlib.sha256()
     for part in DATA_PARTS:
         index = [] if fed.data.name == "blank" else fed.indices(part, client).split(HASHED_SAMPLES)
@@ -191,7 +191,7 @@ def samples_digest(fed: Federation, client: int) -> str:
 
 
 def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
-    """Return data with the experiment's tokens, and with its class numbers if it defines the data's classes."""
+    """Return data with the experiment's tokens, and with its class numbers if it defines the classes."""
     classes, vocabulary = samples.classes, samples.vocabulary
     if data.vocabulary and vocabulary[1:2] == (UNKNOWN_TOKEN,):
         data = replace(data, x=recoded(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)
@@ -204,13 +204,13 @@ def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
 def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
     """Return a federation of n clients in which client ``client`` becomes client ``seat``.
 
-    The samples of this client stand for the samples of all other clients.
+    The samples of this client also stand for those of all other clients.
 
     Args:
         fed: federation.
         client: number of the client whose samples are used.
         seat: new number of the client.
-        train_sizes: ``[n]`` numbers of training samples of the other clients, about which nothing else is known.
+        train_sizes: number of training samples of the other clients, ``[n]``, about which nothing else is known.
     """
     parts, filler = dict[str, Split](), fed.indices("train", client)[:1]
     for part in DATA_PARTS:

@@ -1,8 +1,8 @@
-"""Neutral uploads: uploads that a site sends under masks instead of a result that must not leave the site.
+"""Neutral uploads, which a site sends under masks instead of a result that must not leave the site.
 
-The server can compute the neutral upload of every site from the model that the server sent. A sum therefore reveals
-nothing about a site that sends a neutral upload. A counter shows how many sites send a neutral upload
-(`fedloom_sites.deploy.secure.counters`).
+The server can compute every site's neutral upload from the model that it sent. A sum therefore reveals nothing about a
+site that sends a neutral upload. A counter shows how many sites send a neutral upload (see
+`fedloom_sites.deploy.secure.counters`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fedloom.processes.clients import TrainTask
 
 
 def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: Fields) -> Fields:
-    """Return the upload of a client that takes no step, without samples or a state.
+    """Return the upload of a client that takes no steps, computed without samples or a state.
 
     Args:
         blank: run on blank samples.
-        job: run of the site, for its shares of the objective, which are public.
+        job: the site's run, for its shares of the objective, which are public.
         down: message that the site received.
         t: round.
         ids: number of the site ``[1]``.
         idle: upload that determines the shapes.
 
     Returns:
-        The upload, with zeros instead of numbers that are not finite. All numbers are zero if the method needs samples
-        for the upload.
+        The upload, with zeros in place of numbers that are not finite. All numbers are zero if the method needs samples
+        to compute the upload.
     """
     task = TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1))
     try:

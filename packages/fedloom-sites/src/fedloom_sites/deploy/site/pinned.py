@@ -1,12 +1,12 @@
-"""Pinned: a site runs the installed app regardless of the server's app, and its tasks require a secret.
+"""Run the installed app at a site regardless of the server's app, and require a secret for its tasks.
 
-Flower sends the app from the server to the sites and runs the app there. Any user of the machine can get the site's
-tasks from the port on which a site's processes communicate. Here, the site's network process and the process that
-starts its tasks share random bytes, which are generated anew at each start. The program that a task runs is this
-module: Flower's program, but with fedloom's app.
+Flower sends the app from the server to the sites, and runs it there. Any user of the machine can fetch the site's tasks
+from the port over which its processes communicate. Here, the site's network process and the process that starts its
+tasks share random bytes, which are generated anew at each start. This module is the program that a task runs: Flower's
+program, but with fedloom's app.
 
-Neither process imports Flower's commands if its functions suffice. The process that starts tasks is forked from the
-network process before the network process starts a thread, so that both processes share Flower's modules in memory.
+Neither process imports Flower's commands if its functions are sufficient. The process that starts tasks is forked
+before the network process starts a thread, so that both processes share Flower's modules in memory.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ NOT_LET_IN = (
     "says that the key is rejected, ask the coordinator. Otherwise end the other node, or wait a "
     "minute."
 )
-"""Line of a site's log next to Flower's exit code, which states no reason."""
+"""Line in a site's log next to Flower's exit code, which gives no reason."""
 
 
 def start_executor(words: Sequence[str], folder: Path) -> int:
-    """Start the process that starts a site's tasks and ends with this process, and return its process id.
+    """Start the process that starts a site's tasks and ends together with this process, and return its ID.
 
     Args:
-        words: command of the site's network process, which names the port and the file of the secret.
-        folder: folder of the experiment's state at the site, for the program of a task.
+        words: command of the site's network process, which contains the port and the secret's file.
+        folder: folder with the experiment's state at the site, for a task's program.
     """
     from fedloom_sites.flwr_adapter import disable_process_dumping, run_superexec
 
@@ -67,7 +67,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 def run_network(words: Sequence[str], folder: Path) -> None:
     """Become a site's network process, and start the process that starts its tasks.
 
-    The arguments are the arguments of `start_executor`.
+    The arguments are those of `start_executor`.
     """
     from fedloom_sites.flwr_adapter import EXIT_CODE_HELP, ExitCode, flower_supernode
 
@@ -85,7 +85,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 
 
 def main() -> None:
-    """Run a task of Flower with the app that is installed here.
+    """Run a Flower task with the app that is installed here.
 
     The app from the server is neither installed nor loaded.
     """
@@ -93,7 +93,7 @@ def main() -> None:
     from fedloom_sites.flwr_adapter import add_args_flwr_app_common, task_program, try_obtain_flwr_app_token
 
     def nothing(*_arguments: object, **_options: object) -> None:
-        """Replace the functions that install the app from the server, and do nothing."""
+        """Do nothing, in place of the functions that install the server's app."""
 
     instead = {
         "install_from_fab": nothing,

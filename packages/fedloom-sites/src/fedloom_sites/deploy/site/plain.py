@@ -1,4 +1,4 @@
-"""Answers of a site whose uploads and scores the server reads separately."""
+"""Answers of a site whose uploads and scores the server reads individually."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from fedloom_sites.deploy.site.state import Generation
 from fedloom_sites.deploy.site.trainer import Trained, Trainer
 
 Answer = tuple[dict[str, Any], list[bytes], dict[str, float] | None]
-"""Further fields of the head of a reply, its arrays, and its metrics."""
+"""Further fields in the head of a reply, its arrays, and its metrics."""
 
 
 class PlainAnswers:
-    """Answers of a site without secure aggregation.
+    """Answers of a site that does not use secure aggregation.
 
     Args:
-        trainer: training and scores of the site.
-        folder: folder of the site's state in this experiment.
+        trainer: the site's training and scores.
+        folder: folder with the site's state in this experiment.
 
     Attributes:
         kinds: kinds of messages that the site answers.
@@ -45,14 +45,14 @@ class PlainAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Cells of analyses that the site reaches, as bits in hexadecimal digits."""
+        """Cells of analyses that the site has, as bits in hexadecimal digits."""
         return f"{bits:x}" if (bits := self._analyses.bits) else ""
 
     def answer(self, envelope: Envelope) -> Answer:
-        """Return the answer to a message of a round.
+        """Return the answer to a message in a round.
 
         Raises:
-            FedloomError: the site has no answer. The message states the reason.
+            FedloomError: the site has no answer. The message contains the reason.
         """
         head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
         if head["kind"] == "analysis":
@@ -76,7 +76,7 @@ class PlainAnswers:
         return samples, [], metrics_of(scores) | self._groups.sums.as_metrics(cells)
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
-        """Return how many numbers in the arrays of an answer come from models or samples: an upload, or sums.
+        """Return how many numbers in an answer's arrays come from models or samples, i.e. from an upload or from sums.
 
         Args:
             kind: kind of the message.
@@ -87,7 +87,7 @@ class PlainAnswers:
         return sum(map(len, arrays)) // 8 if kind in ("ask", "analysis") else 0
 
     def _analysed(self, arrays: Sequence[bytes], accepted: int) -> bytes:
-        """Return the answer to a step of an analysis: the vector, and then the site's counters."""
+        """Return the answer to a step of an analysis: the vector, followed by the site's counters."""
         site, sizes, figures = self._trainer.site, part_sizes(self._trainer.fed, int(self._trainer.ids)), self.figures
         with publish_reasons():
             if not arrays:
@@ -105,10 +105,10 @@ class PlainAnswers:
 
 
 def single(arrays: list[bytes]) -> bytes:
-    """Return the only array of a message.
+    """Return the single array in a message.
 
     Raises:
-        WireError: the message contains no array, or several arrays.
+        WireError: the message contains no array, or more than one.
     """
     if len(arrays) != 1:
         raise WireError(f"expected 1 array, got {len(arrays)}")

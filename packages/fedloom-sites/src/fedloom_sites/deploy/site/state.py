@@ -1,9 +1,10 @@
-"""Memory: the files that a site keeps on its disk between rounds. Every file is written completely, with its checksum.
+"""Files that a site keeps on its disk between rounds. Every file is written in full, with a checksum.
 
-A generation is the state after one round, together with the reply that the site sent: ``round-000012.state``. A
-generation is pending until the server's next message names the generation as accepted. ``accepted.json`` stores the
-accepted generation and the accepted generation before it, so that the site can follow a server that went back by one
-generation. A second request for a round gets the stored reply, so nothing is trained, noised or released twice.
+A generation is the state after a round, together with the reply that the site sent: ``round-000012.state``. A
+generation is pending until the server's next message names it as accepted. ``accepted.json`` stores the accepted
+generation and the previously accepted one, so that the site can follow a server that went back by one generation. A
+second request for a round receives the stored reply, so nothing is trained again, no noise is added again, and nothing
+is released again.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ T = TypeVar("T")
 
 
 class Rewound(CheckpointError):
-    """Error: a message comes from a server that is too far behind for a site to follow."""
+    """Error: a message comes from a server that has gone back too far for a site to follow."""
 
 
 class Generation(NamedTuple):
-    """State of a site after a round.
+    """A site's state after a round.
 
     Attributes:
         round: round that produced the state.
         base: accepted round from which the state was computed. 0 is the template.
         digest: digest of the download from which the state was computed.
-        tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the sent bytes.
+        tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
+            were sent.
         reply: plain fields of the reply.
     """
 
@@ -63,15 +65,15 @@ class SiteState:
     """State of one site in one experiment.
 
     Args:
-        folder: folder of the site's state.
-        experiment: fingerprint of the experiment. The state of another experiment is never read.
+        folder: folder with the site's state.
+        experiment: fingerprint of the experiment. The state of a different experiment is never read.
         client: number of the site.
 
     Attributes:
-        notes: sentences about files that were damaged or missing since the object was created.
+        notes: sentences about files found damaged or missing since the object was created.
 
     Raises:
-        CheckpointError: (any method) the disk is full or cannot be written.
+        CheckpointError: (any method) the disk is full or cannot be written to.
     """
 
     def __init__(self, folder: Path, experiment: str, client: int) -> None:
@@ -80,20 +82,20 @@ class SiteState:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Lock the folder against other processes while a message is answered."""
+        """Lock the folder against other processes while a message is being answered."""
         with lock(self.folder):
             yield
 
     def settle(self, accepted: int) -> Generation | None:
-        """Return the generation that the server accepted, or None for the template if no generation was accepted.
+        """Return the generation that the server accepted, or None for the template if none was accepted.
 
         The accepted generation becomes the site's state. The site ignores any other pending generation. If the accepted
-        generation is missing (a damaged file, a lost disk), the last available accepted generation replaces it, and
-        otherwise the template. The site notes both cases. The last available accepted state and its model stay on the
-        disk.
+        generation is missing (because of a damaged file or a lost disk), it is replaced by the last accepted generation
+        that is available, otherwise by the template. In both cases, the site makes a note. The last accepted state that
+        is available and its model stay on the disk.
 
         Raises:
-            Rewound: the server went back further than to the accepted round before.
+            Rewound: the server went back beyond the previously accepted round.
         """
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
@@ -124,7 +126,7 @@ class SiteState:
         return self._accepted_rounds()[:2]
 
     def first(self) -> int:
-        """Return the oldest round to which the server can still return, or which it can still have scored."""
+        """Return the oldest round to which the server can still go back, or for which it can still request scores."""
         accepted, previous = self.accepted()
         return (previous or accepted) - 1
 
@@ -135,17 +137,17 @@ class SiteState:
         return 0 if state is None else int(state.reply.get("releases", 0))
 
     def _accepted_rounds(self) -> tuple[int, int, int]:
-        """Return the last two accepted rounds, and the last accepted round with a state, with 0 for a missing round."""
+        """Return the last two accepted rounds, and the last accepted round with a state, with 0 if one is missing."""
         accepted, previous, held = self._noted(ACCEPTED_FILE, int, "accepted", "previous", "held") or (0, 0, 0)
         return accepted, previous, held
 
     def _note(self, name: str, **facts: object) -> None:
-        """Write a small file into the folder, with its experiment and client."""
+        """Write a small file to the folder, together with its experiment and client."""
         make_folder(self.folder)
         write_atomic(self.folder / name, json.dumps({**self._key, **facts}).encode())
 
     def _noted(self, name: str, kind: Callable[[Any], T], *facts: str) -> tuple[T, ...] | None:
-        """Return the facts in a file of `_note`, or None if it is missing, damaged or from another experiment."""
+        """Return the content of a `_note` file, or None if it is missing, damaged or from a different experiment."""
         try:
             entry = json.loads(regular(self.folder / name).read_bytes())
             return tuple(kind(entry[k]) for k in facts) if {k: entry[k] for k in self._key} == self._key else None
@@ -161,7 +163,7 @@ class SiteState:
             self.notes.append(f"the model of the lost state is saved as {aside.name}")
 
     def changed(self, samples: str) -> str | None:
-        """Return the stored digest of the site's samples if it differs from the new digest, or None if it does not.
+        """Return the stored digest of the site's samples if it differs from the new digest, otherwise None.
 
         The first digest is stored.
         """
@@ -175,14 +177,14 @@ class SiteState:
         self._note(SAMPLES_FILE, samples=samples)
 
     def answered(self, round: int, base: int, digest: str) -> Generation | None:
-        """Return the generation for the same round, download and state, or None without such a generation."""
+        """Return the generation with the same round, download and state, or None if there is none."""
         generation = self.read(round)
         return generation if generation is not None and (generation.base, generation.digest) == (base, digest) else None
 
     def keep(self, new: Generation) -> None:
-        """Store a pending generation durably.
+        """Store a pending generation permanently.
 
-        Delete all generations except the generations that may still be needed.
+        Delete all generations except those that may still be needed.
         """
         make_folder(self.folder)
         about = {**self._key, "round": new.round, "base": new.base, "digest": new.digest, "reply": dict(new.reply)}
@@ -197,7 +199,7 @@ class SiteState:
         discard(*(p for p in self.folder.glob("round-*.state") if p.name not in keep))
 
     def read(self, round: int) -> Generation | None:
-        """Return the generation of a round, or None if it is missing, damaged or from another experiment."""
+        """Return the generation of a round, or None if it is missing, damaged or from a different experiment."""
         path = self._path(round)
         try:
             content = regular(path).read_bytes()
@@ -218,7 +220,7 @@ class SiteState:
         return Generation(round, about["base"], about["digest"], load(data), about["reply"])
 
     def keep_model(self, row: Tensor, header: Mapping[str, str], round: int, kind: str) -> None:
-        """Store the site's newest model ``rows [1, d]`` durably, in the format of ``models/personal.safetensors``."""
+        """Store the site's newest model ``rows [1, d]`` permanently, in the form of ``models/personal.safetensors``."""
         make_folder(self.folder)
         about = {**self._key, "round": round, "kind": kind}
         save_tensors(self.folder / MODEL_FILE, {"rows": row[None]}, {**header, "about": json.dumps(about)})
@@ -228,14 +230,14 @@ class SiteState:
 
 
 class SiteModel(NamedTuple):
-    """Newest model of a site on its disk.
+    """A site's newest model on its disk.
 
     Attributes:
         experiment: fingerprint of the experiment.
         client: number of the site.
         round: round after which the model was created.
         kind: "personal" or "global".
-        path: safetensors file with ``rows [1, d]`` and the layout in its header.
+        path: safetensors file with ``rows [1, d]`` and with the layout in its header.
     """
 
     experiment: str
@@ -265,7 +267,7 @@ def models(state: Path) -> list[SiteModel]:
 
 
 def _about(path: Path, data: bytes) -> dict[str, Any] | None:
-    """Return the metadata of a state file, from the JSON header of safetensors, or None if they are damaged."""
+    """Return the metadata in the JSON header of a state file in safetensors format, or None if they are damaged."""
     try:
         length = int.from_bytes(data[:8], "little")
         about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])

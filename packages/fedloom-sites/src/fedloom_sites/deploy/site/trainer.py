@@ -1,4 +1,4 @@
-"""Training and scores of a site, based on its samples and the state on its disk."""
+"""Training and scores of a site, which use its samples and the state on its disk."""
 
 from __future__ import annotations
 
@@ -49,12 +49,11 @@ T = TypeVar("T")
 
 
 class Trained(NamedTuple):
-    """Result of a site's round.
+    """Result of a round at a site.
 
     Attributes:
         output: data that the site sends and keeps.
-        is_neutral: True if the output is the output after zero steps, because the site's result must not leave the
-            site.
+        is_neutral: True if this is the output after zero steps, because the site's result must not leave the site.
     """
 
     output: ClientOutput
@@ -62,14 +61,15 @@ class Trained(NamedTuple):
 
 
 Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
-"""(run, state, result, download) -> tensors of the next generation: `reply`, the bytes of an upload. Rows to keep."""
+"""Function that maps run, state, result and download to the tensors of the next generation; `reply` contains the bytes
+of an upload. Rows to keep."""
 
 QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
-"""Errors whose message contains no value of a sample. Other messages may quote a cell, or a text from the user's code
+"""Errors whose message reveals no value of a sample. Other messages may quote a cell, or text from the user's code
 about a cell.
 
-A site that sends single uploads includes these messages in its replies. Under masks or a delta, a site sends only the
-message of a `PublicReason`.
+A site that sends individual uploads includes these messages in its replies. Under masks or with a delta, a site sends
+only the message of a `PublicReason`.
 """
 
 
@@ -78,8 +78,9 @@ class Trainer:
 
     Args:
         site: settings of the site.
-        memory: state of the site.
-        fed: samples of the site, if these are already read. None to read the samples from the source in its settings.
+        memory: the site's state on disk.
+        fed: samples of the site, if they have already been read. None to read the samples from the source in the site's
+            settings.
 
     Attributes:
         site: settings of the site.
@@ -90,7 +91,7 @@ class Trainer:
 
     @property
     def fed(self) -> Federation:
-        """Samples of the site, as one client of the federation."""
+        """The site's samples, as one client of the federation."""
         check_private()
         return self._fed
 
@@ -109,23 +110,23 @@ class Trainer:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of the experiment."""
+        """Number of rounds in the experiment."""
         return self.experiment.methods[0].setting.rounds
 
     @cached_property
     def private(self) -> bool:
-        """True if a delta or the site's epsilon is in force: epsilon then covers all data that leave the site."""
+        """True if there is a delta or an epsilon for the site: epsilon then covers all data that leave the site."""
         setting = self.experiment.methods[0].setting
         return self.site.epsilon is not None or accounted(setting.upload_transform, setting.aggregator) is not None
 
     @cached_property
     def samples(self) -> str:
-        """Digest of the samples. The digest does not leave the site."""
+        """Digest of the samples, which does not leave the site. The digest does not leave the site."""
         return samples_digest(self.fed, self.site.client)
 
     @cached_property
     def node(self) -> Node:
-        """Run at this site, and the state with which its server begins."""
+        """Run at this site, and the initial state of its server."""
         job, server = make_job(self.experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
         return Node(replace(job, setting=deployed(job.setting, self.site.survivors)), server, self.site.client)
 
@@ -141,7 +142,7 @@ class Trainer:
 
     @property
     def noise(self) -> Noise | None:
-        """Noise behind this site's epsilon, see `noise_of_site`."""
+        """Noise that provides this site's epsilon (see `noise_of_site`)."""
         return noise_of_site(self.job.setting)
 
     @property
@@ -171,21 +172,24 @@ class Trainer:
         *,
         stays_neutral: bool = False,
     ) -> Generation:
-        """Train for a round, and return the generation after the round. A repeated request gets the stored generation.
+        """Train in a round, and return the generation after the round.
+
+        A repeated request receives the stored generation.
 
         Args:
             job: run from `attach_local_data`.
-            state: state of the site.
+            state: the site's state.
             t: round.
             download: message from the server.
-            send: function that writes the upload, and the rows of the upload to keep.
+            send: function that writes the upload, and those rows of the upload that are kept.
             weights: further numbers on which the upload depends.
-            stays_neutral: True if the upload is the neutral upload, regardless of the training.
+            stays_neutral: True if the upload is the neutral upload, whatever the training gives.
 
         Raises:
-            PublicReason: the download does not belong to this run, the download is too far from the last download, the
-                privacy budget is spent, or the disk is full.
-            FedloomError: without masks or accounted noise of the site, the training failed or its result is not finite.
+            PublicReason: the download does not belong to this run or is too far from the previous download, the privacy
+                budget is spent, or the disk is full.
+            FedloomError: the training failed or its result is not finite, in a run without masks and without accounted
+                noise at the site.
         """
         site, samples = self.site, self.samples
         base, digest = 0 if state is None else state.round, _digest(download, weights)
@@ -222,12 +226,12 @@ class Trainer:
         return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted, memory)
 
     def _trained(self, job: Job, down: Any, t: int, stays_neutral: bool) -> Trained:
-        """Train for a round, and return the result.
+        """Train in a round, and return the result.
 
-        Under masks or noise of the site, a failure is visible in no answer.
+        Under masks or with noise at the site, no answer shows that the training failed.
 
-        After a failure, the state stays unchanged. Under noise, the site then sends only noise. Under masks, the site
-        sends its neutral upload.
+        After a failure, the state remains unchanged. With noise, the site then sends only noise. Under masks, it sends
+        its neutral upload.
         """
         site, work = self.site, torch.zeros(1, 3, dtype=torch.long)
         try:
@@ -250,11 +254,11 @@ class Trainer:
         return Trained(output)
 
     def _check_result(self, job: Job, output: ClientOutput, t: int) -> None:
-        """Raise if a result is unusable.
+        """Raise an error if a result is unusable.
 
         Raises:
-            ConfigError: the result is not finite, or under masks, a row of the site's state is longer than
-                ``engine.norm_bound`` or a weight is below zero.
+            ConfigError: the result is not finite or, under masks, a row of the site's state is longer than
+                ``engine.norm_bound`` or a weight is negative.
         """
         if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
             raise Refused(f"round {t}: the result of the training is not finite")
@@ -267,7 +271,7 @@ class Trainer:
 
     @cached_property
     def _blank(self) -> Job:
-        """Same run on blank samples, so that a neutral upload contains nothing about the site's samples."""
+        """The same run on blank samples, so that a neutral upload reveals nothing about the site's samples."""
         sizes = torch.tensor([[1, 0, 0]]).repeat(self.site.clients, 1)
         sizes[self.site.client] = torch.tensor(part_sizes(self.fed, self.site.client))
         setting = self.experiment.methods[0].setting.with_(schedule=Synchronous())
@@ -286,9 +290,9 @@ class Trainer:
         return ClientOutput(up, self._site_state(job), torch.zeros(1, 3).long())
 
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
-        """Compute the scores of round ``t``, or return {} for a round below 0. A failure becomes a note.
+        """Compute the scores of round ``t``, or return {} for a negative round. A failure is recorded as a note.
 
-        A disk that cannot store the newest model is no such failure: the site does not answer then.
+        This does not apply to a disk that cannot store the newest model: the site then sends no answer.
 
         Args:
             job: run from `attach_local_data`.
@@ -299,10 +303,10 @@ class Trainer:
         return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
 
     def attempt(self, what: str, score: Callable[[], T]) -> T | None:
-        """Return the result of a scoring function, or None if the function fails. A failure becomes a note.
+        """Return the result of a scoring function, or None if the function fails. A failure is recorded as a note.
 
         Raises:
-            PublicReason: the disk is full or cannot be written.
+            PublicReason: the disk is full or cannot be written to.
         """
         try:
             return score()
@@ -321,7 +325,7 @@ class Trainer:
             return None
 
     def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:
-        """Store the newest model, and return the scores of every model on the site's parts."""
+        """Store the newest model, and return every model's scores on the site's parts."""
         has_samples = bool(part_sizes(self.fed, self.site.client)[0])
         received = self.node.read_models(job, models, t, common=common, trained=has_samples)
         if received.row is not None:
@@ -335,18 +339,18 @@ class Trainer:
 
     @property
     def sends_groups(self) -> bool:
-        """True if scores of groups leave the site: together with summed scores, or in a run without masks."""
+        """True if scores of groups leave the site, either along with summed scores or in a run without masks."""
         return self.scoring == ("per-site" if self.site.secure is None else "masked")
 
     @property
     def scoring(self) -> Literal["masked", "per-site", "off"]:
-        """Form in which the site's scores leave it: summed under masks, separately, or off if scores have no noise."""
+        """Way in which the site's scores leave it: summed under masks, individually, or off if scores have no noise."""
         if self.private:
             return "off"
         return "per-site" if self.site.secure is None else self.site.secure.scores
 
     def log_privately(self, reason: str) -> str:
-        """Write a reason into the site's log, and return the neutral message for the server."""
+        """Write a reason to the site's log, and return the neutral message for the server."""
         sys.stderr.write(
             f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
         )
@@ -354,5 +358,5 @@ class Trainer:
 
 
 def _digest(download: bytes, weights: Sequence[float]) -> str:
-    """Return the digest of a round's request: the download, and the weights if the request contains weights."""
+    """Return the digest of a round's request, i.e. of the download and, if the request contains them, the weights."""
     return digest_of([download, *([repr(tuple(weights)).encode()] if weights else [])])

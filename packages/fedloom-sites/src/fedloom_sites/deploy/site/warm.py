@@ -1,9 +1,9 @@
-"""Permanent process of a site: it answers messages in sequence and keeps data and model between messages.
+"""Run a site's permanent process, which answers messages one by one and keeps data and model between messages.
 
-`handover` starts the process with a listening socket and the lock that excludes a second process. The process ends
-together with its owner, or when the site's settings or the version change. A kill at any moment loses nothing, because
-all relevant data are on the disk before an answer leaves the site. The process reads its data again if a file of the
-data has changed.
+`handover` starts the process with a listening socket and with the lock that prevents a second process. The process ends
+together with its owner, or when the site's settings or the version change. If it is killed at any moment, nothing is
+lost, because everything relevant is on disk before an answer leaves the site. The process reads its data again if a
+data file has changed.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from fedloom_sites.deploy.site.handover import (
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 MAX_HEAD_BYTES = 1 << 20
-"""Bytes of a message besides its arrays."""
+"""Number of bytes in a message in addition to its arrays."""
 MAX_WATCHED_FILES = 10_000
-"""Largest number of files of a data set that are watched. A larger data set is read again for every message."""
+"""Largest number of files in a data set that are watched. A larger data set is read again for every message."""
 LOOK_INTERVAL_SECONDS = 5
-"""Seconds between two checks of the settings."""
+"""Number of seconds between two checks of the settings."""
 FRESH_NANOSECONDS = 2_000_000_000
-"""Nanoseconds for which a changed file may change again without a new modification time."""
+"""Number of nanoseconds within which a changed file may change again without a new modification time."""
 
 
 class Warm:
-    """Answers of a site, with the required data cached in memory.
+    """A site's answers, with the required data cached in memory.
 
     Args:
         site: settings of the site.
@@ -72,12 +72,12 @@ class Warm:
         return encode_records(client.reply(request))
 
     def prepare(self) -> None:
-        """Read and build the data that every answer needs. The first answer reports an error."""
+        """Read and build everything that each answer needs. If this fails, the first answer reports the error."""
         with suppress(Exception):
             self._fresh().prepare()
 
     def _fresh(self) -> Client:
-        """Return the client after rereading changed files."""
+        """Return the client, after rereading changed files."""
         now, at = stamp(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
             self._client = Client(self._site)
@@ -91,7 +91,7 @@ Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
 
 
 def stamp(site: Site) -> Stamp | None:
-    """Return the current state of the files that a site has read, or None if this state is unknown."""
+    """Return the current state of the files that a site has read, or None if it is unknown."""
     modules = [spec.origin for name in site.installed if (spec := find_spec(name)) and spec.origin]
     roots = [site.experiment, site.signing_key, site.experiment.parent / CODE_FOLDER, *map(Path, modules)]
     source = site.data["source"]
@@ -123,7 +123,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def serve(listener: socket.socket, site_file: Path) -> None:
-    """Answer messages until the settings differ from the settings at the start."""
+    """Answer messages until the settings differ from those at the start."""
     key, site = key_of(site_file), read_site(site_file)
     warm = Warm(site)
     warm.prepare()
@@ -157,7 +157,7 @@ def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
 
 
 def end_with(owner: int, site_file: Path) -> None:
-    """End this process as soon as another process ends or the settings change, regardless of its current work."""
+    """End this process as soon as the other process ends or the settings change, even in the middle of its work."""
     key = key_of(site_file)
 
     def watch() -> None:
@@ -179,7 +179,7 @@ def end_with(owner: int, site_file: Path) -> None:
 def main(words: Sequence[str]) -> None:
     """Serve a site.
 
-    The arguments are its TOML file, the numbers of the socket and the lock, and the owner's process.
+    The arguments are the site's TOML file, the numbers of the socket and the lock, and the owner's process.
     """
     file, (listening, lock, owner) = Path(words[0]), map(int, words[1:])
     for fd in (listening, lock):

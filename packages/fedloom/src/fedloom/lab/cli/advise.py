@@ -52,7 +52,7 @@ def advise(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Advise which method suits your clients, and with which settings.
+    """Advise on a method for your clients, and on its settings.
 
     A few methods race on validation data. Run it again to resume. Test data are never read.
 

@@ -157,7 +157,7 @@ def data(
         bool, typer.Option("--fetch", help="first download the original files and check their digests (extra: fetch)")
     ] = False,
 ) -> None:
-    """Print the contents of a data set, with --fetch after downloading it.
+    """Print the contents of a data set.
 
     The output contains counts, shapes, classes and the checksum.
 
