@@ -188,10 +188,11 @@ def page() -> str:
 
 HEAD = """# Settings that cannot work
 
-fedloom checks every run before round 1. The check is the same in `fl.simulate`, `fl.compare`, `fedloom run`,
-`fedloom tune`, the scikit-learn estimators, Flower apps and deployments. An error names the fix in the terms of the
-entrance: a keyword in Python, a key of an experiment file, an option of a command. In Python the error has the rule and
-the fix as attributes:
+fedloom checks every run before round 1, and rejects settings that cannot work. The check is the
+same in `fl.simulate`, `fl.compare`, `fedloom run`, `fedloom tune`, the scikit-learn estimators,
+Flower apps and deployments. The error names a fix that matches how you started the run: a keyword
+argument in Python, a key of the experiment file, or a command-line option. In Python, the rule and
+the fix are also attributes of the error:
 
 ```python
 import fedloom as fl
@@ -204,16 +205,17 @@ except fl.errors.ConfigError as error:
     print(error)
 ```
 
-The check plays the draws of the run. It knows the cohort of every round, so it finds before round 1 that a robust rule
-fails in round 21. The check trains one client if a deadline or a timeout is set. It takes one step of a model that has
-no layer below its head.
+The check repeats the random draws of the run. It knows the cohort of every round, so it can find
+out before round 1 that a robust rule would fail in round 21. If a deadline or a timeout is set, the
+check trains one client. If a model has no layer below its head, the check takes one training step.
 
-Every step of training seeds a model that draws random numbers, whether the model draws from torch, numpy or `random`.
-Afterwards the global generators are as before. fedloom cannot seed a generator inside the model. The run then prints
-a note.
+Some models draw random numbers from torch, numpy or `random`. fedloom seeds these global generators
+in every training step, and restores them afterwards. If a model contains its own generator, fedloom
+cannot seed it, and the run prints a note.
 
-The table shows an example of every rule. Tests check that the rule and the fix are the same at all seven entrances, and
-that the setting works after the fix. [Compatibility](combinations.md) lists methods and parts.
+The table shows an example of every rule. Tests check that the rule and the fix are the same for all
+seven ways to start a run, and that the setting works after the fix.
+[Compatibility](combinations.md) lists which methods and plug-ins work together.
 
 | rule | example | fix |
 |---|---|---|
