@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fedloom as fl
+from fedloom.analyses import Question
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, DataError, Refused
@@ -147,8 +148,12 @@ def test_mean_coverage_of_intervals_is_the_theorems(numbers: Result) -> None:
     coverage, rows = (np.array([table[name][0] for table in tables]) for name in ("coverage", "rows"))
     slack = 3 * coverage.std() / 10
     assert 0.9 - slack <= coverage.mean() <= 0.9 + np.mean(1 / (rows + 1)) + 0.02 + slack
-    beyond = fl.analyze("conformal", numbers, max_error=1e-3).table.to_pandas()
+    found = fl.analyze("conformal", numbers, max_error=1e-3)
+    beyond = found.table.to_pandas()
     assert (beyond.threshold[0], beyond.coverage[0]) == (math.inf, 1.0)
+    asked = found.log[-1].question
+    sent = Question.decode(asked.encode(), Conformal.questions)
+    assert torch.equal(sent.values["thresholds"], asked.values["thresholds"]), "sites read the question of a run"
 
 
 @pytest.mark.slow

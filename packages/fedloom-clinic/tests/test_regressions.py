@@ -143,7 +143,7 @@ def test_what_cannot_be_fitted_is_a_sentence() -> None:
             fl.analyze("cox", data_of({"all": bad}, "survival"))
     with pytest.raises(Refused, match="cox works only for the task survival"):
         fl.analyze("cox", targets("binary"))
-    with pytest.raises(Refused, match="glm is for the task binary or count or regression, and .*or take cox"):
+    with pytest.raises(Refused, match="glm works only for the task binary or count or regression, but .*or use cox"):
         fl.analyze("glm", survival(tied=True))
     for options in ({"until": 3.0}, {"width": 1.0, "until": 5000.0}, {"stratify": True, "width": 2.0}):
         with pytest.raises(ConfigError):

@@ -382,5 +382,7 @@ def test_macro_f1_of_two_classes_is_that_of_scikit_learn_and_a_function_of_its_n
     def macro_f1(outputs: torch.Tensor, targets: torch.Tensor) -> float:
         return 0.0
 
-    with pytest.raises(ConfigError, match="'macro_f1' has the name of a metric of fedloom.* for example to my_macro_f1"):
+    with pytest.raises(
+        ConfigError, match="'macro_f1' has the name of a metric of fedloom.* for example to my_macro_f1"
+    ):
         Objective(metrics=(macro_f1,))

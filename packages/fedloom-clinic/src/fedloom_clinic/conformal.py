@@ -153,7 +153,9 @@ class Conformal(Analysis):
             return Question("reached")
         if state.thresholds is None:
             return Question("scores", {"reached": state.reached})
-        return Question("coverage", {"thresholds": state.thresholds}) if state.covered is None else None
+        if state.covered is None:  # a message contains finite numbers only
+            return Question("coverage", {"thresholds": state.thresholds.clamp(max=torch.finfo(torch.float64).max)})
+        return None
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         owners, most = self.start(terms).owners, float(terms.most_rows)

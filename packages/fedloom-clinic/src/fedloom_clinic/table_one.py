@@ -190,10 +190,10 @@ class TableOne(ScriptedAnalysis):
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
         groups, columns = self._cells(terms)
-        client = self._fill_rare_gaps(client, terms, groups, columns)
-        return [
+        filled = self._fill_rare_gaps(client, terms, groups, columns)
+        return [  # rows as they are, so that other groups, which fill other cells, leave a subject the same
             client.select(
-                ~client.x[:, column.place].isnan() if column.edges is None else _scaled(client, terms, column)[1]
+                ~filled.x[:, column.place].isnan() if column.edges is None else _scaled(filled, terms, column)[1]
             )
             for column in columns
         ]
@@ -345,8 +345,12 @@ class TableOne(ScriptedAnalysis):
 
 
 def compares_clients(terms: AnalysisTerms) -> bool:
-    """Return whether statistics over clients are computed: small cells are not merged, or there are enough clients."""
-    return not merges(terms.rules) or len(terms.sizes) >= MIN_COMPARED_CLIENTS
+    """Return whether statistics over clients are computed: small cells are not merged, or there are enough clients.
+
+    Clients that may be absent, and clients that reach no cell, do not count.
+    """
+    present = sum(bool(flags.any()) for flags in terms.published)
+    return not merges(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
 
 
 class _Moments(NamedTuple):

@@ -488,8 +488,8 @@ BAD = {
         "needs low > 0",
     ),
     "empty": (("startup = 2", 'startup = 2\n[tune.space.fedavg]\n"local.lr" = []'), "fedavg has no setting to search"),
-    "metric": (("startup = 2", 'startup = 2\nmetric = "auroc"'), "it can be: accuracy, macro_f1, loss"),
-    "model": (("startup = 2", 'startup = 2\nmodel = "personal"'), "fedavg has: global"),
+    "metric": (("startup = 2", 'startup = 2\nmetric = "auroc"'), "the metric can be: accuracy, macro_f1, loss"),
+    "model": (("startup = 2", 'startup = 2\nmodel = "personal"'), "fedavg has only: global"),
 }
 
 

@@ -66,6 +66,14 @@ def check_maskable(setting: Setting) -> None:
         and 0 < released(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS
     ):
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
+    stored = {kind.keeps or kind.accumulates for kind in fields.values()}
+    if len(stored) == 2 and setting.aggregation_weights.kind != "shares":
+        raise Refused(
+            f"{name} sends fields that are averaged and fields that are added up over rounds, and aggregation_weights "
+            f"{setting.aggregation_weights.kind!r} weights the two sums differently. A difference can reveal a site",
+            rule="masks-need-one-weighting",
+            fix="leave {aggregation_weights} or secure aggregation out",
+        )
     if isinstance(setting.schedule, Stream):
         raise Refused(
             f"schedule {setting.schedule.kind!r} sends sites different models at different times, but "

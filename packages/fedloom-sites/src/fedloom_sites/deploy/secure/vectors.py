@@ -17,7 +17,6 @@ from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.uploads import KeptField, fields_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
-from fedloom.metrics import metric
 from fedloom.seeds import generator
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.secure import integers
@@ -32,10 +31,15 @@ SCORE_UNIT = 2.0**-20
 """Unit of weighted scores: for a weighted mean, each score is multiplied by this unit and the number of samples, then
 summed."""
 RATIO_STEP = 2.0**-3
-"""Step of a score times the number of samples, if larger scores are better.
+"""Step of a score times the number of samples, for scores that are not means over samples.
 
-Such a score is a ratio of counts. With a finer step, a sum over few sites would determine the ratio of each site.
+Such a score is a ratio of counts, or a root. With a finer step, a sum over few sites would determine the value of each
+site.
 """
+MEAN_SCORES = {"loss", "brier", "mae", "deviance"}
+"""Scores that are means over samples, so that their sums are sums over the samples of all sites."""
+UNSUMMED_SCORES = {"calibration_slope", "calibration_intercept"}
+"""Scores that a model can make undefined at single sites. They are in no sum."""
 PROBE_DISTANCE = 2.0
 """Distance by which outputs for probing are moved towards one prediction. The outputs themselves vary by less than
 1."""
@@ -194,8 +198,8 @@ class ScoreVector:
             last[:, -1] += PROBE_DISTANCE
             probes = [task.metrics(outputs, targets, owner, 1) for outputs in (first, last)]
             for k, (where, name) in enumerate(self.figures):
-                defined = where == part and all(name in probe and bool(probe[name].isfinite()) for probe in probes)
-                bits |= defined << k
+                is_summed = where == part and name not in UNSUMMED_SCORES
+                bits |= (is_summed and all(name in probe and bool(probe[name].isfinite()) for probe in probes)) << k
         return bits
 
     def encode(
@@ -219,7 +223,7 @@ class ScoreVector:
             has_score = ((part, name) in wanted if part else weighs) and np.isfinite(value)
             samples = self._samples(part, sizes)
             weighted = value * samples if has_score else 0.0
-            if metric(name).higher:
+            if name not in MEAN_SCORES:
                 weighted = np.rint(weighted / RATIO_STEP) * RATIO_STEP
             numbers, _ = integers.encode(np.array([weighted * SCORE_UNIT]))
             columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]
@@ -228,18 +232,17 @@ class ScoreVector:
     def is_whole(
         self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], summed: Sequence[bool], *, weighs: bool = True
     ) -> bool:
-        """Return whether a site has scores, and no output of a model makes them all, or the loss, not finite.
+        """Return whether a site has scores and all scores that are summed are finite.
 
-        The arguments are those of `encode`. A single score, such as the calibration slope of a constant model, may be
-        undefined.
+        The arguments are those of `encode`. If a model could make a score of single sites not finite, the sum would
+        show the score of the other sites.
         """
         wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}
-        by_model = dict[tuple[str, str], dict[str, bool]]()
-        for model, part, name in self._names:
-            if name in scores.get((model, part), {}) and ((part, name) in wanted if part else weighs):
-                finite = bool(torch.isfinite(scores[model, part][name]).all())
-                by_model.setdefault((model, part), {})[name] = finite
-        return bool(scores) and all(any(one.values()) and one.get("loss", True) for one in by_model.values())
+        return bool(scores) and all(
+            bool(torch.isfinite(scores[model, part][name]).all())
+            for model, part, name in self._names
+            if name in scores.get((model, part), {}) and ((part, name) in wanted if part else weighs)
+        )
 
     def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, int]]:
         """Return every score that at least `MIN_SITES` sites have: mean over samples, and number of sites.

@@ -424,6 +424,7 @@ class _Run(Hooks):
     def _line(self, state: State) -> str:
         text = f"fedloom: round {state.round}/{self._job.setting.rounds}: "
         text += f"{len(state.cohort)} of {len(self._transport.members)} accepted"
-        figures = ((state.round, "train", "loss", False), (state.round, "train", "loss/mean", True))
+        means = [(state.round, "train", f"loss/{mean}", True) for mean in ("weighted", "mean")]
+        figures = ((state.round, "train", "loss", False), *means)
         losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) in figures]
         return f"{text}, loss {torch.from_numpy(losses[-1].values).nanmean():.4g}" if losses else text
