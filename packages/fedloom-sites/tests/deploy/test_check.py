@@ -143,7 +143,7 @@ def test_authority_that_is_missing_damaged_or_out_of_date(site):
     assert "the authority's certificate expired on" in refused(site)[0]
     site.ca.write_bytes(keys.authority("try", 10, datetime.now(UTC) + timedelta(days=20)).pem())
     (sentence,) = refused(site)
-    assert f"only, the time here is {datetime.now(UTC):%Y-%m-%d}" in sentence  # both with their dates
+    assert f"UTC, the time here is {datetime.now(UTC):%Y-%m-%d}" in sentence  # both with their dates
     assert "Set the clock" in sentence
     site.ca.write_bytes(keys.authority("try", 10).pem())
     assert any("expires soon" in f.sentence for f in check_site(site, offline=True) if f.level == "note")

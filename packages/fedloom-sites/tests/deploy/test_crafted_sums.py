@@ -73,7 +73,7 @@ def test_one_sum_on_a_crafted_model_shows_most_samples(tmp_path: Path, record_pr
     steps, _ = read_from_one_sum(tmp_path / "steps", {}, **FIVE_STEPS)
     noisy, _ = read_from_one_sum(tmp_path / "noisy", {}, **FULL_BATCH, **NOISE)
     page = " ".join((Path(__file__).parents[4] / "docs" / "security-model.md").read_text().split())
-    stated = re.search(r"five sites with (\d+) training samples.*?showed (\d+) samples.*?and (\d+) after five", page)
+    stated = re.search(r"five sites with (\d+) training samples.*?revealed (\d+) samples.*?and (\d+) after five", page)
     assert stated is not None
     assert [count, full, steps] == pytest.approx([*map(int, stated.groups())], abs=5)  # other processors round
     assert bounded == pytest.approx(full, abs=5)

@@ -234,7 +234,7 @@ def test_a_folder_of_images_that_grows_becomes_a_snapshot(tmp_path: Path) -> Non
     photograph(pictures, 0, 40)
     assert declare(home, "2026-12-01").subjects == 40
     photograph(pictures, 40, 2)
-    with pytest.raises(ConfigError, match="differs from that of 2026-12-01 in 2 subjects"):
+    with pytest.raises(ConfigError, match="differs from the snapshot of 2026-12-01 in 2 subjects"):
         declare(home, "2026-12-02")
     photograph(pictures, 42, 8)
     second = declare(home, "2026-12-03")
