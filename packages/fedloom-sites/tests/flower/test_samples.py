@@ -294,7 +294,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
         ),
         (
 "draws with a WeightedRandomSampler, but the strategy's local settings draw the batches. Pass "
-"its Dataset"
+"the Dataset"
 ),
     ),
     "other lengths": (
