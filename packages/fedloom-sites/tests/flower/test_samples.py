@@ -274,9 +274,9 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     "no target by name": (
         lambda: ff.Local(nn.Linear(5, 3), Items(image_items)),
         (
-"trainset: in samples with 'writer', 'image', 'character', fedloom does not know which entry is "
-"the target. Name"
-),
+            "trainset: in samples with 'writer', 'image', 'character', fedloom does not know which entry is "
+            "the target. Name"
+        ),
     ),
     "no such key": (
         lambda: ff.Local(nn.Linear(5, 3), Items(image_items), keys=("picture", "character")),
@@ -293,9 +293,9 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
             DataLoader(TensorDataset(numbers(5), codes(3)), sampler=WeightedRandomSampler([1.0] * N, N)),
         ),
         (
-"draws with a WeightedRandomSampler, but the strategy's local settings draw the batches. Pass "
-"the Dataset"
-),
+            "draws with a WeightedRandomSampler, but the strategy's local settings draw the batches. Pass "
+            "the Dataset"
+        ),
     ),
     "other lengths": (
         lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), testset=(numbers(4), codes(3))),

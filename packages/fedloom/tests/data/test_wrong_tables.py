@@ -133,9 +133,9 @@ DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "classes": (
         "died", {"levels": ("a", "A", "b"), "task": "classification"},
         (
-"column 'died' has levels that are written differently but seem the same: 'A' (13) = 'a' (14). "
-"Write them in one way"
-),
+            "column 'died' has levels that are written differently but seem the same: 'A' (13) = 'a' (14). "
+            "Write them in one way"
+        ),
     ),
     "category": ("ward", {"levels": ("Icu", "icu ", "ward"), "categorical": ("ward",)}, "column 'ward' has levels"),
     "site": ("ward", {"levels": ("St  Anna", "St Anna", "b"), "client_column": "ward"}, "column 'ward' has levels"),
