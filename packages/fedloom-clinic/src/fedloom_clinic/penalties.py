@@ -89,7 +89,7 @@ def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:
-    """Return the fold ``[N]`` of each row: each subject is in one fold, and all folds have equally many events.
+    """Return the fold ``[N]`` of each row: each subject is in one fold, and the folds have about equally many events.
 
     Subjects are assigned in the order of digests of their rows, so folds depend on nothing else.
 

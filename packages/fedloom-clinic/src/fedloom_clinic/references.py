@@ -53,8 +53,8 @@ def check_references(fed: Federation) -> None:
 def references(result: Result) -> pa.Table:
     """Return the metrics of the reference models on each client's test part: client, model, metric, value.
 
-    The models are fitted to the features of the client's training part, as networks receive them. If a client's
-    training part contains a single class, it has no logistic regression and no forest.
+    The models are fitted to the features of the client's training part, as networks receive them. A client whose
+    training part contains a single class has no logistic regression and no forest.
     """
     fed, task, rows = result.job.eval_fed, result.job.oracle.task, list[tuple[int, str, str, float]]()
     for client in result.job.scored_ids.tolist():

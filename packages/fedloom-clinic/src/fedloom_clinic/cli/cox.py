@@ -73,8 +73,8 @@ def cox(
         least = 5 if min_events is None else min_events
         if bins is not None and (penalty == "firth" or chosen == "cv"):
             raise ConfigError(
-                "sums computed with --bins cannot be used for cross-validation. Use --penalty ridge "
-                "with a --strength that was chosen without --bins"
+                "sums of --bins support neither --penalty firth nor cross-validation of the strength. Use --penalty "
+                "ridge with a --strength that was chosen without --bins"
             )
         table = survival_rows(read(file).source, time, event, data_dir, held_out)
         say(*table.notes)

@@ -176,8 +176,7 @@ def find_ridge(
 
     The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows to which the
     coefficients were fitted. For a partial likelihood, this is the definition of Verweij and van Houwelingen. For a
-    regression, it
-        is the likelihood of the held-out rows.
+    regression, it is the likelihood of the held-out rows.
 
     Args:
         strength: number, or "cv" or None to choose the strength.

@@ -218,11 +218,11 @@ class Site(Shared):
             "samples. partition: the site takes the part of its client"
         ),
     )
-    state: Path = Field(Path("state"), description="folder of models and state. Both never leave the site")
+    state: Path = Field(Path("state"), description="folder of models and state, which never leave the site")
     memory: Path | None = Field(
         None,
-        description="folder in which the site remembers its past sums across experiments, the same for all "
-        "deployments of the site (None: the folder state)",
+        description="folder of the site's memory of its data across experiments (sums, budgets, snapshots, analyses), "
+        "the same for all deployments of the site (None: the folder state)",
     )
     snapshot: str | None = Field(
         None,
@@ -259,8 +259,8 @@ class Site(Shared):
         lt=1,
         description=(
             "maximum fraction of a layer's units that respond to no sample of the site. The site "
-            "rejects other models, such as a model crafted to read samples. Not used with a delta "
-            "(default: no limit)"
+            "rejects other models, such as a model crafted to read samples. Not allowed with a "
+            "delta or an epsilon (default: no limit)"
         ),
     )
     approval: bool = Field(
@@ -269,8 +269,7 @@ class Site(Shared):
     epsilon: PositiveFloat | None = Field(
         None,
         description=(
-            "maximum epsilon of the site. If this limit and a delta are set, the site sends no "
-            "scores (default: no limit)"
+            "maximum epsilon of the site. If this limit or a delta is set, the site sends no scores (default: no limit)"
         ),
     )
 

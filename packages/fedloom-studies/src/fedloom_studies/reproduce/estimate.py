@@ -1,8 +1,8 @@
 """Estimate a recipe's time on this machine as counted sample gradients times measured seconds per sample.
 
 For the count, a method's first round is run on a tiny federation, which gives the number of gradients per training
-sample and round. The other factors are rounds, seeds, participation and the nominal size of the data. Seconds: For the
-time, FedAvg takes two steps on random data of the same shape, with the same model, batch size and engine.
+sample and round. The other factors are rounds, seeds, participation and the nominal size of the data. For the
+seconds, FedAvg takes two steps on random data of the same shape, with the same model, batch size and engine.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ A recipe is an experiment file with additional tables:
   replaced as a whole (new columns keep no old cells). ``[scale.laptop]``, ``nearest`` and ``rivals`` are not inherited.
 - ``[paper]``: source of the numbers, and the claims (see `Paper`).
 - ``[variant.NAME]``: changes to the experiment, with one run directory for each variant. ``options.LABEL`` changes a
-single method. Without variants there is a single variant called ``all``. ``variants = [...]`` keeps these variants and
-omits
-  the others in the base.
+  single method. Without variants there is a single variant called ``all``. ``variants = [...]`` keeps these variants
+  and omits the others in the base.
 - ``[scale.NAME]``: changes for smoke, laptop or full, applied after a variant's changes. ``variants`` and ``methods``
   omit some of them, ``options.LABEL`` changes a single method, ``budget`` is in core-minutes, and `SENTENCE_KEY` is the
   sentence for the report.
@@ -143,7 +142,7 @@ class Paper(Value):
         "near",
         description=(
             "published: the paper's settings, the variants in its code and its way to choose "
-            "settings. fair: equal numbers of trials and stated budgets. near: the stated protocol, "
+            "settings and models. fair: equal numbers of trials and stated budgets. near: the stated protocol, "
             "with the same choices for all methods if the protocol is silent"
         ),
     )

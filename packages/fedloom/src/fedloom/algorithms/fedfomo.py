@@ -18,10 +18,11 @@ Kept by a client: d (start). The server stores the client's w and its preference
 + peers + n down, d + n up. The server receives the models of individual clients, so it does not support secure
 aggregation.
 
-Deviations: the held-out samples are a fixed share of the training part. A client may receive the last model of any
-client, including absent clients. With probability epsilon, all of these models are drawn at random instead of by
-preference. The public code draws each model with this probability, also uses means of groups of clients, and allows
-negative preference weights. Its default distance is the sum of absolute differences. With "l2", it is the squared norm.
+Deviations: the held-out samples are a share of the training part, the same in every round. A client may receive the
+last model of any client, including absent clients. With probability epsilon, all of these models are drawn at random
+instead of by preference. The public code draws each model with this probability, also uses means of groups of clients,
+and allows negative preference weights. Its default distance is the sum of absolute differences. With "l2", it is the
+squared norm.
 
 Replayed: given the same received models and held-out samples, the clients of TsingZ0/PFLlib (d832e76f) give the same
 models and weights, to 1e-14, without the 1e-5 that their code adds to distances. With ``returns``, the functions of

@@ -28,7 +28,7 @@ the server's model. On a constant gradient, this model then moves by eta times t
 speed. If local training continued from x_i, the model would move by 1 - 1/e of this distance. If eta is given, local
 training starts at x_i, as in the paper.
 
-Use it like FedDyn or FedADMM. With full participation, it is equivalent to them (eta = 1/alpha = 1/rho). If most
+Use it like FedDyn or FedADMM. It is their variant with full participation (eta = 1/alpha = 1/rho). If most
 clients are absent, the model moves little, and a run warns about this. ``skip`` saves communication only if clients
 differ little.
 """

@@ -67,7 +67,7 @@ class GIFAIR(Algorithm):
     """GIFAIR-FL-Global (Yue et al. 2023, Algorithm 1)."""
 
     lam: DerivedFrom0 = by_rule(
-        description="lambda (default: 0.5 min_k(p_k) |A| / (d - 1), as in the public code); 0 gives FedAvg"
+        description="lambda (default: half of min_k p_k |A_k| / (d - 1), as in the public code); 0 gives FedAvg"
     )
     level: Literal["individual", "group"] = Field(
         "individual",

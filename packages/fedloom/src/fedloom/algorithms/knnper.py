@@ -128,7 +128,7 @@ class KNNPer(Algorithm):
 
 
 def outputs_of(layout: Layout, x: Tensor, z: Tensor) -> Tensor:
-    """Compute the outputs ``[b, c]`` of a model's last layer ``[d]`` on representations ``[b, k]``."""
+    """Compute the outputs ``[b, c]`` of the last layer of a model ``[d]`` on representations ``[b, k]``."""
     name, tree = list(layout.matrix_shapes)[-1], layout.tree(x)
     return z @ tree[name].T + tree.get(f"{name.rpartition('.')[0]}.bias", 0)
 

@@ -26,8 +26,8 @@ Replayed: clients and server of desternylin/perfed (33c68d77) give the same thet
 decay has no effect. w starts at the model if P is the identity.
 
 Defaults: lam = 1/(reach sqrt(rounds)), where reach is the distance covered in a round (lr times the mean number of
-steps), so that the signs of p = 1, summed over a run, stay of order one. eta = reach, and there is one local round, as
-the run sets it.
+steps), so that the signs of p = 1, summed over a run, stay of order one. eta = reach, and one local round
+with the run's local steps.
 
 Use it against attackers (p = 1 bounds the effect of a single client on w), or if uploads must be tiny. There is no
 global model.

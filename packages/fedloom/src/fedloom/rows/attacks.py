@@ -243,7 +243,7 @@ class ModelReplacement(Forgery):
     scale: float | None = Field(
         None,
         gt=0,
-        description="factor by which the vector is multiplied (None: m, so that the vector replaces the mean (Eq. 3))",
+        description="factor on the trained change w - x (None: m, so that the forged model replaces the mean (Eq. 3))",
     )
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:

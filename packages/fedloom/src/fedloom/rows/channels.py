@@ -164,8 +164,8 @@ class QSGD(Channel):
         127,
         ge=1,
         lt=2**15,
-        description="s, number of quantization levels. A coordinate takes ceil(log2(2 s + 1)) bits, so 127 takes "
-        "8 bits",
+        description="s, number of positive quantization levels. A coordinate takes ceil(log2(2 s + 1)) bits, so 127 "
+        "takes 8 bits",
     )
     error_feedback: bool = Field(False, description="keep the unsent part of the upload for the next round")
 

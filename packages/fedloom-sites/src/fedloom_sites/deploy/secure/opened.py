@@ -289,7 +289,7 @@ def read_checked(path: Path) -> dict[str, Any] | None:
 
 
 def write_checked(path: Path, values: Mapping[str, object]) -> None:
-    """Write plain values and their checksum permanently, in a folder that only its owner can read."""
+    """Write plain values and their checksum durably, in a folder that only its owner can read."""
     make_folder(path.parent, mode=0o700)
     text = json.dumps(values).encode()
     write_atomic(path, text + b"\n" + hashlib.sha256(text).hexdigest().encode())

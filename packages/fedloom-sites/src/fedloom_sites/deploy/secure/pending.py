@@ -106,7 +106,7 @@ class PendingSums:
         return next(matches, None)
 
     def keep(self, pending: PendingSum) -> None:
-        """Store a sum permanently. The new sum replaces the previous sum of the same kind."""
+        """Store a sum durably. The new sum replaces the previous sum of the same kind."""
         make_folder(self._folder)
         name = f"{pending.nonce.hex()}.{'sum' if pending.told else 'masked'}"
         content = pending.total.astype("<u8", copy=False).data

@@ -5,23 +5,21 @@ sites that drop out, and protects against a malicious server that colludes with 
 6.5). Each attempt to compute a sum is a session. A session has four steps, or five if a site drops out along the way.
 
 1. Every site generates two X25519 key pairs and a seed. With its signing key, it signs the session, both public keys
-   and a commitment to the seed. 2. Every site splits its seed and its masking key into Shamir shares, of which any
-   ``threshold`` restore the secrets. It
-   encrypts one share of each secret for every other site, and signs each of these messages, so that a bad share can
-   only come from its owner. 3. Every site adds a mask from its own seed, and for every other site a mask from the key
-   that both sites share; the two
+   and a commitment to the seed.
+2. Every site splits its seed and its masking key into Shamir shares, of which any ``threshold`` restore the secrets. It
+   encrypts one share of each secret for every other site, and signs each of these messages, so that no other site can
+   have forged a bad share.
+3. Every site adds a mask from its own seed, and for every other site a mask from the key that both sites share. The two
    sites add this mask with opposite signs. Numbers are integers modulo 2^64 (see `integers`), so a masked vector is
-   uniformly
-   distributed regardless of its content. The masks depend on the entire request to the sites and on the list of sites
-   that shared
-   secrets (see `bound_to`), so masks cancel only between sites that received the same request and list. Along with its
-   vector, a site signs that the sum may cover all sites that shared secrets (see `statement`). 4. If a vector is
-   missing, the sites sign the list of the sites whose vectors arrived. Each site signs only one such
-   list. 5. The sites reveal their shares of the seeds of sites whose vectors arrived, and of the masking keys of the
-   other
+   uniformly distributed regardless of its content. The masks depend on the entire request to the sites and on the list
+   of sites that shared secrets (see `bound_to`), so masks cancel only between sites that received the same request and
+   list. Along with its vector, a site signs that the sum may cover all sites that shared secrets (see `statement`).
+4. If a vector is missing, the sites sign the list of the sites whose vectors arrived. Each site signs only one such
+   list.
+5. The sites reveal their shares of the seeds of sites whose vectors arrived, and of the masking keys of the other
    sites. They never reveal shares of both secrets of a site, and reveal shares only for a list that ``threshold`` sites
-   have signed. With these shares, the server removes the masks from the sum. There is a commitment
-   to both secrets, so wrong shares are detected (see `fedloom_sites.deploy.secure.shares`).
+   have signed. With these shares, the server removes the masks from the sum. There is a commitment to both secrets, so
+   wrong shares are detected (see `fedloom_sites.deploy.secure.shares`).
 
 Two different lists can both be opened only if ``threshold`` sites have signed each of them. A site that has signed a
 list in step 4 opens no other list, so both lists together require T - c honest sites twice, i.e. 2 T <= n + c.

@@ -83,7 +83,7 @@ class Terms(Value):
     figures: tuple[Bits, ...] = Field(
         (),
         max_length=MAX_SITES,
-        description="metrics and bins to sum, which the samples of every site define. Empty if nothing is summed",
+        description="for each site, the metrics and bins that its samples define, as bits. Empty if nothing is summed",
     )
 
     question: AnalysisStep | None = Field(

@@ -55,7 +55,7 @@ class AnalysisServer:
             RunStopped: sites are missing. The sums computed so far are kept.
             GivenUp: a sum cannot be revealed.
             DataError: the analysis has no result, or some sites cannot answer.
-            ConfigError: too few sites have the cells, or a site's vector is wrong.
+            ConfigError: too few sites reach the cells, or a site's vector is wrong.
         """
         record = read_checked(self._record)
         if record is None:

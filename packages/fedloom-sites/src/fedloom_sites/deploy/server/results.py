@@ -83,7 +83,7 @@ class Results:
             stop: reason why the run ended. None while the run continues.
             detail: details of the end.
             here: connected clients.
-            diverged: round in which the run had diverged, if it nevertheless continued to its end.
+            diverged: round by which the run had diverged, if it nevertheless continued to its end.
         """
         settings, method, job = self._settings, self._experiment.methods[0], self._job
         reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"

@@ -96,7 +96,7 @@ class SiteAnalyses:
 
     @cached_property
     def bits(self) -> int:
-        """Cells that the site has, over all analyses."""
+        """Cells that the site reaches with enough subjects, over all analyses."""
         if not self.agreed or not part_sizes(self._trainer.fed, self._trainer.site.client)[0]:
             return 0
         return sum(one.publish(self._rows) << one.first for one in self.agreed.values() if one.flags)

@@ -45,7 +45,7 @@ class PlainAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Cells of analyses that the site has, as bits in hexadecimal digits."""
+        """Cells of analyses that the site reaches with enough subjects, as bits in hexadecimal digits."""
         return f"{bits:x}" if (bits := self._analyses.bits) else ""
 
     def answer(self, envelope: Envelope) -> Answer:

@@ -182,7 +182,7 @@ class SiteState:
         return generation if generation is not None and (generation.base, generation.digest) == (base, digest) else None
 
     def keep(self, new: Generation) -> None:
-        """Store a pending generation permanently.
+        """Store a pending generation durably.
 
         Delete all generations except those that may still be needed.
         """
@@ -220,7 +220,7 @@ class SiteState:
         return Generation(round, about["base"], about["digest"], load(data), about["reply"])
 
     def keep_model(self, row: Tensor, header: Mapping[str, str], round: int, kind: str) -> None:
-        """Store the site's newest model ``rows [1, d]`` permanently, in the form of ``models/personal.safetensors``."""
+        """Store the site's newest model ``rows [1, d]`` durably, in the form of ``models/personal.safetensors``."""
         make_folder(self.folder)
         about = {**self._key, "round": round, "kind": kind}
         save_tensors(self.folder / MODEL_FILE, {"rows": row[None]}, {**header, "about": json.dumps(about)})

@@ -61,8 +61,8 @@ class Trained(NamedTuple):
 
 
 Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
-"""Function that maps run, state, result and download to the tensors of the next generation; `reply` contains the bytes
-of an upload. Rows to keep."""
+"""Function that maps run, state, result and download to the tensors of the next generation; the bytes of an
+upload (`reply`) and the rows to keep."""
 
 QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
 """Errors whose message reveals no value of a sample. Other messages may quote a cell, or text from the user's code
@@ -121,7 +121,7 @@ class Trainer:
 
     @cached_property
     def samples(self) -> str:
-        """Digest of the samples, which does not leave the site. The digest does not leave the site."""
+        """Digest of the samples. The digest does not leave the site."""
         return samples_digest(self.fed, self.site.client)
 
     @cached_property

@@ -19,8 +19,8 @@ class PrivateMean(Aggregator):
     x_i contains all fields of client i side by side. The noise is calibrated to the sum, to which one client
     contributes at most clip. The number m of clients is assumed to be public. The server, which receives the uploads,
     is trusted. The guarantee covers the model that leaves the server. A simulation draws the noise from the run's seed,
-    so the noise protects no client.
-        A deployment draws its own noise (`fedloom_sites.deploy.noise`), accounted for by Renyi divergences.
+    so the noise protects no client. A deployment draws its own noise (`fedloom_sites.deploy.noise`), accounted for by
+    Renyi divergences.
     """
 
     kind: Literal["private-mean"] = "private-mean"
