@@ -612,6 +612,16 @@ def test_sums_with_different_weights_that_isolate_a_site_stay_closed() -> None:
         check_summands(dict(enumerate(zip(nearly, alike, strict=True))), range(5), 3, 0.8)
 
 
+def test_two_weightings_of_one_upload_are_refused_before_the_run() -> None:
+    """SCAFFOLD's model is averaged, and its controls are added up over rounds."""
+    uniform = {"aggregation_weights": {"kind": "uniform"}}
+    with pytest.raises(Refused, match="weights the two sums differently") as caught:
+        check_maskable(parse(document({"algorithm": "scaffold"}, **uniform)).methods[0].setting)
+    assert caught.value.rule == "masks-need-one-weighting"
+    check_maskable(parse(document({"algorithm": "fedavg"}, **uniform)).methods[0].setting)
+    check_maskable(parse(document({"algorithm": "scaffold"})).methods[0].setting)
+
+
 def test_no_sum_of_scores_is_of_one_or_two_sites(tmp_path: Path) -> None:
     """A digit's recall is summed where three of any four sites have the digit; elsewhere not even its count is."""
     cut = {"kind": "dirichlet", "clients": 5, "alpha": 0.5, "max_train_per_client": 40}
