@@ -16,12 +16,13 @@ from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
 from fedloom_sites.deploy.rehearsal.rogue import sum_honestly
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, reweighted
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, States, reweighted
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
+from fedloom_sites.deploy.secure.vectors import UploadVector
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import NAMES_FILE
 from tests.deploy.scene import Scene, signing_key_of
@@ -255,15 +256,16 @@ def test_weights_that_change_are_changes_of_a_site() -> None:
     assert reweighted(before, {**before, "d": [5.001]}) == {"d"}
     assert reweighted(before, {c: [w[0] * (1 if c == "a" else 2)] for c, w in before.items()}) == {"a"}
     assert reweighted(before, {**before, "b": [0.0]}) == {"b"}
-    first = Changes({}, 1).after([*before], {"uploads": before})
+    states = States("one", None, {})
+    first = Changes({}, 1).after([*before], {"uploads": before}, states)
     assert first.record["changes"] == {}
-    second = first.after([*before], {"uploads": {**before, "d": [6.0]}})
+    second = first.after([*before], {"uploads": {**before, "d": [6.0]}}, states)
     assert second.record["changes"] == {"d": 1}
     with pytest.raises(
         Broken, match="differ in d; a site may leave the sums over the same data, or return, at most 1 times"
     ):
-        second.after([*before], {"uploads": before})
-    assert second.after([*before], {"scores": before}).record["changes"] == {"d": 1}  # a sum of something else
+        second.after([*before], {"uploads": before}, states)
+    assert second.after([*before], {"scores": before}, states).record["changes"] == {"d": 1}  # a sum of something else
 
 
 # ------------------------------------------------------------------------------------------------- played at real sites
@@ -283,6 +285,61 @@ def test_nearly_the_same_model_in_the_next_round_without_a_site(tmp_path: Path) 
     assert sum_honestly(rogue, 2, rogue.download(0.1), clients=rest).told
     assert sum_honestly(rogue, 3, rogue.download(0.2)).told
     assert not sum_honestly(rogue, 4, rogue.download(0.3), clients=rest).told
+
+
+FULL_BATCH: dict[str, Any] = {"local": {"lr": 0.05, "epochs": 1, "batch_size": 200}}
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_site_that_is_told_that_its_last_upload_was_lost(
+    is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sums of all sites and nearly the same model; the server names an older state to one of them.
+
+    In the second round of SCAFFOLD the others send no change of their control variates, so the sum of these is the
+    gradient of that site alone. Without the check, the attack succeeds.
+    """
+    if not is_checked:
+        monkeypatch.setattr(Changes, "_moved", lambda self, states: set())
+    rogue = Rogue(secured(tmp_path, "scaffold", agreed={"changes": 0}, **FULL_BATCH))
+    assert sum_honestly(rogue, 1, rogue.download()).told
+    bases = (1, 1, 1, 1, 0)
+    session = sum_honestly(rogue, 2, rogue.download(1e-16), accepted=bases)
+    assert bool(session.told) is not is_checked
+    if is_checked:
+        assert any("they differ in site-4" in reason for reason in rogue.refused)
+        assert sum_honestly(rogue, 2, rogue.download(1e-16), accepted=(1,) * 5).told
+    else:
+        job, forms = rogue.trainer.job, rogue.trainer.forms
+        total = session.total(rogue.terms(2, rogue.download(1e-16), accepted=bases))
+        sums, _, _ = UploadVector(job, forms.idle).decode(total, 5, 1.0)
+        kept = rogue.sites[4]._memory.read(2)
+        assert kept is not None
+        gradient = kept.group("rows")["ci"].double()
+        assert float(gradient.norm()) > 0.1
+        assert float((sums["dc"] - gradient).norm()) < 1e-3 * float(gradient.norm())
+
+
+@pytest.mark.parametrize(
+    ("bases", "moved"),
+    [
+        ({"a": 4, "b": 4, "c": 4, "d": 4}, set()),  # the sum of round 4 was accepted
+        ({"a": 3, "b": 3, "c": 3, "d": 1}, set()),  # it was given up; d had returned in it
+        ({"a": 4, "b": 4, "c": 4, "d": 1}, {"d"}),
+        ({"a": 4, "b": 4, "c": 3, "d": 4}, {"c"}),
+        ({"a": 3, "b": 3, "c": 4, "d": 1}, {"c"}),
+        ({"a": 2, "b": 4, "c": 4, "d": 4}, {"a"}),
+        ({"a": 4, "b": 4, "c": 4, "e": 0}, {"d", "e"}),  # another site, whose state no sum has shown
+    ],
+)
+def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: set[str]) -> None:
+    weights = {"uploads": dict.fromkeys("abcde", (1.0,))}
+    first = Changes({}, 1).after("abcd", weights, States("one", 4, {"a": 3, "b": 3, "c": 3, "d": 1}))
+    assert first.changed([*bases], weights, States("one", 5, bases)) == moved
+    scored = first.after("abcd", {}, States("one", None, dict.fromkeys("abcd", 4)))
+    assert scored.changed([*bases], weights, States("one", 5, bases)) == moved  # a sum of scores moves no state
+    again = first.changed("abcd", weights, States("two", 1, {"a": 0, "b": 0, "c": 0, "d": 2}))
+    assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same
 
 
 def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path) -> None:

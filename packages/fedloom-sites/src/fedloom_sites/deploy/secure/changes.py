@@ -8,7 +8,8 @@ a site has used up the agreed number of changes, the other sites sign no sum in 
 opens a sum with too few signatures. The uploads of sites that have changed are treated as known. Every sum therefore
 contains enough sites that have never changed: whatever combination of sums a server computes, it contains either all or
 none of these sites. A site also counts as changed if its weight changes relative to the other sites' weights: two sums
-of the same sites with different weights reveal just as much.
+of the same sites with different weights reveal just as much. The same holds if the site answers from another state than
+the other sites: an upload that is a difference from the state, such as SCAFFOLD's, is then large at this site alone.
 """
 
 from __future__ import annotations
@@ -34,12 +35,26 @@ Weights = Mapping[str, Mapping[str, Sequence[float]]]
 """Weight of each site in a sum, by kind of sum and by site."""
 
 
+class States(NamedTuple):
+    """States from which the sites in a sum answer.
+
+    Attributes:
+        experiment: name of the experiment, in which rounds are counted.
+        trained: round whose uploads are summed. None for a sum of something else.
+        bases: last accepted round of each site, by name.
+    """
+
+    experiment: str
+    trained: int | None
+    bases: Mapping[str, int]
+
+
 class Changes(NamedTuple):
     """Sites of the newest sum, and the number of changes up to it.
 
     Attributes:
-        record: plain values, namely `sites`, their `weights` by kind of sum, and the number of `changes` by site. Empty
-            before the first sum.
+        record: plain values, namely `sites`, their `weights` by kind of sum, the number of `changes` by site, and the
+            `states` of the newest sum of uploads. Empty before the first sum.
         limit: largest number of changes per site.
         steady: smallest number of sites in a sum that must never have changed.
     """
@@ -53,12 +68,13 @@ class Changes(NamedTuple):
         """Sites of the newest sum. Empty before the first sum."""
         return [*self.record.get("sites", ())]
 
-    def changed(self, sites: Collection[str], weights: Weights) -> set[str]:
+    def changed(self, sites: Collection[str], weights: Weights, states: States) -> set[str]:
         """Return the sites by which a sum differs from the newest sum.
 
         Args:
             sites: sites of the sum.
             weights: weights of these sites.
+            states: states of these sites.
         """
         if "sites" not in self.record:
             return set()
@@ -66,24 +82,25 @@ class Changes(NamedTuple):
         for what, now in weights.items():
             before = self.record["weights"].get(what)
             changed |= set() if before is None else reweighted(before, now)
-        return changed
+        return changed | (self._moved(states) & {*sites})
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
         """Return those of the given sites that may no longer leave or return."""
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
-    def after(self, sites: Collection[str], weights: Weights) -> Changes:
+    def after(self, sites: Collection[str], weights: Weights, states: States) -> Changes:
         """Return the updated record after a sum.
 
         Args:
             sites: sites of the sum.
             weights: weights of these sites.
+            states: states of these sites.
 
         Raises:
             Broken: a site that has no changes left would change, or too few sites have never changed.
         """
-        changed = self.changed(sites, weights)
+        changed = self.changed(sites, weights, states)
         if over := self.exhausted(changed):
             why = (
                 "the list of decrypted sums at this site was damaged, so sites can no longer leave the sums or return"
@@ -91,7 +108,10 @@ class Changes(NamedTuple):
                 else f"a site may leave the sums over the same data, or return, at most {self.limit} times "
                 "(changes in the table secure)"
             )
-            raise Broken(f"the sum contains other sites than the sum before, they differ in {', '.join(over)}; {why}")
+            raise Broken(
+                f"the sum contains other sites than the sum before, or their weights or states changed, and they differ "
+                f"in {', '.join(over)}; {why}"
+            )
         used = self.record.get("changes", {})
         counts = {**used, **{c: used.get(c, 0) + 1 for c in changed}}
         steady = [c for c in sites if c not in counts]
@@ -101,9 +121,12 @@ class Changes(NamedTuple):
                 f"{len(steady)} of its sites were in all sums over the same data, but {self.steady} "
                 "are required (key steady in the table secure)"
             )
+        trained = {"experiment": states.experiment, "round": states.trained, "bases": {**states.bases}}
+        kept = {"states": self.record["states"]} if "states" in self.record else {}
         return self._replace(
             record={
                 **(LOST_RECORD if self.record.get("lost") else {}),
+                **(kept if states.trained is None else {"states": trained}),
                 "sites": sorted(sites),
                 "weights": {
                     **self.record.get("weights", {}),
@@ -112,6 +135,21 @@ class Changes(NamedTuple):
                 "changes": counts,
             }
         )
+
+    def _moved(self, states: States) -> set[str]:
+        """Return the sites that answer from other states than most sites of the newest sum of uploads.
+
+        If the server accepted the newest sum, all its sites answer from the state of its round, otherwise from the
+        state before. In the first sum of an experiment, the sites of the newest sum answer from the same round.
+        """
+        newest = self.record.get("states", {})
+        is_same = newest.get("experiment") == states.experiment
+        before = newest["bases"] if is_same else dict.fromkeys(self.sites)
+        groups = dict[object, list[str]]()
+        for c in sorted({*states.bases} & {*before}):
+            base = states.bases[c]
+            groups.setdefault("earlier" if base == before[c] else base, []).append(c)
+        return {c for group in groups.values() for c in group} - {*max(groups.values(), key=len, default=[])}
 
 
 def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from fedloom.storage import hold, make_folder, release, write_atomic
 from fedloom.storage.disk import regular
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
-from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes
+from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes, States
 from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
 
@@ -78,18 +78,21 @@ class OpenedSums:
             if before is not None and _ended(experiment, before):
                 self._write(record)
 
-    def check_change(self, clients: Collection[str], weights: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    def check_change(
+        self, sums: Mapping[str, int], bases: Mapping[str, int], weights: Mapping[str, Mapping[str, Sequence[float]]]
+    ) -> None:
         """Raise an error if a sum differs from the last sum by a site that has left or returned too often.
 
         Args:
-            clients: numbers of the sites.
+            sums: round of each sum, by kind of sum.
+            bases: round of the state from which each site in the sum answers, by the site's number.
             weights: each site's weights in the sum, by kind of sum (see `reveal`).
 
         Raises:
             Broken: a site has left or returned too often. The message contains the site's name.
         """
         with self._open() as record:
-            self._changes(record).after(*self._counting(clients, weights))
+            self._changes(record).after(*self._counting(bases, weights), self._states(sums, bases))
 
     def stays_neutral(self) -> bool:
         """Return True if uploads must stay neutral, as another answer and the next neutral upload would be too many.
@@ -156,7 +159,7 @@ class OpenedSums:
                     del opened[oldest]
                     experiment["forgotten"][what] = int(oldest)
             if is_new and weights is not None:
-                changes = self._changes(record).after(*self._counting(bases, weights))
+                changes = self._changes(record).after(*self._counting(bases, weights), self._states(sums, bases))
                 record |= {"sites": changes.record}
             if is_new and "uploads" in sums and any(counts[:2]):
                 is_neutral = tuple(counts[:2]) == NEUTRAL_COUNTS[:2]
@@ -183,6 +186,10 @@ class OpenedSums:
         return sorted(listed - recorded), {
             what: {c: values for c, values in one.items() if c not in recorded} for what, one in named.items()
         }
+
+    def _states(self, sums: Mapping[str, int], bases: Mapping[str, int]) -> States:
+        named = {self._name(c): t for c, t in bases.items()}
+        return States(self._folder.name, sums.get("uploads"), named)
 
     def _changes(self, record: Mapping[str, Any]) -> Changes:
         return Changes(record["sites"], self._limit, self._steady)
