@@ -109,7 +109,7 @@ class Changes(NamedTuple):
                 "(changes in the table secure)"
             )
             raise Broken(
-                f"the sum contains other sites than the sum before, or their weights or states changed, and they differ "
+                "the sum contains other sites than the sum before, or their weights or states changed, and they differ "
                 f"in {', '.join(over)}; {why}"
             )
         used = self.record.get("changes", {})
