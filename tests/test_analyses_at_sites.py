@@ -377,6 +377,23 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
     assert asked(client, SPREADS, 1).counters == ANSWERED_COUNTS
 
 
+def test_an_answer_is_never_clipped_under_masks(tmp_path: Path) -> None:
+    """About a centre far from all rows, the squares of four sites exceed their bounds, which the server knows.
+
+    With clipped answers, the sum minus these bounds would be the squares of the fifth site, which has fewer rows.
+    """
+    table = patients().assign(ward=np.array(["GEN", "ICU", "PED"])[np.arange(ROWS) // SITES % 3])
+    table = table.drop(table.index[table.site == 4][:25])
+    here = deployed(tmp_path, "regression", {"kind": "glm"}, masked=True, table=table)
+    clients = [Client(site) for site in here.sites]
+    sizes = tuple(tuple(c.sizes) for c in clients)
+    for client, answers in zip(clients, (False,) * 4 + (True,), strict=True):
+        far = Question("spreads", {"centre": numbers(2.2, 1.5, 1.67, 1.67, 2.13)})
+        answer = asked(client, far, 1, sizes=sizes)
+        assert answer.counters == (ANSWERED_COUNTS if answers else SILENT_COUNTS)
+        assert bool(answer.vector.any()) is answers
+
+
 def test_time_bins_are_the_agreed_ones_and_not_those_of_a_message(tmp_path: Path) -> None:
     """Two bins whose ends differ by a little would show one patient."""
     choice = {"kind": "cox", "width": 40.0, "until": 160.0, "rules": {"min_subjects": 2}}
