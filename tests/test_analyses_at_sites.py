@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +26,12 @@ from statsmodels.genmod.generalized_linear_model import GLM
 
 import fedloom as fl
 from fedloom.analyses import AnalysisTerms, ClientRows, Question, Rules, Schema
+from fedloom.analyses.registry import ANALYSES
 from fedloom.analyses.rows import client_rows
 from fedloom.analyses.run import answer_question, run_questions, sum_answers
 from fedloom.data.groups import keeping
 from fedloom.data.tables import TableColumn
-from fedloom.errors import ConfigError, Stop
+from fedloom.errors import CodeError, ConfigError, Refused, Stop
 from fedloom.rundir import analysis_file
 from fedloom_clinic.columns import flag_columns
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
@@ -321,6 +324,55 @@ def test_analyses_of_models_are_those_of_the_trained_model(
     if choice["kind"] == "conformal":
         assert want.threshold[0] < 1
     pd.testing.assert_frame_equal(found, want, rtol=1e-5, atol=1e-7)
+
+
+BINS = {"width": 40.0, "until": 160.0}
+ASKING: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "cox": ("survival", BINS), "glm": ("binary", {}), "kaplan-meier": ("survival", BINS), "table-1": ("binary", {}),
+    "ridge": ("regression", {}), "conformal": ("regression", {"alpha": 1e-9}), "calibration": ("binary", {}),
+    "pooled-importance": ("binary", {}),
+}  # fmt: skip
+"""Task and options with which each analysis by sums asks questions; conformal with an infinite threshold."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ANALYSES if ANALYSES[kind].questions])
+def test_every_question_of_an_analysis_can_be_sent_and_is_repeated_only_in_a_fit(tmp_path: Path, kind: str) -> None:
+    """Conformal coverage counts the rows below a threshold, so a second answer would show the row between two of them.
+
+    The same holds for other bins of a calibration, and for other shares of a Table 1.
+    """
+    task, options = ASKING[kind]
+    here = deployed(tmp_path, task, {"kind": kind, **options}, masked=True)
+    agreed, fed = agreed_of(here), federation(here)
+    result = fl.simulate(here.experiment.methods[0].setting, fed)
+    log = fl.analyze(agreed.analysis, result, rules=agreed.rules.with_(missing=1)).log
+    order, repeated = agreed.analysis.order, agreed.analysis.retried
+    for record in log:
+        assert Question.decode(
+            AnalysisStep.of(kind, 0, record.question.encode()).message, agreed.analysis.questions
+        ) == (record.question)
+    names = [record.question.name for record in log]
+    assert names[: len(order)] == [*order][: len(names)]
+    assert len(names) <= len(order) or {*names[len(order) :]} <= {*repeated}
+    if order[-1] not in repeated:
+        with pytest.raises(Refused, match=f"asks each question once .* so there is no step {len(order)}"):
+            agreed.read_question(len(order), log[-1].question.encode(), agreed.before)
+
+
+@pytest.mark.parametrize(
+    ("question", "sentence"),
+    [
+        (Question("bins", {"reached": torch.tensor([1.0, math.inf])}), "reached of the question 'bins' is not finite"),
+        (Question("bins", {"reached": torch.zeros(1, 2)}), "has the fields {'reached': 2}"),
+        (Question("bins"), "has the fields {}"),
+        (Question("others"), "the question 'others' has the fields"),
+    ],
+)
+def test_a_question_that_no_site_could_read_is_an_error_in_a_simulation_too(question: Question, sentence: str) -> None:
+    with pytest.raises(CodeError, match=re.escape(sentence)):
+        question.check_form(ANALYSES["calibration"].questions)
+    with pytest.raises(Refused, match="has 200000 bytes, but sites read at most 131072"):
+        AnalysisStep.of("calibration", 1, bytes(200_000))
 
 
 # ------------------------------------------------------------------------------------------------- crafted questions
