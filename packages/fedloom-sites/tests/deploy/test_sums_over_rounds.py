@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.errors import Stop
+from fedloom.errors import Refused, Stop
 from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
 from fedloom_sites.deploy.rehearsal.rogue import sum_honestly
 from fedloom_sites.deploy.secure import counters, shares
@@ -24,7 +25,7 @@ from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.secure.vectors import UploadVector
 from fedloom_sites.deploy.settings import Site
-from fedloom_sites.deploy.site.approval import NAMES_FILE
+from fedloom_sites.deploy.site.approval import NAMES_FILE, check_data_name
 from tests.deploy.scene import Scene, signing_key_of
 from tests.deploy.sessions import losing, secured
 from tests.deploy.test_dishonest import Rogue, rogue_of
@@ -342,7 +343,7 @@ def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: 
     assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same
 
 
-def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path) -> None:
+def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12: the study is begun again with the same seed and the same first model, a new key and other rows."""
     first, rest = rogue_of(tmp_path / "first"), [0, 1, 2, 3]
     download = first.download()
@@ -357,10 +358,18 @@ def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path) -> N
         assert sum_honestly(again, 1, download).told.keys() == {*range(5)}, number
     other = Rogue(second_experiment(tmp_path, first, 7, data_name="other"))
     assert not other.begin(1, rest).sealed  # another name of the same source
-    assert all("knows these data under the name 'data', but the agreement names" in one for one in other.refused)
+    assert all("does not accept the data_name of the agreement" in one for one in other.refused)
+    assert "knows these data under the name 'data', but the agreement names" in capsys.readouterr().err
     for site in other.sites:  # as the refusal says, where the source contains other patients now
         path = site.site.state / NAMES_FILE
-        path.write_text(json.dumps({}))
+        with pytest.raises(Refused, match="knows these data under the name 'data'") as told:
+            check_data_name(site.site)
+        [change] = re.findall('change its line to ("[0-9a-f]{64}": "other") in', str(told.value))
+        path.write_text(json.dumps({}))  # a memory from before there were names: no name begins another memory
+        with pytest.raises(Refused, match="remembers sums or budgets of data named data, which may be .*") as told:
+            check_data_name(site.site)
+        assert f"add {change} to" in str(told.value)
+        path.write_text(f"{{{change}}}")
     assert sum_honestly(Rogue(other.here), 1, download, clients=rest).told
 
 
