@@ -266,7 +266,8 @@ def check(
 ) -> None:
     """Check whether a site meets the requirements before it joins.
 
-    The findings are printed as sentences. The exit code is 1 if a finding means that the site cannot take part.
+    The command prints one sentence for each finding. The exit code is 1 if a finding means that the site cannot take
+    part.
 
     Example: fedloom deploy check /srv/fedloom/site
     """
@@ -330,7 +331,7 @@ def local(
 ) -> None:
     """Run a deployment on this machine.
 
-    It starts the server with TLS and node keys, every site, and all rounds. Run it again to resume.
+    The command starts the server (with TLS and node keys) and every site, and runs all rounds. Run it again to resume.
 
     Example: fedloom deploy local hospitals
     """
@@ -403,7 +404,7 @@ def stop(
     folder: Annotated[Path, typer.Argument(help="directory of a deployment, or its server folder", show_default=False)],
     undo: Annotated[bool, typer.Option("--undo", help="allow the next start of the server")] = False,
 ) -> None:
-    """Stop a run after its current round. Nothing is lost, and the run resumes later.
+    """Stop a run after its current round. Nothing is lost, and the run can be resumed later.
 
     Example: fedloom deploy stop hospitals
     """

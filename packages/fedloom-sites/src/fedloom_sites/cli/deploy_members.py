@@ -55,7 +55,7 @@ def add(
 ) -> None:
     """Let a site join a deployment that has already run.
 
-    A new agreement starts from the model of the last round. Every site must approve it.
+    The new agreement starts from the model of the last round. Every site must approve it.
 
     Example: fedloom deploy add hospitals fichte
     """
@@ -81,7 +81,7 @@ def add(
 
 @deploy.command()
 def upgrade(directory: Directory) -> None:
-    """Agree on the installed patch release in a running experiment.
+    """Change the agreement of a running experiment to the installed patch release.
 
     Checkpoints and the sites' state are kept. Every site must then install the release and approve the new agreement.
 
@@ -178,7 +178,7 @@ def approve(
 ) -> None:
     """Approve a run or a new agreement at a site.
 
-    The digest identifies the run or the agreement. Without --digest, the command shows it.
+    The digest identifies the run or the agreement. Without --digest, the command prints the digest.
 
     Example: fedloom deploy approve /srv/fedloom/site --digest 3f2a...
     """

@@ -84,7 +84,7 @@ class AgreedAnalysis:
     def rules(self) -> Rules:
         """Rules that apply before the number of absent sites is known.
 
-        The value 1 is never taken literally (see `check_rules`).
+        A value of 1 is replaced by the default for real sites (see `check_rules`).
         """
         rules = self.analysis.rules or Rules()
         agreed = _stated_rules(rules)
@@ -438,7 +438,7 @@ def stem_of(name: str) -> str:
 
 
 def empty_rows(schema: Schema, place: int = 0) -> ClientRows:
-    """Return the rows of a client that has none."""
+    """Return an empty set of rows for a client."""
     nothing, wide = torch.zeros(0, dtype=torch.long), torch.zeros(0, len(schema.columns), dtype=torch.float64)
     y = torch.zeros(0, len(schema.target_ranges), dtype=torch.float64)
     return ClientRows(wide, y, nothing, nothing, dict.fromkeys(schema.levels, nothing), None, place)

@@ -37,7 +37,7 @@ Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
 
 
 def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str, str]]:
-    """Return the choice and name of each group, which are the same at the server and at the sites.
+    """Return the column or threshold that defines each group, and the group's name, as at every other site.
 
     Raises:
         ConfigError: the levels of a column were not agreed on.
@@ -73,7 +73,7 @@ class GroupSums:
 
     Args:
         job: the run.
-        names: choice and name of every group.
+        names: column or threshold that defines each group, and the group's name.
         least: see `min_rows`.
     """
 

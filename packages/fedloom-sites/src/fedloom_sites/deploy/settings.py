@@ -31,7 +31,7 @@ from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_thres
 
 V = TypeVar("V", bound=Value)
 SNAPSHOTS_FOLDER = "snapshots"
-"""Name of the folder with snapshots, in the folder for what a site remembers about its data."""
+"""Name of the folder with snapshots, within a site's `Site.memory_folder`."""
 
 
 def _public_key(text: str) -> str:

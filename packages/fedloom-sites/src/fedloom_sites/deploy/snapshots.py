@@ -127,7 +127,7 @@ def check_snapshot(site: Site) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return a list that contains a file itself, or all files of a folder."""
+    """Return all files of a folder, or a list that contains only the given file."""
     return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
 
 

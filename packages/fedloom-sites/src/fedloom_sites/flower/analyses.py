@@ -66,7 +66,7 @@ class Analyses:
     Args:
         agreement: columns with their ranges, task and classes, as a file or a value. Samples must be rows with these
             columns.
-        analyses: analyses, or tables with their ``kind``.
+        analyses: analysis objects, or tables with their ``kind``.
     """
 
     agreement: Agreement | Path | str
@@ -178,7 +178,7 @@ def _enter(state: RecordDict, name: str, step: int, question: str, course: str, 
 
 
 def _are_apart(state: RecordDict, one: AgreedAnalysis, sets: Sequence[ClientRows]) -> bool:
-    """Return True if these row sets may be summed in addition to those of other analyses, and record that."""
+    """Return True if the row sets may be summed in addition to those of other analyses, and record the decision."""
     kept = state.get(SETS_RECORD)
     memory = json.loads(str(kept["memory"])) if isinstance(kept, ConfigRecord) else {"salt": secrets.token_hex(16)}
     salt, name = bytes.fromhex(memory["salt"]), f"{one.name} {one.analysis.model_dump_json()}"

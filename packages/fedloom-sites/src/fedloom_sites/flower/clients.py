@@ -37,7 +37,7 @@ class FlowerClients(RemoteClients):
         forms: formats of the run's messages.
         roll: registry of the clients and their nodes.
         run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
-        document: method and choices of the run.
+        document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the model's parameters.
         send: function that sends messages to the nodes.
 

@@ -37,8 +37,8 @@ class Local:
             tensor with a row for each sample, or an object or dict whose ``logits`` are such a tensor.
         trainset: training samples, as a torch ``Dataset`` or ``DataLoader``, or as tensors ``(x, y)``. A sample is a
             tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that gives
-            different samples when it is read again is rejected. Of a loader, only the data set and ``collate_fn`` are
-            used; the strategy's ``local`` draws the batches.
+            different samples when it is read again is rejected. Only the data set and ``collate_fn`` of a loader are
+            used. The strategy's ``local`` settings draw the batches.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function that receives a
             batch's outputs and targets, in the shapes of the model and the samples, and returns the mean over the
             batch. The default is the cross-entropy if targets are whole numbers, otherwise the squared error. With a
@@ -54,14 +54,13 @@ class Local:
             the target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other entries are
             inputs. Multiple inputs are passed to the model by name.
         subject: for samples that are dicts, the name of the entry with the sample's subject, such as a patient number.
-            The entry is not an input, and no subject may be in two of the sets.
+            The entry is not an input, and no subject may be in more than one of the sets.
         upload_transform: the node's noise, as ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict with its
             options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
             and its noise is not smaller, otherwise the node's noise replaces it. Scores are sent without noise.
         norm_bound: maximum L2 norm of the difference in every field that leaves the node, greater than 0. A difference
             with a larger norm is scaled down, whatever the server's document says. None for no limit.
-        analyses: analyses by sums that the node answers, with the agreement on their columns. None to answer
-            none.
+        analyses: analyses by sums that the node answers, with the agreement on their columns. None to answer none.
     """
 
     model: nn.Module

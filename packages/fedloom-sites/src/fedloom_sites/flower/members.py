@@ -104,7 +104,7 @@ class SavedRun(NamedTuple):
         members: nodes of the run.
         schema: form of the samples.
         signature: call signature of the modules.
-        document: method and choices of the run.
+        document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the parameters of the model.
     """
 

@@ -330,7 +330,7 @@ class Strategy(FlowerStrategy):
     @undisturbed()
     @entered("flower")
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
-        """Find the nodes of the run, build the job from their samples, and return the initial state."""
+        """Find the nodes of the run, build the job from their descriptions of samples, and return the initial state."""
         self._model.load_state_dict(state_dict_of(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)

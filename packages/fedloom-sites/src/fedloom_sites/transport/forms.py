@@ -34,7 +34,7 @@ class Forms:
     Args:
         job: run, either at the server or at a site.
         server: state of the server before the first round.
-        client: number of any client.
+        client: number of an arbitrary client.
         dense: True to encode all numbers of an upload one by one, whatever the channel, because a node of a Flower app
             may change its upload after the channel.
 

@@ -46,7 +46,7 @@ def is_revoked(server: Path, name: str) -> bool:
 def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     """Revoke the key of a site at Flower's running server, and return the number of the site's node.
 
-    This is the key of the site's connection.
+    This is the key that the site uses for its connection.
 
     Args:
         folder: folder of the deployment, or of its server.

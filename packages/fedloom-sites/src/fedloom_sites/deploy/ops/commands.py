@@ -57,7 +57,7 @@ def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | Non
     """Return the environment variables of a Flower process.
 
     Args:
-        home: folder of the process, for the app that it unpacks and (for the command line) for the connection.
+        home: folder in which the process unpacks the app and (for the command line) finds the connection settings.
         programs: folder of Flower's programs.
         threads: number of threads of numerical libraries. None for the default of the libraries.
     """

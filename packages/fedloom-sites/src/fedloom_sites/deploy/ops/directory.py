@@ -55,7 +55,7 @@ Files = dict[str, str | bytes]
 
 
 def _plain(path: Path) -> Path:
-    """Check that units, reverse proxy and instructions leave all characters of a path unchanged, and return it."""
+    """Check that a path is safe to use in units, reverse proxy and instructions, and return it."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
         raise ValueError(
             f"must begin with / and contain only letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}"
@@ -94,7 +94,7 @@ class Location(Value):
 
 
 def machine_folders(folder: Path) -> dict[str, Path]:
-    """Return ``home`` and ``programs`` according to the units in a server's folder, or {} without units."""
+    """Return ``home`` and ``programs`` as configured in the units of a server's folder, or {} without units."""
     unit = next(iter(sorted(folder.glob("units/*-superlink.service"))), None)
     lines = dict(line.partition("=")[::2] for line in unit.read_text().splitlines()) if unit is not None else {}
     home, words = Path(lines.get("WorkingDirectory", "")), lines.get("ExecStart", "").split()
@@ -419,7 +419,7 @@ def _quoted(word: str) -> str:
 
 
 def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> None:
-    """Create the folder of the server or of a site, with the folders that its units need for writing."""
+    """Create the folder of the server or of a site, including the folders that its units write to."""
     write_files(folder, contents)
     for name in WRITABLE_FOLDERS.get(side, ()):
         (folder / name).mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,6 @@
-"""Start of a site as a service. It reads the current `site.toml`, so the unit stays the same if server or port change.
+"""Start of a site as a service.
+
+The current `site.toml` is read at each start, so the unit need not change if server or port change.
 
 The process of ``python -m fedloom_sites.deploy.ops.join SITE.TOML`` becomes the site's network process.
 """

@@ -22,9 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedloom.errors import ConfigError
 
 CERTIFICATE_BACKDATE = timedelta(hours=1)
-"""Time by which a certificate becomes valid before it is created, because clocks differ."""
+"""Time between the start of a certificate's validity and its creation, because clocks differ."""
 EXPIRY_NOTICE = timedelta(days=30)
-"""Time before a certificate expires from which on the expiry is reported."""
+"""Time before its expiry from which on a certificate is reported as expiring soon."""
 _OTHER_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("encipher_only", "decipher_only"),

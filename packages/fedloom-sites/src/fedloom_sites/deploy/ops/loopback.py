@@ -225,7 +225,7 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
 
     Args:
         folder: the directory.
-        show: function that is called with every message for people.
+        show: function that is called with every human-readable message.
         port: port of the server. None for a free port.
 
     Raises:

@@ -175,7 +175,7 @@ class Proposal(NamedTuple):
 
 
 def proposed(folder: Path, change: Path) -> Proposal:
-    """Check that the digest of a new agreement covers everything that it changes, and return it for a site.
+    """Check a new agreement, and return it in the form in which the site would store it.
 
     Args:
         folder: folder of the site.

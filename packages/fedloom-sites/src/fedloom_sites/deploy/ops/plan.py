@@ -51,7 +51,7 @@ DRAWS_CHECKED = 50
 """Number of rounds whose cohorts are drawn to check that all sites train in each round. A sampler that draws fewer
 sites is soon detected."""
 OF_ONE_TABLE = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "client_column", "factors")
-"""Options of a table that are part of the agreement, or that apply to one file."""
+"""Options of a table that are part of the agreement, or that apply only to one file."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def plan(
         sites: number of sites. None for the number of clients in the partition, or for as many sites as there are
             names.
         names: names of the sites. None for the names of the clients, or site-0, site-1, ...
-        method: label of the method. None for the only method.
+        method: label of the method. None if the experiment has only one method.
         seed: seed of the run, None for the first seed.
         rounds: number of rounds, None for the rounds of the method.
         data_dir: folder of data sets.
@@ -359,7 +359,7 @@ def _data_table(one: Experiment) -> dict[str, Any]:
 
 
 def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the table [data] for an additional site, without the values that belong only to the other site."""
+    """Return the table [data] for an additional site, without the values that apply only to another site's file."""
     if issubclass(SOURCES.get(str(options["source"]), object), TableSource):
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE}
     return options | ({"path": Path(str(options["path"])).name} if "path" in options else {})

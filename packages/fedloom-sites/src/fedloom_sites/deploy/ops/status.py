@@ -43,7 +43,7 @@ TRAINING_MESSAGES = ("train", "masked")
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Convert errors that unexpected contents of files cause to a `RunDirError` with an explanation."""
+    """Convert errors that are caused by unexpected file contents to a `RunDirError` with an explanation."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -122,7 +122,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
 
 
 def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence about each counter that was above zero, with the number of rounds and the latest text."""
+    """Return a sentence for each counter that was above zero: the number of rounds, and the latest reason."""
     sentences = []
     for what in ("neutral uploads", "clipped uploads"):
         reasons = {line.get("round", 0): str(line.get("reason", "")) for line in log if line.get("what") == what}
@@ -180,7 +180,7 @@ def status_of(server: Server) -> dict[str, Any]:
 
 @_fitting()
 def lines(status: Mapping[str, Any]) -> list[str]:
-    """Convert a status to a few lines of text. `table` shows the sites."""
+    """Convert a status to a few lines of text. For the sites, see `table`."""
     seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
     texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""

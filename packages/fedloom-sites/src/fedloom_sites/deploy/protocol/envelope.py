@@ -155,7 +155,7 @@ class Pending(NamedTuple):
         node: Flower's number for the node.
         nonce: nonce of this message.
         down: message that the client received, for computing the norm of the difference.
-        read: function that reads the array of a step of secure aggregation, which only the caller can check.
+        read: function, provided by the caller, that decodes and checks the array of a secure aggregation step.
         most: maximum number of bytes in the entire reply.
     """
 

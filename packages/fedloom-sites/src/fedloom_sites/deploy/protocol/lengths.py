@@ -91,5 +91,5 @@ def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Ite
 
 
 def absolute(kind: Any, width: int, received: int) -> bool:
-    """Return True if an upload's field is the model itself, whose difference from ``received`` numbers is bounded."""
+    """Return True if a field is the model itself, so that its difference from the received model is bounded."""
     return bool(kind.primary and kind.base == "zero" and width == received)

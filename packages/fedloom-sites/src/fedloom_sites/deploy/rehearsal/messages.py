@@ -1,4 +1,4 @@
-"""Attacks by messages and files: budgets, replays, malformed and huge messages, disguised names, oversized tables."""
+"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, oversized tables."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a claim that most vectors were lost, or of two different lists of the arrived vectors."""
+    """Return the outcome of claiming that most vectors were lost, and of sending two different lists of vectors."""
     agreed, learned_sums = agreed_of(site), list[str]()
     for count in range(1, agreed.threshold):
         rogue = site.rogue()
@@ -173,7 +173,7 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
 
 
 def dominate_sum(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums of uploads and of scores in which this site has almost all of the weight."""
+    """Return the outcome of sums (of uploads and of scores) in which this site has almost all of the weight."""
     agreed, learned_sums = agreed_of(site), list[float]()
     count = sum(site.sizes)
     for share in HEAVY_SHARES:
@@ -298,7 +298,7 @@ def begin_again(site: RehearsedSite) -> AttackOutcome:
 
 
 def change_terms(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of changed models or terms within a session, and of different models for different sites."""
+    """Return the outcome of changing models or terms within a session, and of sending different models to the sites."""
     agreed_of(site)
     rogue, c = site.rogue(), site.client
     first, second = rogue.download(), rogue.download(0.5)

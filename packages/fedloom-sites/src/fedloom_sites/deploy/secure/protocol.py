@@ -125,7 +125,7 @@ def min_threshold(sites: int) -> int:
 
 
 def safe_threshold(sites: int) -> int:
-    """Return the threshold for a server that colludes with sites (Bonawitz et al. 2017, Section 6.2).
+    """Return a threshold that protects against a server colluding with sites (Bonawitz et al. 2017, Section 6.2).
 
     Their proof requires 2 T > n + c for a threshold T, n sites, and c colluding sites (Theorem 6.5). This threshold
     tolerates the collusion of fewer than a third of the sites.

@@ -149,8 +149,8 @@ class MaskedSites(Sites):
         """Return the round whose scores are summed in the training session, and the requests for these scores.
 
         If a site does not train, or these scores were already requested, they are summed first in a separate session,
-        and the returned round is -1. If the uploads of this round were already requested, their sum keeps its form,
-        with or without the scores.
+        and the returned round is -1. If the uploads of this round were already requested, the request is repeated in
+        the same form, with or without the scores.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -279,7 +279,7 @@ class MaskedSites(Sites):
     def _check_length(self, sums: Mapping[str, Tensor], count: int, scale: float) -> None:
         """Check that the norms of summed differences are within their bounds.
 
-        A change of a kept row may be twice as long as other differences.
+        For a change of a kept row, the bound is twice as large.
 
         Raises:
             Broken: the norm of a summed difference exceeds its bound.

@@ -85,7 +85,7 @@ class SecureSums:
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
 
     def find_repeated(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """Return the previously requested sum that matches a kind and a round, or None if there is none."""
+        """Return the previously requested sum for one of these kinds and rounds, or None if there is none."""
         return self._unmasked.of(sums)
 
     def sum(
@@ -214,7 +214,7 @@ class SecureSums:
 
         Args:
             course: progress of the session.
-            session: session on which all sites agree.
+            session: session that all sites agree on.
             accusations: signatures keyed by accusing and accused site.
             sealed: sealed shares keyed by sender and receiver.
         """

@@ -150,7 +150,7 @@ class Terms(Value):
         return bool(counts) and counts[-1] > most * (counts[-1] + sum(counts[:-1][: threshold - 1]))
 
     def weights(self, job: Job) -> dict[int, tuple[float, ...]]:
-        """Return the weights in the sums of every site in the cohort, or zeros for a site without training samples.
+        """Return each cohort site's weights in the sums, or zeros for a site without training samples.
 
         For uploads, these are the site's weight in the mean if any field is averaged, and its share of the objective if
         any field is kept or accumulated over rounds. For an analysis, the weight is the site's number of rows. For

@@ -202,7 +202,7 @@ def counts_samples(setting: Setting) -> str:
 def make_server_job(settings: Server, experiment: Experiment, sizes: Tensor) -> tuple[Job, Any, Forms]:
     """Return a run without samples and client state, with its initial state and its message formats.
 
-    A round of this run needs the quorum in the settings.
+    Rounds of this run use the quorum in the server's settings, not that of the engine.
 
     Args:
         settings: settings of the server.

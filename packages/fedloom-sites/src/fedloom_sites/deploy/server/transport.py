@@ -162,8 +162,9 @@ class Transport:
 
         Unanswered requests are repeated until ``need`` replies have arrived.
 
-        A reply to a request that asks only for scores does not count towards ``need``. A reply to a request that asks
-        only for scores is not counted towards ``need``.
+        A site that could not write to its disk receives the same request again, up to `MAX_REPEATS` times, even if
+        enough other sites have answered. A reply to a request that asks only for scores is not counted towards
+        ``need``.
 
         Args:
             round: round of the run.
@@ -311,7 +312,7 @@ class Transport:
 
     @staticmethod
     def seconds() -> float:
-        """Return the number of seconds since a fixed moment."""
+        """Return the number of seconds since a fixed point in time."""
         return time.monotonic()
 
     @staticmethod

@@ -75,7 +75,7 @@ class Client:
 
     @property
     def figures(self) -> str:
-        """Metrics that the site's samples define, in the format for the server."""
+        """Metrics that the site's samples define, encoded for the server."""
         return self.answers.figures
 
     def prepare(self) -> None:

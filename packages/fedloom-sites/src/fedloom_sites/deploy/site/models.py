@@ -131,7 +131,7 @@ def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedM
 
 
 def _chosen(folder: Path, kind: str | None) -> Owned:
-    """Return a site's model of a kind, or of the first available kind in `PREFERRED_KINDS` without a given kind.
+    """Return a site's model of the given kind, or of the first available kind in `PREFERRED_KINDS`.
 
     Raises:
         ConfigError: no such model exists.

@@ -147,7 +147,7 @@ class SiteState:
         write_atomic(self.folder / name, json.dumps({**self._key, **facts}).encode())
 
     def _noted(self, name: str, kind: Callable[[Any], T], *facts: str) -> tuple[T, ...] | None:
-        """Return the content of a `_note` file, or None if it is missing, damaged or from a different experiment."""
+        """Return the content of a `_note` file, or None if it is missing, damaged or from another experiment."""
         try:
             entry = json.loads(regular(self.folder / name).read_bytes())
             return tuple(kind(entry[k]) for k in facts) if {k: entry[k] for k in self._key} == self._key else None
@@ -165,7 +165,7 @@ class SiteState:
     def changed(self, samples: str) -> str | None:
         """Return the stored digest of the site's samples if it differs from the new digest, otherwise None.
 
-        The first digest is stored.
+        If no digest is stored yet, the new digest is stored.
         """
         noted = self._noted(SAMPLES_FILE, str, "samples")
         if noted is None:
