@@ -1,7 +1,8 @@
 """Alarms of a site about rejected and repeated messages from its server, in the site's log and status.
 
-An honest server repeats a message only if an answer was lost or the site could not write to its disk, and does not keep sending messages that the site rejects. A server that probes the site sends many repeated and rejected messages. No alarm
-leaves the site.
+An honest server repeats a message only if an answer was lost or the site could not write to its disk, and does not keep
+sending messages that the site rejects. A server that probes the site sends many repeated and rejected messages. No
+alarm leaves the site.
 """
 
 from __future__ import annotations
