@@ -49,7 +49,7 @@ Entrance = Literal["python", "file", "command", "estimator", "flower"]
 
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
-_KEY = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
+_KEY_PATTERN = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
 _FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
 """First words of messages that are ordinary words and not keys, options or code."""
 
@@ -59,7 +59,7 @@ ESTIMATOR_KEYS = {"local.lr": "lr", "local.epochs": "epochs", "local.batch_size"
 """Keys that are arguments of the scikit-learn estimators, by their position in an experiment file."""
 ESTIMATOR_ARGUMENTS = ("rounds", "model", "clients")
 """Other estimator arguments that share their name with a key."""
-QUOTES = "'\""
+QUOTE_CHARACTERS = "'\""
 COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
 """Keys that can be set by a command-line flag as well as by ``--set``."""
 
@@ -92,8 +92,8 @@ def worded(text: str) -> str:
     ...     worded("set {local.momentum = 0}"), worded("leave {attack} out")
     ('set [local] momentum = 0', 'leave [attack] out')
     """
-    write = _WRITERS[_current.get() or "python"]
-    return _KEY.sub(lambda match: write(match["table"], match["key"], match["value"]), text)
+    write = _KEY_WRITERS[_current.get() or "python"]
+    return _KEY_PATTERN.sub(lambda match: write(match["table"], match["key"], match["value"]), text)
 
 
 def capitalize(text: str) -> str:
@@ -131,7 +131,7 @@ def _command(table: str, key: str | None, value: str | None) -> str:
         return text
     if dotted in COMMAND_FLAGS:
         return f"{text} ({COMMAND_FLAGS[dotted]} {value})"
-    return text if value.startswith(("{", "[")) else f"{text} (--set {dotted}={value.strip(QUOTES)})"
+    return text if value.startswith(("{", "[")) else f"{text} (--set {dotted}={value.strip(QUOTE_CHARACTERS)})"
 
 
 def _estimator(table: str, key: str | None, value: str | None) -> str:
@@ -167,7 +167,7 @@ def _options(value: str) -> str:
     return ", ".join(f"{key} = {_toml(repr(option))}" for key, option in options.items())
 
 
-_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
+_KEY_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
     "python": _python,
     "file": _file,
     "command": _command,

@@ -191,7 +191,7 @@ class Places:
         """Return the name of a table as messages write it."""
         return f"[{table}]" if self.file and not self.method else table
 
-    def of_method(self, *keys: str) -> Places:
+    def select_method(self, *keys: str) -> Places:
         """Return the entry point for the table of a method with these keys."""
         return replace(self, keys=keys, method=True, special=no_hint)
 

@@ -73,7 +73,7 @@ class Changes(NamedTuple):
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
-    def after(self, sites: Collection[str], weights: Weights) -> Changes:
+    def add_sum(self, sites: Collection[str], weights: Weights) -> Changes:
         """Return the updated record after a sum.
 
         Args:

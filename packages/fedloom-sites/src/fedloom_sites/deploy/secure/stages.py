@@ -76,7 +76,7 @@ class Progress(NamedTuple):
             )
         return self
 
-    def after(self, kind: Kind) -> Progress:
+    def advance(self, kind: Kind) -> Progress:
         """Return the stage after a message of a kind.
 
         Raises:
