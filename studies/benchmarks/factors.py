@@ -86,7 +86,7 @@ def table() -> Federation:
     rng, owner = np.random.default_rng(3), np.random.default_rng(4).choice(8, 1600, p=np.arange(1, 9) / 36)
     x = x + rng.normal(0, 1, (8, 20))[owner]
     x = (x - x.mean(0)) / x.std(0)
-    data = fl.Dataset.create(x.astype(np.float32), y, users=owner)
+    data = fl.Dataset.create(x.astype(np.float32), y, clients=owner)
     return fl.partitions.natural(validation=0.25)(data, seed=3)
 
 
