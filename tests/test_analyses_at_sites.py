@@ -349,7 +349,7 @@ def test_every_question_of_an_analysis_can_be_sent_and_is_repeated_only_in_a_fit
     order, repeated = agreed.analysis.order, agreed.analysis.retried
     for record in log:
         assert Question.decode(
-            AnalysisStep.of(kind, 0, record.question.encode()).message, agreed.analysis.questions
+            AnalysisStep.create(kind, 0, record.question.encode()).message, agreed.analysis.questions
         ) == (record.question)
     names = [record.question.name for record in log]
     assert names[: len(order)] == [*order][: len(names)]
@@ -372,7 +372,7 @@ def test_a_question_that_no_site_could_read_is_an_error_in_a_simulation_too(ques
     with pytest.raises(CodeError, match=re.escape(sentence)):
         question.check_form(ANALYSES["calibration"].questions)
     with pytest.raises(Refused, match="has 200000 bytes, but sites read at most 131072"):
-        AnalysisStep.of("calibration", 1, bytes(200_000))
+        AnalysisStep.create("calibration", 1, bytes(200_000))
 
 
 # ------------------------------------------------------------------------------------------------- crafted questions
@@ -385,7 +385,7 @@ def asked(client: Client, question: Question, step: int = 0, **changes: Any) -> 
     [name] = client.answers._analyses.agreed
     terms = Terms(
         round=1, trains=False, sizes=sizes, cohort=(*range(n),), accepted=(0,) * n, figures=(own,) * n,
-        question=AnalysisStep.of(name, step, question.encode()),
+        question=AnalysisStep.create(name, step, question.encode()),
     )  # fmt: skip
     return client.answers._analyses.answer(terms.with_(**changes))
 
@@ -424,7 +424,7 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
     with pytest.raises(PublicReason, match="reads no models"):
         client.answers._analyses.answer(Terms(
             round=1, trains=False, sizes=((9, 9, 9),) * SITES, cohort=(*range(SITES),), accepted=(0,) * SITES,
-            figures=(client.answers.figures,) * SITES, question=AnalysisStep.of("glm", 1, SPREADS.encode()),
+            figures=(client.answers.figures,) * SITES, question=AnalysisStep.create("glm", 1, SPREADS.encode()),
         ), [b"a model"])  # fmt: skip
     assert asked(client, SPREADS, 1).counters == ANSWERED_COUNTS
 

@@ -85,7 +85,7 @@ class Federation:
             round=t, trains=kind == "uploads", sizes=((9, 3, 3),) * n, cohort=sorted(present),
             accepted=(0,) * len(present), download=model if kind == "uploads" else "",
             scored=t if kind == "scores" else -1, models=(model,) if kind == "scores" else (),
-            question=AnalysisStep.of("sums", t, b"") if kind == "sums" else None,
+            question=AnalysisStep.create("sums", t, b"") if kind == "sums" else None,
         )  # fmt: skip
         weights = {c: self.weights[c] for c in present}
         try:
@@ -258,15 +258,17 @@ def test_weights_that_change_are_changes_of_a_site() -> None:
     assert reweighted(before, {c: [w[0] * (1 if c == "a" else 2)] for c, w in before.items()}) == {"a"}
     assert reweighted(before, {**before, "b": [0.0]}) == {"b"}
     states = States("one", None, {})
-    first = Changes({}, 1).after([*before], {"uploads": before}, states)
+    first = Changes({}, 1).add_sum([*before], {"uploads": before}, states)
     assert first.record["changes"] == {}
-    second = first.after([*before], {"uploads": {**before, "d": [6.0]}}, states)
+    second = first.add_sum([*before], {"uploads": {**before, "d": [6.0]}}, states)
     assert second.record["changes"] == {"d": 1}
     with pytest.raises(
         Broken, match="differ in d; a site may leave the sums over the same data, or return, at most 1 times"
     ):
-        second.after([*before], {"uploads": before}, states)
-    assert second.after([*before], {"scores": before}, states).record["changes"] == {"d": 1}  # a sum of something else
+        second.add_sum([*before], {"uploads": before}, states)
+    assert second.add_sum([*before], {"scores": before}, states).record["changes"] == {
+        "d": 1
+    }  # a sum of something else
 
 
 # ------------------------------------------------------------------------------------------------- played at real sites
@@ -301,7 +303,7 @@ def test_a_site_that_is_told_that_its_last_upload_was_lost(
     gradient of that site alone. Without the check, the attack succeeds.
     """
     if not is_checked:
-        monkeypatch.setattr(Changes, "_moved", lambda self, states: set())
+        monkeypatch.setattr(Changes, "_find_moved_sites", lambda self, states: set())
     rogue = Rogue(secured(tmp_path, "scaffold", agreed={"changes": 0}, **FULL_BATCH))
     assert sum_honestly(rogue, 1, rogue.download()).told
     bases = (1, 1, 1, 1, 0)
@@ -335,9 +337,9 @@ def test_a_site_that_is_told_that_its_last_upload_was_lost(
 )
 def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: set[str]) -> None:
     weights = {"uploads": dict.fromkeys("abcde", (1.0,))}
-    first = Changes({}, 1).after("abcd", weights, States("one", 4, {"a": 3, "b": 3, "c": 3, "d": 1}))
+    first = Changes({}, 1).add_sum("abcd", weights, States("one", 4, {"a": 3, "b": 3, "c": 3, "d": 1}))
     assert first.changed([*bases], weights, States("one", 5, bases)) == moved
-    scored = first.after("abcd", {}, States("one", None, dict.fromkeys("abcd", 4)))
+    scored = first.add_sum("abcd", {}, States("one", None, dict.fromkeys("abcd", 4)))
     assert scored.changed([*bases], weights, States("one", 5, bases)) == moved  # a sum of scores moves no state
     again = first.changed("abcd", weights, States("two", 1, {"a": 0, "b": 0, "c": 0, "d": 2}))
     assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same

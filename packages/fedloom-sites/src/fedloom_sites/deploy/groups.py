@@ -1,8 +1,8 @@
-"""Groups of patients at sites: sums of each group, for the metrics of all sites together and of each site.
+"""Patient groups at sites: sums for the metrics of all sites together, and each site's own metrics.
 
-A site publishes a group only if its published numbers do not reveal any set with fewer rows than agreed
-(`fedloom.data.groups.published`). Under secure sums, the server receives the sums over all sites but no number of a
-single site.
+A site publishes a group only if its published numbers do not reveal any set of rows that is smaller than agreed
+(`fedloom.data.groups.published`). With secure sums, the server receives the sums over all sites but no site's own
+numbers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SUM_STEP, MAX_SUM = 2.0**-24, 2.0**64
 Group = tuple[str, str]
 """Kind of a model, and name of a group."""
 Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
-"""Sums ``[S]`` and metrics of one site by group."""
+"""Sums ``[S]`` and metrics of one site, keyed by group."""
 
 
 def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str, str]]:
-    """Return the choice and name of each group, in the same way at the server and the sites.
+    """Return the column or threshold that defines each group, and the group's name, as at every other site.
 
     Raises:
         ConfigError: the levels of a column were not agreed on.
@@ -52,13 +52,13 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
 
 
 def min_rows(experiment: Experiment) -> int:
-    """Return the number of rows of a group, and of its classes or events, that a site needs to publish it."""
+    """Return the minimum number of rows of a group, and of its classes or events, for a site to publish the group."""
     choice = experiment.find("groups")
     return 0 if choice is None else int(choice.min_rows)
 
 
 def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
-    """Raise if there are more groups than a message can contain.
+    """Raise an error if there are more groups than a message can contain.
 
     Raises:
         ConfigError: the number of groups is too large, and the message states it.
@@ -75,7 +75,7 @@ class GroupSums:
 
     Args:
         job: the run.
-        names: choice and name of every group.
+        names: column or threshold that defines each group, and the group's name.
         least: see `min_rows`.
     """
 
@@ -118,10 +118,10 @@ class GroupSums:
     def site(self, passes: Mapping[str, Pass], members: Mapping[str, Tensor], fed: Federation) -> Cells:
         """Return the sums ``[S]`` and metrics of every model and group with samples at this site.
 
-        The sums are NaN, without metrics, if an output of the model is not finite.
+        If an output of the model is not finite, the sums are NaN and there are no metrics.
 
         Args:
-            passes: outputs of every kind of model on the site's test part.
+            passes: outputs of each kind of model on the site's test part.
             members: see `members`.
             fed: samples of the site.
         """
@@ -144,7 +144,7 @@ class GroupSums:
     # ----------------------------------------------------------------------------------------------- site by site
 
     def as_metrics(self, cells: Cells) -> dict[str, float]:
-        """Return the sums and metrics of a site as the numbers of a message."""
+        """Convert a site's sums and metrics to the numbers of a message."""
         numbers = dict[str, float]()
         for (kind, group), (sums, figures) in cells.items():
             if bool(sums.isnan().any()):
@@ -155,7 +155,7 @@ class GroupSums:
         return numbers
 
     def scores(self, replies: Mapping[int, Mapping[str, float]]) -> Iterator[GroupScore]:
-        """Return the scores of every group, of all sites together and of each site, from the numbers by client."""
+        """Yield the scores of every group, for all sites together and for each site, from numbers keyed by client."""
         for kind, group in self._keys:
             place, total = self.groups.index(group), torch.zeros(self._width, dtype=torch.float64)
             rows: list[GroupScore] = []
@@ -174,20 +174,21 @@ class GroupSums:
     # ------------------------------------------------------------------------------------------------ under masks
 
     def bits(self, members: Mapping[str, Tensor]) -> int:
-        """Return the groups that a site publishes as bits.
+        """Encode the groups that a site publishes as bits.
 
-        A group without rows counts as published, with sums of zero.
+        A group without rows is treated as published, with sums of zero.
         """
         return sum((name in members) << k for k, name in enumerate(self.groups))
 
     def summed(self, bits: Sequence[int], threshold: int) -> list[bool]:
-        """Return whether each group is summed: every sum and every remainder must cover at least `MIN_SITES` sites.
+        """Return a flag for each group, True if the group is summed.
 
-        This must hold for every sum of at least ``threshold`` sites.
+        For any set of at least ``threshold`` sites, every sum over a group and every remainder must cover at least
+        `MIN_SITES` sites.
 
         Args:
-            bits: bits of the sites that are asked.
-            threshold: smallest number of sites in a sum.
+            bits: bit fields of the requested sites.
+            threshold: minimum number of sites in a sum.
         """
         lacking = [sum(not one >> k & 1 for one in bits) for k in range(len(self.groups))]
         is_summed = [threshold - lack >= MIN_SITES for lack in lacking]
