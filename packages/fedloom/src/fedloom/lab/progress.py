@@ -263,7 +263,8 @@ def _latest(event: Event) -> str:
     """Return the newest validation metrics of the personal model, or else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
-        by_metric = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}
+        places = {name: f"{model}/validation/{name}" for name in METRICS}  # secure sums contain weighted means only
+        by_metric = {name: figures.get(f"{at}/mean", figures.get(f"{at}/weighted")) for name, at in places.items()}
         by_name = {name: value for name, value in by_metric.items() if value is not None}
         if by_name:
             texts = [
