@@ -73,7 +73,7 @@ class Federation:
     def begin(self, experiment: int) -> None:
         """Begin another experiment on the same data, under another key."""
         self.experiment, self.t = experiment, 0
-        self.settings = [s.with_(fingerprint=f"{experiment:064x}") for s in self.here.sites]
+        self.settings = [s.with_(fingerprint=f"{experiment:x}".ljust(64, "0")) for s in self.here.sites]
         self.members = [member_of(s) for s in self.settings]
 
     def sum(self, kind: str, present: Collection[int], arrived: Collection[int], neutral: Collection[int] = ()) -> bool:
@@ -208,6 +208,25 @@ def test_sites_that_leave_one_after_the_other_leave_a_threshold_that_never_has(t
             assert fed.sum("uploads", rest, rest) is (gone >= THRESHOLD or steady == 0)
         found = {c for few in find_isolated(fed.rows, THRESHOLD) for kind, c in few if kind == "uploads"}
         assert found == (isolates or {3, 4})
+
+
+def test_a_site_that_is_renamed_has_no_further_changes(tmp_path: Path) -> None:
+    """A site that has used its changes is in no sum, also if the next agreement gives it another name."""
+    fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": 1}), (1,) * 5)
+    rest = range(4)
+    assert fed.sum("uploads", range(5), range(5))
+    assert fed.sum("uploads", rest, rest)
+    assert not fed.sum("uploads", range(5), range(5))
+    secure_of = fed.settings[4].secure
+    assert secure_of is not None
+    renamed = secure_of.with_(names=(*secure_of.names[:4], "another"))
+    fed.here = fed.here._replace(
+        sites=[s.with_(secure=renamed, **({"site": "another"} if s.client == 4 else {})) for s in fed.here.sites]
+    )
+    fed.begin(1)
+    assert not fed.sum("uploads", range(5), range(5))
+    assert "this site took part in earlier sums over these data under another name" in fed.refused[-1]
+    assert fed.sum("uploads", rest, rest)
 
 
 def test_without_the_memory_the_same_rounds_isolate_every_site(tmp_path: Path) -> None:

@@ -105,7 +105,9 @@ class SessionMember:
         self._agreement = site.secure.digest(site.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
         agreed = site.secure
-        self._opened = OpenedSums(folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites)
+        self._opened = OpenedSums(
+            folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites, site.site
+        )
 
     def keys(self, round: int, nonce: bytes) -> bytes:
         """Return this site's public keys for a new session, which replaces the previous session (step 1)."""

@@ -50,13 +50,14 @@ class OpenedSums:
         names: names of the sites, in the order of their numbers. A site without a name is identified by its number.
         changes: maximum number of times that a site may leave the sums or return to them (see `Changes`).
         steady: minimum number of sites in a sum that have never left or returned.
+        own: name of this site.
     """
 
     def __init__(
         self, folder: Path, memory: Path | None = None, names: Sequence[str] = (), changes: int = MAX_CHANGES,
-        steady: int = 0,
+        steady: int = 0, own: str = "",
     ) -> None:  # fmt: skip
-        self._folder, self._names, self._limit, self._steady = folder, names, changes, steady
+        self._folder, self._names, self._limit, self._steady, self._own = folder, names, changes, steady, own
         self._memory = memory or folder / "session"
 
     def begin(self, name: bytes, before: str | None) -> None:
@@ -92,6 +93,7 @@ class OpenedSums:
             Broken: a site has left or returned too often. The message contains the site's name.
         """
         with self._open() as record:
+            self._check_name(record)
             states = self._collect_states(sums, bases)
             self._changes(record).add_sum(*self._counting(bases, weights), states)
 
@@ -164,7 +166,7 @@ class OpenedSums:
                 changes = self._changes(record).add_sum(
                     *self._counting(bases, weights), self._collect_states(sums, bases)
                 )
-                record |= {"sites": changes.record}
+                record |= {"sites": changes.record, "own": self._own}
             if is_new and "uploads" in sums and any(counts[:2]):
                 is_neutral = tuple(counts[:2]) == NEUTRAL_COUNTS[:2]
                 record["turns"] += is_neutral != record["neutral"]
@@ -190,6 +192,18 @@ class OpenedSums:
         return sorted(listed - recorded), {
             what: {c: values for c, values in one.items() if c not in recorded} for what, one in named.items()
         }
+
+    def _check_name(self, record: Mapping[str, Any]) -> None:
+        """Raise if this site took part in sums over the data under another name, whose changes are counted apart.
+
+        Raises:
+            Broken: the site has another name in this agreement.
+        """
+        if record.get("own", self._own) != self._own:
+            raise Broken(
+                "this site took part in earlier sums over these data under another name, and its changes would be "
+                "counted anew. Keep the name of the site in the agreement"
+            )
 
     def _collect_states(self, sums: Mapping[str, int], bases: Mapping[str, int]) -> States:
         named = {self._name(c): t for c, t in bases.items()}
