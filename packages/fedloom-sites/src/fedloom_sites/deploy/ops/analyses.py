@@ -58,7 +58,7 @@ def _state(name: str, checkpoints: Path, log: Sequence[Mapping[str, Any]]) -> di
 def _is_end(line: Mapping[str, Any], name: str) -> bool:
     """Return True if a line of the log reports the end of an analysis.
 
-    In earlier versions the line contains the name of a regression.
+    In logs of earlier versions, the line contains the name of a regression.
     """
     what = str(line.get("what"))
     if what in ("analysis", "no result"):
@@ -67,7 +67,7 @@ def _is_end(line: Mapping[str, Any], name: str) -> bool:
 
 
 def describe_analysis(state: Mapping[str, Any]) -> str:
-    """Return a description of the state of an analysis."""
+    """Describe the state of an analysis in words."""
     if state["state"] == "done":
         return f"done, {state['rows']} rows, {state['sums']} sums"
     if state["state"] == "none":

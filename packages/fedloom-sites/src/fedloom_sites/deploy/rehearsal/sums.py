@@ -1,4 +1,4 @@
-"""Attacks on secure sums: a dishonest server tries to obtain a sum of one site, or mostly of one site."""
+"""Attacks on secure sums, in which a dishonest server tries to obtain a sum of one site, or mostly of one site."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Secure
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
-"""Number of seconds after which a series of sums ends. It was chosen so that a rehearsal ends while a person waits."""
+"""Time in seconds after which a series of sums ends. It was chosen so that a person can wait for the end of a
+rehearsal."""
 NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
 
 
@@ -51,7 +52,7 @@ def play_session(
     survivors: Collection[int] | None = None,
     **more: Any,
 ) -> tuple[RogueSession, Terms]:
-    """Ask for all steps of a session, the rehearsed site first, and return the session and its terms.
+    """Carry out all steps of a session, starting with the rehearsed site, and return the session and its terms.
 
     The vector of the rehearsed site determines the length of the vectors of the other sites.
 
@@ -64,7 +65,7 @@ def play_session(
         clients: sites that receive requests. None for all.
         survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors really
             arrived.
-        more: further values of the terms.
+        more: further fields of the terms.
     """
     cohort = sorted(range(site.clients) if clients is None else clients)
     more |= {} if download is not None else {"scored": t, "common": True}
@@ -85,7 +86,7 @@ def play_session(
 
 
 def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
-    """Give the vectors of stand-ins the same length as a site's vector."""
+    """Give the stand-ins' vectors the same length as a site's vector."""
     end = COUNTERS_BYTES if session.has_counters else 0
     for other in rogue.sites:
         if isinstance(other, StandIn):
@@ -102,7 +103,7 @@ def confirm(session: RogueSession, survivors: Collection[int]) -> None:
 
 
 def move_little(row: Tensor, times: int) -> Tensor:
-    """Return a model in which each number is moved to an adjacent number of its type."""
+    """Return a model in which each number is moved up by a few floating-point steps."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
     return row
@@ -126,7 +127,7 @@ def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome for cohorts in which this site and fewer than T sites have samples.
+    """Return the outcome of sums in which fewer than T sites, including this one, have samples.
 
     This is requirement R5 of the trust audit.
     """
@@ -148,7 +149,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a claim that most vectors were lost, or of two different lists of the arrived vectors."""
+    """Return the outcome of claiming that most vectors were lost, and of sending two different lists of vectors."""
     agreed, learned_sums = agreed_of(site), list[str]()
     for count in range(1, agreed.threshold):
         rogue = site.rogue()
@@ -172,7 +173,7 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
 
 
 def dominate_sum(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums of uploads and of scores in which this site has almost all of the weight."""
+    """Return the outcome of sums (of uploads and of scores) in which this site has almost all of the weight."""
     agreed, learned_sums = agreed_of(site), list[float]()
     count = sum(site.sizes)
     for share in HEAVY_SHARES:
@@ -202,7 +203,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_model(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a request for the same model in the next round, without this site."""
+    """Return the outcome of requesting the same model again in the next round, without this site."""
     agreed_of(site)
     rogue, learned_sums = site.rogue(), list[str]()
     if rogue.trainer.rounds < 2:
@@ -249,7 +250,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
 
 
 def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome for models that hardly change between rounds, when this site is repeatedly left out (R7)."""
+    """Return the outcome of models that hardly change, with this site left out of every second round (R7)."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
@@ -268,7 +269,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums that each leave out another site, so that together they isolate this site."""
+    """Return the outcome of sums that each leave out a different site, so that together they isolate this site."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)
@@ -297,7 +298,7 @@ def begin_again(site: RehearsedSite) -> AttackOutcome:
 
 
 def change_terms(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of changed models or terms within a session, and of different models for different sites."""
+    """Return the outcome of changing models or terms within a session, and of sending different models to the sites."""
     agreed_of(site)
     rogue, c = site.rogue(), site.client
     first, second = rogue.download(), rogue.download(0.5)

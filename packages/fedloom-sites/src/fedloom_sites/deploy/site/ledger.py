@@ -1,4 +1,4 @@
-"""Ledger of the releases under differential privacy.
+"""Ledger of the releases of an experiment under differential privacy.
 
 An entry is always written before the noise is drawn, never afterwards.
 
@@ -12,8 +12,8 @@ releases in the state next to the ledger, or lacks a round that the server has a
 and nothing more is released.
 
 A site's limit applies to its data: the epsilon and delta of several experiments add up, so the epsilon that other
-experiments have spent on data with the same name is included. The memory of these data contains the epsilon of every
-ledger.
+experiments have spent on data with the same name is included. The site's memory of these data stores the epsilon of
+every ledger.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Ledger:
     Args:
         folder: folder with the ledger.
         noise: noise that the accounting covers. None if there is no delta.
-        limit: epsilon that must never be exceeded. None: none.
-        who: owner of the budget, for messages.
-        least: number of releases in the state next to the ledger.
+        limit: epsilon that must never be exceeded. None for no limit.
+        who: owner of the budget, as named in messages.
+        least: minimum number of releases that the ledger must list, as recorded in the state next to it.
         accepted: round whose release the server has accepted. 0 if there is none.
         memory: folder in which facts about the data are remembered across experiments, if the limit applies to all
             experiments.
@@ -155,7 +155,7 @@ class Ledger:
         return count
 
     def _add_to_memory(self, memory: Path, ledger: str, spent: float) -> None:
-        """Record the epsilon that this ledger has spent, alongside that of other ledgers.
+        """Record the epsilon that this ledger has spent, alongside that of the other ledgers on the same data.
 
         Args:
             memory: folder.
