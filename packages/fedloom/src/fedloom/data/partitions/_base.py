@@ -68,7 +68,7 @@ class Pool(NamedTuple):
             )
         return self.y
 
-    def by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
+    def group_by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
         """Return the positions of each class's samples in the data set, in random order."""
         labels, order = self.labels(kind), rng.permutation(len(self))
         order = order[np.argsort(labels[order], kind="stable")]
@@ -107,7 +107,7 @@ class Draw(NamedTuple):
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def without_tested(self, trains: NDArray[np.bool_]) -> Draw:
+    def keep_trained(self, trains: NDArray[np.bool_]) -> Draw:
         """Return the draw with only those clients that have training rows, given by the mask ``trains [n]``.
 
         The rows of all other clients become a common test set.
@@ -343,7 +343,7 @@ class Partition(Value):
             raise PartitionError(
                 f"{self.kind}: every row of {data.name} is marked as a test row, so no training row is left"
             )
-        return draw if trains.all() else draw.without_tested(trains)
+        return draw if trains.all() else draw.keep_trained(trains)
 
     def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
         """Return a note if the option ``test`` has no effect because the partition or the data choose test parts."""
@@ -406,7 +406,7 @@ class Partition(Value):
         """Choose `test_count` official test samples per client, with the label frequencies of its training part."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
-        lists, n = Pool.create(data, data.test.numpy()).by_class(self.kind, rng), len(train.offsets) - 1
+        lists, n = Pool.create(data, data.test.numpy()).group_by_class(self.kind, rng), len(train.offsets) - 1
         cells = owners(train) * len(lists) + data.y.numpy()[train.index]
         counts = np.bincount(cells, minlength=n * len(lists)).reshape(n, -1)
         wanted = round_to_total(counts / counts.sum(1, keepdims=True), self.test_count)
