@@ -117,8 +117,7 @@ class Algorithm(Value, ABC):
     """Setting that makes the server's model a mean over all clients (`counts_absent`), such as ``"server_lr =
     'fraction'"``. It is needed if a method otherwise applies the cohort's change in full."""
     projects: ClassVar[bool] = False
-    """True if the method works in a random subspace. Its projection matrix is drawn again from the same key whenever a
-    run needs it (``ctx.projection``, ``work.projection``)."""
+    """True if the method works in a random subspace. A run that replays another program provides the projection matrix as ``ctx.projection`` and ``work.projection``."""
     family: ClassVar[str] = "consensus"
     """Group in which lists show the method: consensus, personalized, composite, fair, clustered or reference."""
     paper: ClassVar[Mapping[str, Any]] = {}
