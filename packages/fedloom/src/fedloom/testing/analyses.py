@@ -61,7 +61,7 @@ class AnalysisScene:
     def run(
         self, terms: AnalysisTerms, clients: Sequence[ClientRows], folder: Path | None = None, most: int | None = None
     ) -> tuple[Any, list[SumRecord]]:
-        """Run the analysis. If ``most`` is given, `Killed` is raised after this number of sums."""
+        """Run the analysis on some clients. If ``most`` is given, `Killed` is raised after this number of sums."""
         done = 0
 
         def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:

@@ -34,7 +34,7 @@ class ReferenceState(NamedTuple):
     """Complete state of a run between two rounds.
 
     Attributes:
-        round: rounds done.
+        round: number of rounds that were run.
         server: state of the algorithm's server.
         rows: states of all n clients.
         kept: rows that the server stores for all n clients, or None.
@@ -63,7 +63,7 @@ class ReferenceFederation(NamedTuple):
 
     @property
     def n(self) -> int:
-        """All clients."""
+        """Number of all clients."""
         return len(self.weight)
 
     def ctx(self, round: int, ids: Sequence[int]) -> Ctx:
@@ -119,12 +119,12 @@ def play(
     weigher: Weigher | None = None,
     alone: bool = False,
 ) -> ReferenceState:
-    """One round.
+    """Run one round, and return the state after it.
 
     Args:
         algorithm: the method.
-        fed: local problems.
-        state: state before the round. Not modified.
+        fed: federation that defines the local problems.
+        state: state before the round. It is not changed.
         cohort: ids of the clients that train.
         dropped: ids of those clients in the cohort whose uploads are lost.
         weigher: weigher, or None to weight clients by their shares.
@@ -205,14 +205,14 @@ def federate(
 
     Args:
         algorithm: the method.
-        problem: quadratics. A small network. Alternatively, a tuple of an oracle, the initial model ``[d]`` and the
+        problem: quadratics or a small network. Alternatively, a tuple of an oracle, the initial model ``[d]`` and the
             shares ``[n, 1]``.
         rounds: number of rounds to run.
         local: settings of local training.
         solve: True to solve the local problems of quadratics exactly.
         noise: standard deviation of the samples' minimizers, for quadratics.
-        cohorts: who trains. None: all clients.
-        dropped: clients whose uploads are lost. None when None.
+        cohorts: clients that train in each round. If None, all clients train.
+        dropped: clients whose uploads are lost. If None, no upload is lost.
         weigher: weigher, or None to weight clients by their shares.
         alone: True to call each client separately.
         seed: seed of the run.
@@ -244,7 +244,7 @@ def personal_models(algorithm: Algorithm, fed: ReferenceFederation, state: Refer
         state: state after the round, as returned by `federate`.
 
     Returns:
-        ``[n, d]``. None if the method has no personal models.
+        Personal models ``[n, d]``. None if the method has no personal models.
     """
     everyone = range(fed.n)
     down = algorithm.down(state.server, state.kept if algorithm.mixes else None, fed.ctx(state.round, everyone))

@@ -75,7 +75,7 @@ class Classifier:
 
     @property
     def n(self) -> int:
-        """Clients."""
+        """Number of clients."""
         return len(CLIENT_SIZES)
 
     @property
@@ -85,7 +85,7 @@ class Classifier:
 
     @property
     def d(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return self.layout.d
 
     @property

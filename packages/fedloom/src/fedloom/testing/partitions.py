@@ -41,7 +41,7 @@ class Case:
 
     @cached_property
     def drawn(self) -> Draw:
-        """A draw."""
+        """Draw of the partition from this pool."""
         return self.partition.draw(self.pool, PARTITION_SEED)
 
     @cached_property

@@ -69,7 +69,7 @@ class Problem:
 
         Args:
             seed: number from which the problem is drawn.
-            n: clients.
+            n: number of clients.
             layout: layout whose number of parameters d is the dimension of the problem.
             weights: whether shares are uniform or proportional to samples.
             same_curvature: True to make every A_i the same multiple of the identity.
@@ -91,12 +91,12 @@ class Problem:
 
     @property
     def n(self) -> int:
-        """Clients."""
+        """Number of clients."""
         return len(self.minimiser)
 
     @property
     def d(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return self.layout.d
 
     @property
@@ -173,10 +173,10 @@ class Problem:
         """Return the fixed point of local descent: the x ``[d]`` that is the mean of `descent` from x, pulled to x.
 
         Args:
-            steps: ``[n, 1]``.
+            steps: number of steps of each client ``[n, 1]``.
             lr: step size.
             mu: strength of the pull to x, as in FedProx.
-            share: weights ``[n, 1]`` of the clients in the mean. None: alpha.
+            share: weights ``[n, 1]`` of the clients in the mean. If None, alpha is used.
         """
         share = self.alpha if share is None else share
         eye = torch.eye(self.d, dtype=self.x0.dtype)

@@ -23,9 +23,7 @@ PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
-    """Return the outermost function of a part, written by its author, in which an error arose.
-
-    None outside.
+    """Return the outermost function of a part in which an error arose, preferring the author's code, or None.
 
     Args:
         error: error that was caught, with its traceback.
@@ -53,11 +51,11 @@ def broken(law: str, part: object, error: Exception, stage: str | None, cure: st
     """Return the error that reports a violated law.
 
     Args:
-        law: its name.
+        law: name of the law.
         part: part that violates the law.
         error: error that was caught. If the law itself raised it, it is an `AssertionError`.
         stage: function of the part that raised the error, or None if the law itself found the fault.
-        cure: fix.
+        cure: advice on how to repair the violation.
         where: text with a leading blank that names the problem on which the law was checked.
     """
     what = str(error) if isinstance(error, AssertionError) else f"stopped with {cause_of(error)}"

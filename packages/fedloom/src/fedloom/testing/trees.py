@@ -52,7 +52,7 @@ def reload_from_checkpoint(tree: object) -> Any:
 
 
 def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None:
-    """Return a phrase that describes the first difference between two trees of tensors. None without one.
+    """Return a phrase that describes the first difference between two trees of tensors, or None if they are equal.
 
     Args:
         got: tensor, NamedTuple, or dict of these, in the form that `name_tensors` accepts.

@@ -29,10 +29,10 @@ class ServerSide(NamedTuple):
         algorithm: the method.
         local: settings of local training in the run.
         server: state of the server after the last round.
-        kept: rows that the server stores for each client ``[n, .]``, if the method mixes them. Else None.
+        kept: rows that the server stores for each client ``[n, .]``, if the method mixes them, else None.
         weight: clients' shares in the objective ``[n, 1]``.
         sizes: clients' numbers of training samples ``[n, 1]``.
-        round: rounds done.
+        round: number of rounds that were run.
         seed: seed of the run.
     """
 
@@ -64,7 +64,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     server does not change. At the end, the method's `personal` function returns the model.
 
     Args:
-        side: the run.
+        side: state of the finished run.
         recipe: recipe from which the run's models are built.
         fed: federation that contains only the new client.
         rounds: number of client steps, at least 1.

@@ -55,8 +55,8 @@ def export_model(
       of the columns in both inputs, in order. A missing or unknown text is imputed as in training. The graph also
       returns ``class`` ``[batch]``, which contains the names of the predicted classes.
     - For a table, ``torch`` accepts numbers and texts together as ``samples`` ``[batch, p]`` float64, with texts as
-    codes. `load` does that.
-    - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, in which tokens are padded with 0. With a
+    codes. `load` converts rows to this form. - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, in
+    which tokens are padded with 0. With a
       label per position, they return ``probabilities`` ``[batch, L, C]``. ``facts`` contains the vocabulary.
     - For other data, both formats accept ``samples`` ``[batch, *shape]`` of a single dtype, because a graph cannot
       choose by dtype. If the model was trained on bytes, this is uint8, which is divided by 255. Otherwise it is
@@ -68,7 +68,7 @@ def export_model(
         format: one of `EXPORT_FORMATS`.
         factorised: True to replace each low-rank layer by two thin layers if these contain fewer numbers (FedSLR).
         threshold: for ``onnx``, the probability of the second of two classes from which on ``class`` is the second
-            class. None: 1/2.
+            class. If None, it is 1/2.
         force: True to replace a file even if it is of a different kind.
 
     Returns:
@@ -188,7 +188,7 @@ def load(path: Path | str) -> Program:
 
 
 def _example(model: Model) -> Tensor:
-    """Two raw samples."""
+    """Return two raw samples."""
     facts = model.recipe.facts
     if facts.table is not None:
         return torch.zeros(2, len(facts.table.columns), dtype=torch.float64)

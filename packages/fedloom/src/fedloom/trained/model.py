@@ -90,12 +90,13 @@ class ModelRecipe:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """One model.
+    """A single trained model.
 
     Attributes:
         recipe: recipe from which the model is built.
-        row: ``[d]`` parameters.
-        statistics: means and variances ``[b]`` of the model's batch normalization. Empty without any.
+        row: parameters of the model ``[d]``.
+        statistics: means and variances ``[b]`` of the model's batch normalization. It is empty for a model without
+            batch normalization.
         fitted: values for preparing a table's columns, as fitted at the model's client ``[p, .]``. None if these values
             are unknown.
         about: method, algorithm, seed, kind, client and round, as far as they are known.
@@ -219,7 +220,7 @@ class Model:
         """Return the model with columns scaled by all rows of a table, as a client with these rows would do.
 
         Raises:
-            DataError: other columns.
+            DataError: the table has different columns.
         """
         table = self.recipe.facts.table
         if table is None:

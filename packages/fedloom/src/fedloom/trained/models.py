@@ -149,7 +149,7 @@ class Models:
         """Return the kinds of models that can predict some rows: all kinds for clients of the run, else only "global".
 
         Args:
-            sites: client that each row belongs to. None: not known.
+            sites: client that each row belongs to, or None if it is unknown.
             client: client whose model makes all predictions. If None, each row is predicted by the model of its own
                 client.
         """
@@ -162,8 +162,8 @@ class Models:
 
         Args:
             rows: see `fedloom.data.new_rows.new_rows`.
-            client: whose model. If None, the global model is used.
-            kind: see `ready`.
+            client: client whose model makes the predictions. If None, the global model is used.
+            kind: kind of model, as in `ready`.
 
         Returns:
             Names of the predicted classes ``[N]``, or predicted values ``[N]`` (``[N, k]`` for several targets).
@@ -282,7 +282,7 @@ class Models:
         """Write the same files as `save` to the run's own directory, as `fedloom run` does.
 
         Returns:
-            The written files.
+            Paths of the files that were written.
         """
         return write_models(self._source, folder)
 

@@ -36,10 +36,10 @@ class Predictions:
         not_padding: mask ``[N, L]`` of the positions that are not padding, if each position has a prediction.
         files: for each row, the file it comes from, if rows come from separate files.
         kept: columns that are copied unchanged from the input.
-        threshold: probability from which on the second class of a binary task is predicted. None: 1/2.
+        threshold: probability from which on the second class of a binary task is predicted. If None, it is 1/2.
         far: columns whose median is far outside the training data, for example because they are in a different unit.
-        set_threshold: threshold from a conformal analysis, which gives sets of classes or intervals of numbers. None:
-            neither.
+        set_threshold: threshold from a conformal analysis, which gives sets of classes or intervals of numbers. If
+            None, there are none.
     """
 
     facts: InputSpec

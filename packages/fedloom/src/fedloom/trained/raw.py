@@ -57,7 +57,7 @@ class RawModel(nn.Module):
         self.takes = torch.int64 if facts.vocabulary else dtype
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Probabilities or values."""
+        """Return probabilities or predicted values for raw samples."""
         return self.after(self.outputs(samples))
 
     def outputs(self, samples: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
 
     Args:
         facts: facts about the data.
-        scores: see `RawModel`.
+        scores: probabilities or values in the form that `RawModel` returns.
         threshold: probability from which on the second of two classes, or a label, is predicted. If None, the more
             probable class is predicted, or a label from a probability of 0.5 on.
     """

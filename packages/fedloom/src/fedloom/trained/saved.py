@@ -138,7 +138,7 @@ class SavedModels:
         spec: the architecture.
         local: settings of local training in the run.
         seed: seed of the run.
-        method: its label.
+        method: label of the method.
         objective: training objective and metrics of the models.
 
     Raises:
