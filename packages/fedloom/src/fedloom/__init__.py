@@ -1,4 +1,4 @@
-"""fedloom: federated learning for clients that differ.
+"""fedloom: federated learning for clients whose data differ.
 
 Every public name is imported on first use, so ``import fedloom`` is fast and does not load torch.
 

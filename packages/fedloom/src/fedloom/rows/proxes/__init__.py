@@ -1,4 +1,4 @@
-"""Functions with a prox: `f.f(x)` and `f.prox(v, t)`. ``PROXES`` by kind."""
+"""Functions with a proximal operator: `f.f(x)` and `f.prox(v, t)`. ``PROXES`` lists the functions by kind."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fedloom.rows.proxes.total import PROX_PARTS, Total, table_validator
 from fedloom.values import Value
 
 PROXES: dict[str, type[Value]] = {**PROX_PARTS, "total": Total}
-"""Functions with a prox, by kind."""
+"""Functions with a proximal operator, keyed by kind."""
 
 AnyProx = Annotated[SerializeAsAny[Value], BeforeValidator(table_validator(PROXES))]
-"""Type of a field that holds a function with a prox: a value, or a table {kind, ...fields}."""
+"""Type of a field with a function that has a proximal operator, given as a value or as a table {kind, ...fields}."""
 
 __all__ = [
     "L1",
