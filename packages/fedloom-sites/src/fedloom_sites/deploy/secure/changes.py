@@ -39,8 +39,8 @@ class Changes(NamedTuple):
     """Sites in the latest sum, and the number of changes so far.
 
     Attributes:
-        record: JSON-compatible values: the `sites` in the latest sum, their `weights` (see `Weights`), and the number of
-            `changes` keyed by site. Empty before the first sum.
+        record: JSON-compatible values: the `sites` in the latest sum, their `weights` (see `Weights`), and the number
+            of `changes` keyed by site. Empty before the first sum.
         limit: maximum number of changes per site.
         steady: minimum number of sites in a sum that have never left or returned.
     """
