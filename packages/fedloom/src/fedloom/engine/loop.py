@@ -107,8 +107,8 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
     if stop in (Stop.DONE, Stop.STOPPED) and state.round and not state.trained:
         unused = f"no upload was used in any of {state.round} rounds, so nothing was trained"
         stop, detail = Stop.UNUSABLE, "; ".join(filter(None, (unused, detail)))
-    elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged():
-        same = f"after {state.round} rounds every loss is unchanged, to the last digit"
+    elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged(job.oracle.dtype):
+        same = f"after {state.round} rounds every loss is unchanged, except for rounding errors"
         stop, detail = Stop.UNCHANGED, "; ".join(filter(None, (same, detail)))
     if saves:
         checkpoints.save(state, stop, detail, diverged, **hooks.extras(state))

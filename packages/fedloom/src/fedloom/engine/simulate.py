@@ -13,6 +13,7 @@ from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import UNATTACKED_NOTE, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
+from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
 from fedloom.engine.job import Job
@@ -205,17 +206,12 @@ class _Simulation(Hooks):
         return self._guard.warnings
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        scored = score_round(self._job, self._clients, state)
-        self._drawn = rng_states()
-        return scored
+        return score_round(self._job, self._clients, state)
 
     def trained(self, state: State) -> tuple[str, ...]:
         notes, attackers, rounds = list[str](), self._job.attackers, self._job.setting.rounds
-        if state.round == 1 and rng_states() != self._drawn:
-            notes.append(
-                "code at the server draws from a global generator of torch, numpy or random, so "
-                "equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
-            )
+        if state.round == 1 and rng_states() != self._drawn and GLOBAL_DRAWS_NOTE not in state.notes:
+            notes.append(GLOBAL_DRAWS_NOTE)
         if state.round == 1 and not state.totals[CLIENT_COUNTS.index("samples_backward")]:
             notes.append("round 1 computed no gradient for any client, so nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():

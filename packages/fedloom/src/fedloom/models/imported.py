@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, cause_of
 from fedloom.imports import IMPORT_PATH_PATTERN, find_maker, importable, text_of
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
@@ -242,7 +242,7 @@ def try_out(
             module.train(training)
     if len(errors) == len(tries):
         raise ConfigError(
-            f"model {path!r} fails on samples of shape {shape}: {errors[0]}",
+            f"model {path!r} fails on samples of shape {shape}: {cause_of(errors[0])}",
             rule="model-fails",
             fix=_shape_cure(module, shape),
         ) from errors[0]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from fedloom.errors import ConfigError, check_folder
+from fedloom.errors import ConfigError, capitalize, check_folder
 from fedloom.outputs.kinds import FILE_KINDS, FileKind, never
 
 LOCK_FILE = ".lock"
@@ -29,7 +29,7 @@ def check_output_file(
     inputs: Iterable[object] = (),
     *,
     owns: Callable[[Path], bool] = never,
-    force: bool = False,
+    force: bool | None = False,
 ) -> Path:
     """Raise if a file must not be written.
 
@@ -39,7 +39,8 @@ def check_output_file(
         inputs: files, folders and names that the same call reads. Names that are not paths have no effect.
         owns: function that returns True if a path relative to a run directory may contain files of this kind.
         force: True to replace a regular file of a different kind, or to accept a name with the extension of a different
-            kind. Inputs, files of a run or a deployment, and links are rejected in any case.
+            kind. Inputs, files of a run or a deployment, and links are rejected in any case. None if the caller has no
+            such option, so that no message suggests it.
 
     Returns:
         The path.
@@ -51,7 +52,7 @@ def check_output_file(
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
-    path = place_of(path, "path")
+    path = _check_name(place_of(path, "path"))
     if path.is_symlink():
         raise ConfigError(
             f"{path} is a link to {path.readlink()}, and fedloom would replace that file. Remove the "
@@ -73,14 +74,16 @@ def check_output_file(
         raise ConfigError(f"{path} is read-only. Change its permissions, or choose another path")
     if force:
         return path
+    option = "" if force is None else "add --force"
     if exists and not kind.is_own(path):
         why = "" if kind.is_own is never else f", and is not {kind.what} that fedloom wrote"
-        raise ConfigError(f"{path} already exists{why}. Add --force to replace this file, or choose another path")
+        replace = f"{option} to replace this file, or " if option else ""
+        raise ConfigError(f"{path} already exists{why}. {capitalize(f'{replace}choose another path')}")
     other = next((other for other, endings in FILE_KINDS.items() if path.suffix.lower() in endings), kind.name)
     if not exists and other != kind.name:
         raise ConfigError(
             f"{path}: {path.suffix} is the wrong ending for {kind.what}. Use a name that ends in "
-            f"{' or '.join(FILE_KINDS[kind.name])}, or add --force to keep this name"
+            f"{' or '.join(FILE_KINDS[kind.name])}{f', or {option} to keep this name' if option else ''}"
         )
     return path
 
@@ -98,8 +101,7 @@ def check_output_folder(
         folder: folder, which need not exist.
         inputs: files, folders and names that the same call reads.
         entries: names of files and folders in the folder that belong to the command, which replaces and deletes them.
-            None:
-            None:
+            None: the command writes a new folder or its own run directory.
             If it is empty, single files are written, which `check_output_file` checks, and the folder is not a run
             directory.
         owns: function that returns True if a path relative to a run directory may contain such folders.
@@ -113,7 +115,7 @@ def check_output_folder(
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
-    folder = place_of(folder, "folder")
+    folder = _check_name(place_of(folder, "folder"))
     check_folder(folder)
     whole = folder.resolve()
     _check_place(whole if entries is None else whole.parent, folder, whole, owns)
@@ -121,6 +123,20 @@ def check_output_folder(
         if _lies_in(read, folder) and _folded(read).relative_to(_folded(folder)).parts[0] in (entries or ()):
             raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}. Move {name}")
     return folder
+
+
+def _check_name(path: Path) -> Path:
+    """Return a path that no program can mistake for an option or for the standard output.
+
+    Raises:
+        ConfigError: the path begins with a hyphen, or contains a line break or another control character.
+    """
+    if path.parts and path.parts[0].startswith("-"):
+        what = "the standard output" if path.parts[0] == "-" else "an option"
+        raise ConfigError(f"{str(path)!r} looks like {what}, but fedloom writes files. Name a file or a folder")
+    if any(unicodedata.category(character) == "Cc" for character in path.name):
+        raise ConfigError(f"{str(path)!r} contains a line break or another control character. Use a printable name")
+    return path
 
 
 def is_run_directory(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of
+from fedloom.errors import CodeError, ConfigError, FedloomError, FunctionError, cause_of
 from fedloom.hints import unknown
 from fedloom.imports import Function
 from fedloom.metrics import declare
@@ -255,14 +255,14 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
     """Return the number that a user's loss or metric returns for a batch.
 
     Raises:
-        CodeError: the function fails, or does not return a single number.
+        FunctionError: the function fails, or does not return a single number.
     """
     try:
         with torch.no_grad():
             value: Any = scorer.call(output, y)
         size = getattr(value, "shape", ())
         if len(size):
-            raise CodeError(
+            raise FunctionError(
                 f"{what} {scorer.display_name!r} must return one number for a batch, got shape "
                 f"{[*size]}. Reduce the result, for example to its mean"
             )
@@ -273,7 +273,7 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
         cure = ". It is called with (outputs, targets)"
         if output.shape == (len(y), 1) and y.ndim == 1:
             cure += ", here logits and classes. It may need outputs.squeeze(1) and targets.float()"
-        raise CodeError(
+        raise FunctionError(
             f"{what} {scorer.display_name!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: "
             f"{cause_of(error)}{cure}"
         ) from error

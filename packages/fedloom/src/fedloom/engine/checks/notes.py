@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
+import torch
 from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Sampler, SharesWeigher, UniformWeigher
 from fedloom.choose.shares import uses_clusters
 from fedloom.engine.setting import Setting
+from fedloom.errors import attribute_error
 from fedloom.local import Ctx
 from fedloom.local.oracles import Network, loop_reason
 from fedloom.local.rows import Fields
 from fedloom.models.imported import batch_norm_layers
 from fedloom.rows.aggregators import FLTrust
 from fedloom.rows.attacks import Forgery
+from fedloom.seeds import as_global, generator
 from fedloom.tasks import Classification
 from fedloom.values import kind_of
+
+UNSEEDED_CURE = "Equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
+GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
+
+UNSEEDED_DRAWS = 4
+"""Number of equal calls of a user's sampler, whose cohorts may be equal by chance."""
 
 
 def notes_of(
@@ -35,6 +45,7 @@ def notes_of(
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
+    notes += _unseeded_sampler(sampler, ctx)
     notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
     notes += [*_softmax_twice(oracle), *_note_changed_values(oracle)]
@@ -43,6 +54,23 @@ def notes_of(
     if method.global_model(server) is not None:
         notes += _slow_with(method, ctx.n if fewest is None else fewest, ctx.n)
     return notes
+
+
+def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
+    """Note a user's sampler that draws other clients in two equal calls."""
+    if sampler.probes or type(sampler).__module__.startswith("fedloom."):
+        return []
+    cohorts = list[list[int]]()
+    for _ in range(UNSEEDED_DRAWS):
+        one, seeded = deepcopy(sampler), as_global(generator(0, purpose="probe"), torch.device("cpu"))
+        with attribute_error("sampler", sampler, "round 1"), seeded:
+            cohorts.append(one.apply(one.init(ctx), None, ctx._replace(round=1))[0].tolist())
+    if all(cohort == cohorts[0] for cohort in cohorts):
+        return []
+    return [
+        f"sampler {type(sampler).__name__} draws different clients in equal calls, for example from its own "
+        f"generator. {UNSEEDED_CURE}"
+    ]
 
 
 def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
@@ -174,6 +202,12 @@ def _note_changed_values(oracle: Network) -> list[str]:
             "torch.Generator. Results differ between equal runs and with the number of workers. Draw "
             "from the global generator of torch, numpy or random, which every step seeds"
         )
+    notes += [
+        f"{function} returns different values in equal calls, for example because it draws from its own generator or "
+        "counts its calls. Results differ between equal runs and with the number of workers. Draw from the global "
+        "generator of torch, numpy or random, which every step seeds"
+        for function in oracle.unseeded
+    ]
     if reason := loop_reason(oracle.module, oracle.fed):
         notes.append(
             f"clients are computed one by one with gradient engine 'loop', because vmap rejects the model ({reason})"

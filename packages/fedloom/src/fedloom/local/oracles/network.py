@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.groups import two_groups
+from fedloom.errors import attribute_error
 from fedloom.hints import unknown
 from fedloom.local.batches import PASS_STREAM
 from fedloom.local.oracles.allocator import keep_memory
@@ -66,6 +67,8 @@ class Network(Oracle):
     """
 
     low = False
+    unseeded: Sequence[str] = ()
+    """Names of the user's loss and metrics whose values differ between equal calls with equal global generators."""
     moved: Sequence[str] = ()
     """Names of the module's own buffers and attributes that training changes."""
 
@@ -91,7 +94,9 @@ class Network(Oracle):
             self.class_weights = None if weights is None else weights.to(self.device, self.dtype)
             index = spread_samples(fed)
             if fed.data.name != "blank":  # the server of a deployment has no samples
-                probe(task, self.run(self.layout.vector(self.module), fed.fetch(index)), fed.targets(index))
+                with attribute_error("model", module, "a trial on a few samples"):
+                    outputs = self.run(self.layout.vector(self.module), fed.fetch(index))
+                self.unseeded = probe(task, outputs, fed.targets(index))
         keep_memory()
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedloom.errors import attribute_error
 from fedloom.local.oracles.forward import Spot, caught, repeat_single
 from fedloom.models.imported import Mark, Values
 from fedloom.models.sequences import Recurrence
@@ -124,7 +125,10 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
     with preserve_rng(), torch.enable_grad():
         for _ in range(RANDOM_PASSES):
             before = _global_state(fed.device)
-            with caught(layer, entering=spot is not None and spot.entering) as features:
+            with (
+                attribute_error("model", module, "a trial on a few samples"),
+                caught(layer, entering=spot is not None and spot.entering) as features,
+            ):
                 ends = [probe(x), *features]
             total = torch.stack([end.sum() for end in ends]).sum()
             slopes: tuple[Tensor | None, ...] = torch.autograd.grad(total, list(left.values()), allow_unused=True)
@@ -149,7 +153,8 @@ def _probe(module: nn.Module, fed: Federation) -> nn.Module:
 
 @torch.no_grad()
 def _tried(probe: nn.Module, fed: Federation) -> Tensor:
-    outputs: Tensor = probe(repeat_single(fed.fetch(fed.parts["train"].index[:1])))
+    with attribute_error("model", probe, "a trial on one sample"):
+        outputs: Tensor = probe(repeat_single(fed.fetch(fed.parts["train"].index[:1])))
     return outputs
 
 
