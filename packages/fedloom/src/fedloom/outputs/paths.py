@@ -129,12 +129,14 @@ def _check_name(path: Path) -> Path:
     """Return a path that no program can mistake for an option or for the standard output.
 
     Raises:
-        ConfigError: the path begins with a hyphen, or contains a line break or another control character.
+        ConfigError: the path begins with a hyphen, or a new name in it contains a line break or another control
+            character.
     """
     if path.parts and path.parts[0].startswith("-"):
         what = "the standard output" if path.parts[0] == "-" else "an option"
         raise ConfigError(f"{str(path)!r} looks like {what}, but fedloom writes files. Name a file or a folder")
-    if any(unicodedata.category(character) == "Cc" for character in path.name):
+    created = "".join(place.name for place in (path, *path.parents) if not place.exists())
+    if any(unicodedata.category(character) == "Cc" for character in created):
         raise ConfigError(f"{str(path)!r} contains a line break or another control character. Use a printable name")
     return path
 
