@@ -193,6 +193,9 @@ def _flower(table: str, key: str | None, value: str | None) -> str:
 
 
 def _toml(value: str) -> str:
+    if value.startswith("{"):
+        options = ast.literal_eval(value).items()
+        return f"{{ {', '.join(f'{key!r} = {_toml(repr(option))}' for key, option in options)} }}"
     return {"True": "true", "False": "false"}.get(value, value)
 
 
@@ -442,7 +445,7 @@ class Stop(Enum):
     DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
     UNUSABLE = "too few uploads can be used"
     UNCHANGED = "nothing was trained: no model has changed"
-    FAILED = "a client's code failed"
+    FAILED = "failed"
 
     @property
     def status(self) -> Literal["done", "interrupted", "diverged", "failed"]:

@@ -104,7 +104,9 @@ class Chosen:
             if name not in (*measured, *base.further):
                 raise ConfigError(
                     f"task.metrics: {name!r} is not defined for a {type(base).__name__.lower()}. "
-                    f"Allowed: {', '.join((*measured, *base.further))}"
+                    f"Allowed: {', '.join((*measured, *base.further))}",
+                    rule="metric-undefined",
+                    fix="leave {task.metrics} out, or name other metrics",
                 )
         own_names = [m.short for m in objective.metrics if isinstance(m, Function)]
         twice = next((name for name in own_names if own_names.count(name) > 1), None)
