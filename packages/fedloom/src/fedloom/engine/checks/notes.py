@@ -208,6 +208,17 @@ def _note_changed_values(oracle: Network) -> list[str]:
         "generator of torch, numpy or random, which every step seeds"
         for function in oracle.unseeded
     ]
+    if oracle.mixes_samples:
+        notes.append(
+            "the model's outputs for a sample depend on the other samples of its batch, for example because "
+            "an operation runs over the axis of the samples. Predictions then depend on which samples are "
+            "predicted together. Use another axis, such as dim=1"
+        )
+    if oracle.unregistered:
+        notes.append(
+            f"the model holds layers or parameters in plain lists or dicts ({_shorten_names(oracle.unregistered)}), "
+            "which are neither trained nor sent nor saved. Use torch.nn.ModuleList, ModuleDict or ParameterList"
+        )
     if reason := loop_reason(oracle.module, oracle.fed):
         notes.append(
             f"clients are computed one by one with gradient engine 'loop', because vmap rejects the model ({reason})"

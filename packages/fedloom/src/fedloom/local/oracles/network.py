@@ -32,8 +32,10 @@ from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.probes import (
     draws_itself,
     hides_randomness,
+    mixes_samples,
     reached_mask,
     spread_samples,
+    unregistered_modules,
     written_parameters,
 )
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
@@ -332,6 +334,16 @@ class Network(Oracle):
     def hides_randomness(self) -> bool:
         """True if the module's outputs depend on more than its parameters, its samples and the global generators."""
         return not self.moved and hides_randomness(self._module, self.fed)
+
+    @cached_property
+    def mixes_samples(self) -> bool:
+        """True if the outputs for a sample depend on the other samples of a batch."""
+        return mixes_samples(self._module, self.fed)
+
+    @property
+    def unregistered(self) -> Sequence[str]:
+        """Names of layers and parameters that no list of parameters contains."""
+        return unregistered_modules(self._module)
 
     @cached_property
     def overwritten(self) -> Sequence[str]:

@@ -11,7 +11,7 @@ from torch.func import functional_call, vmap
 
 from fedloom.errors import attribute_error
 from fedloom.local.oracles.forward import Spot, caught, repeat_single
-from fedloom.models.imported import Mark, Values
+from fedloom.models.imported import Mark, Values, batch_norm_layers
 from fedloom.models.sequences import Recurrence
 from fedloom.rows.layout import Layout, trainable
 from fedloom.seeds import as_global, forked, generator, preserve_rng, rng_states
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 PROBE_SAMPLES = 32
 """Number of samples, from all clients, on which a custom loss, custom metrics and unused parameters are first
 tested."""
+
+MIXED_TOLERANCE = 1e-4
+"""Largest difference between outputs for the same sample in two batches that counts as a rounding error."""
 
 RANDOM_PASSES = 8
 """Number of passes for a network that draws random numbers: a layer dropped with probability 1/2 is missed with
@@ -54,6 +57,36 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
         with as_global(generator(0, purpose="probe"), fed.device):
             outputs.append(_tried(probe, fed))
     return not torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num())
+
+
+def mixes_samples(module: nn.Module, fed: Federation) -> bool:
+    """Return True if the outputs for a sample depend on the other samples of a batch, for example by a wrong axis.
+
+    Modules are tried in evaluation mode. Normalization by the statistics of a batch does not count.
+    """
+    if batch_norm_layers(module):
+        return False
+    probe, x, outputs = _probe(module, fed).eval(), fed.fetch(spread_samples(fed)), list[Tensor]()
+    for pair in ([0, len(x) // 2], [0, len(x) - 1]):
+        with (
+            attribute_error("model", module, "a trial on two samples"),
+            as_global(generator(0, purpose="probe"), fed.device),
+            torch.no_grad(),
+        ):
+            outputs.append(probe(x[pair])[0].nan_to_num())
+    return not torch.allclose(*outputs, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE)
+
+
+def unregistered_modules(module: nn.Module) -> list[str]:
+    """Return the names of layers and parameters that are only in plain lists and dicts, where torch finds none."""
+    known, names = {*map(id, module.modules()), *map(id, module.parameters())}, list[str]()
+    for owner, m in module.named_modules():
+        for key, held in vars(m).items():
+            pairs = held.items() if isinstance(held, dict) else enumerate(held if type(held) in (list, tuple) else ())
+            if not key.startswith("_"):
+                lost = (k for k, one in pairs if isinstance(one, nn.Module | nn.Parameter) and id(one) not in known)
+                names += [f"{owner}.{key}[{k!r}]".lstrip(".") for k in lost]
+    return names
 
 
 def fails_stacked(module: nn.Module, fed: Federation) -> str:
