@@ -221,9 +221,9 @@ class _Simulation(Hooks):
         return tuple(notes)
 
     def review_round(self, state: State) -> str | None:
-        own = ("server", "sampler", "weigher", "aggregator", "sums", "totals", "cohort")
+        fields = ("server", "sampler", "weigher", "aggregator", "sums", "totals", "cohort")
         if self._callbacks:  # which may change what they are given
-            state = state.with_(**{name: deepcopy(getattr(state, name)) for name in own})
+            state = state.with_(**{name: deepcopy(getattr(state, name)) for name in fields})
         answers = [self._guard.call("callback", call, state) for call in self._callbacks]
         self._drawn = rng_states()
         return "; ".join(sentence for sentence in answers if isinstance(sentence, str) and sentence) or None

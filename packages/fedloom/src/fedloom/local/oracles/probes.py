@@ -73,17 +73,20 @@ def mixes_samples(module: nn.Module, fed: Federation) -> bool:
             torch.no_grad(),
         ):
             outputs.append(probe(x[pair])[0].nan_to_num())
-    return not torch.allclose(*outputs, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE)
+    one, other = outputs
+    return not torch.allclose(one, other, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE)
 
 
 def unregistered_modules(module: nn.Module) -> list[str]:
     """Return the names of layers and parameters that are only in plain lists and dicts, where torch finds none."""
-    known, names = {*map(id, module.modules()), *map(id, module.parameters())}, list[str]()
+    registered, names = {*map(id, module.modules()), *map(id, module.parameters())}, list[str]()
     for owner, m in module.named_modules():
         for key, held in vars(m).items():
             pairs = held.items() if isinstance(held, dict) else enumerate(held if type(held) in (list, tuple) else ())
             if not key.startswith("_"):
-                lost = (k for k, one in pairs if isinstance(one, nn.Module | nn.Parameter) and id(one) not in known)
+                lost = (
+                    k for k, one in pairs if isinstance(one, nn.Module | nn.Parameter) and id(one) not in registered
+                )
                 names += [f"{owner}.{key}[{k!r}]".lstrip(".") for k in lost]
     return names
 

@@ -181,12 +181,14 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
         outputs, y = outputs[y >= 0], y[y >= 0]
     if task.objective.loss is not None:
         _check_reduction(task.objective.loss, outputs, y)
-    own = [metric for metric in task.objective.metrics if isinstance(metric, Function)]
+    user_metrics = [metric for metric in task.objective.metrics if isinstance(metric, Function)]
     try:
-        for metric in own:
+        for metric in user_metrics:
             number(metric, "metric", wide(outputs), y.cpu())
         task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
-        unseeded = [f"metric {m.display_name!r}" for m in own if _is_unseeded(m, "metric", wide(outputs), y.cpu())]
+        unseeded = [
+            f"metric {m.display_name!r}" for m in user_metrics if _is_unseeded(m, "metric", wide(outputs), y.cpu())
+        ]
         if task.objective.loss is None:
             return unseeded
         name, value = task.objective.loss.display_name, number(task.objective.loss, "loss", outputs.clone(), y)
