@@ -204,7 +204,7 @@ def test_scores_that_few_sites_can_compute(rogue: Rogue, unable: int, trains: bo
         assert bool(session.told) is (shown[2] == 0)
     assert {*rogue.refused} <= {
         f"{unable} of the sites could not answer. This sum and one with their answers would reveal the difference",
-        "only 1 sites answered from their samples, but a sum needs 3 to be decrypted",
+        "only 1 site answered from their samples, but a sum needs 3 to be decrypted",
     }
     assert len({*rogue.refused}) == 1
 

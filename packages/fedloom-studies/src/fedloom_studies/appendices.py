@@ -49,7 +49,7 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
 
     for path, _ in files:
         if path == page or path.exists():
-            check_output_file(path, FileKind("Markdown", "a page that this command wrote", is_own))
+            check_output_file(path, FileKind("Markdown", "a page that this command wrote", is_own), force=None)
     make_folder(appendices)
     for path, content in files:
         write_atomic(path, content)
@@ -64,7 +64,9 @@ def check_page(page: Path) -> None:
         ConfigError: the page must not be written (see `fedloom.outputs.check_output_file`).
     """
     check_output_file(
-        page, FileKind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in PAGE_STARTS)
+        page,
+        FileKind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in PAGE_STARTS),
+        force=None,
     )
 
 

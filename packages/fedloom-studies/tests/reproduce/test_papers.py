@@ -111,6 +111,9 @@ def test_a_page_elsewhere_has_its_appendices_beside_it(tmp_path: Path) -> None:
     assert (tmp_path / "page.md").read_text() == contents[0][1]
     assert (tmp_path / "all" / "a.md").read_text() == contents[1][1]
     assert (tmp_path / "all" / "b.svg").read_bytes() == b"<svg/>"
+    (tmp_path / "other.md").write_text("= mine")
+    with pytest.raises(ConfigError, match=r"is not a page that this command wrote that fedloom wrote\. Choose another"):
+        write_pages(tmp_path / "other.md", "all", contents)
 
 
 def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:

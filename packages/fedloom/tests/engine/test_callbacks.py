@@ -187,7 +187,7 @@ def test_early_stopping_needs_scores_of_its_part(fed: Federation) -> None:
     with pytest.raises(Refused, match="evaluate.parts does not contain this part"):
         diverging(fed, early_stop={}, evaluate={"parts": ["test"]})
     bare = fl.partitions.iid(clients=3, validation=0.0)(fl.load("digits"), seed=0)
-    with pytest.raises(Refused, match="no client has samples in this part. Set partition.validation"):
+    with pytest.raises(Refused, match="no client has samples in this part. Set early_stop="):
         diverging(bare, early_stop={})
     assert diverging(bare, early_stop={"part": "train", "patience": 1}).rounds <= 30
 

@@ -111,7 +111,7 @@ def test_a_client_that_is_lost_on_its_test_part_alone_is_named_and_takes_the_bet
     result = steep(("train", "test"), outlier=True)
     assert result.status == "done"
     (note,) = [note for note in result.notes if "not finite" in note and "personal" in note]
-    assert note.startswith("the test loss of the personal model is not finite for 1 clients")
+    assert note.startswith("the test loss of the personal model is not finite for 1 client")
     assert note.endswith("[1]")
     assert result.final("personal").isnan().tolist() == [False, True]
     assert torch.equal(result.final("hybrid")[1], result.final("global")[1])

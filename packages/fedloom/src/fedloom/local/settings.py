@@ -124,9 +124,8 @@ class LocalSGD(Value):
                         "optimizer, such as optimizer = 'torch.optim:SGD'"
                     )
         elif self.momentum:
-            raise ValueError(
-                f"momentum can be used only with plain sgd. For {self.optimizer!r}, set momentum in optimizer_options"
-            )
+            cure = "Set momentum in optimizer_options" if self.has_momentum else "Leave momentum out"
+            raise ValueError(f"momentum can be used only with plain sgd, and not with {self.optimizer!r}. {cure}")
         for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
                 raise ValueError(f"optimizer_options: {key} is a key of [local]. Set {key} there")

@@ -165,9 +165,11 @@ class Backdoor(Attack):
         x = x.clone()
         if names:
             if not self.columns:
+                name, levels = next(iter(names.items()))
                 raise ConfigError(
-                    "a backdoor in a table needs columns to change. Set attack.columns, such as "
-                    f"{{{next(iter(names))!r}: 1}}, or override stamp in your own subclass"
+                    "a backdoor in a table needs columns to change",
+                    rule="backdoor-without-columns",
+                    fix=f"set {{attack.columns = {{{name!r}: {levels[0] if levels else 1!r}}}}}, or name other columns",
                 )
             for name, value in self.columns.items():
                 place = choose("column", _numbered(names), name, "attack.columns")
@@ -175,12 +177,15 @@ class Backdoor(Attack):
             return x
         if self.columns:
             raise ConfigError(
-                "attack.columns names columns of a table, but these data have no columns. Leave attack.columns out"
+                "attack.columns names columns of a table, but these data have no columns",
+                rule="backdoor-columns-missing",
+                fix="leave {attack.columns} out",
             )
         if x.ndim < 3 or self.size > min(x.shape[-2:]):
             raise ConfigError(
-                f"samples {[*x.shape[1:]]} are smaller than a square of {self.size} x {self.size} "
-                "pixels. Set a smaller attack.size for images, or override stamp in your own subclass"
+                f"samples {[*x.shape[1:]]} are smaller than a square of {self.size} x {self.size} pixels",
+                rule="backdoor-too-large",
+                fix="set a smaller {attack.size} for images, or override stamp in your own subclass",
             )
         x[..., -self.size :, -self.size :] = self.value
         return x

@@ -28,8 +28,13 @@ from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
 from fedloom.data.subjects.equal import equal_rows, single_classes, untrained_levels
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
-from fedloom.seeds import numpy_generator
+from fedloom.seeds import as_global, generator, numpy_generator
 from fedloom.values import Value
+
+UNSEEDED_NOTE = (
+    "partition {} draws differently in two calls with the same seed. Equal runs differ. Draw from a generator that "
+    "depends only on the argument seed, such as numpy.random.default_rng(seed)"
+)
 
 
 class Pool(NamedTuple):
@@ -231,7 +236,7 @@ class Partition(Value):
         self._check_design(data)
         pool = self.pool_of(data)
         with attribute_error("partition", self, f"draw, seed {seed}"):
-            draw = self.draw(pool, seed_of_draw)
+            draw, is_unseeded = self._drawn(pool, seed_of_draw)
             check_dealt(draw.dealt, draw.test, draw.common, len(data))
         draw = self._complete_subjects(draw, data, pool)
         held = draw.dealt if draw.test is None else concatenate_dealt(draw.dealt, draw.test)
@@ -284,8 +289,21 @@ class Partition(Value):
                 ),
                 *_notes(cut, y, names, data.classes, len(data)),
                 *doubts,
+                *[UNSEEDED_NOTE.format(type(self).__name__)] * is_unseeded,
             ),
         )
+
+    def _drawn(self, pool: Pool, seed: int) -> tuple[Draw, bool]:
+        """Return the draw. If the class is a user's, also return whether a second draw with this seed differs.
+
+        The global generators are seeded, because a user's code may draw from them.
+        """
+        draws = list[Draw]()
+        for _ in range(1 if type(self).__module__.startswith("fedloom.") else 2):
+            with as_global(generator(seed, purpose="user code"), torch.device("cpu")):
+                draws.append(self.draw(pool, seed))
+        first, last = draws[0].dealt, draws[-1].dealt
+        return draws[0], any(not np.array_equal(getattr(first, n), getattr(last, n)) for n in ("index", "offsets"))
 
     def pool_of(self, data: Dataset) -> Pool:
         """Return the samples that can be assigned, with one row per subject.

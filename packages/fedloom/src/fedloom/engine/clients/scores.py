@@ -12,7 +12,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.clients.poisoning import TRIGGERED_PARTS
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
-from fedloom.errors import ClientError, FedloomError, attribute_error, cause_of
+from fedloom.errors import ClientError, FedloomError, FunctionError, attribute_error, cause_of
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.metrics import METRICS, leading
@@ -62,9 +62,12 @@ def hybrid_scores(scores: Scores, select_on: str) -> Scores:
 
 
 def score_chunk(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
-    """Return the scores of the global model and of the personal models for a chunk of clients."""
-    with attribute_error("model", job.setting.model, f"round {task.round}"):
-        return _scores(job, down, global_model, task)
+    """Scores of the global model and the personal models of a chunk of clients."""
+    with attribute_error("model", job.oracle.module, f"round {task.round}"):
+        try:
+            return _scores(job, down, global_model, task)
+        except FunctionError as error:
+            raise ClientError("scoring", task.round, task.ids.tolist(), f"{error}") from error
 
 
 def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:

@@ -21,7 +21,7 @@ import typer
 from typer import core
 from typer.core import TyperGroup
 
-from fedloom.errors import PLAIN_KEYS, ConfigError, DataError, FedloomError, RunStopped, Stop, printable
+from fedloom.errors import PLAIN_KEYS, ConfigError, DataError, FedloomError, RunStopped, Stop, printable, write_singular
 from fedloom.hints import RENAMED_KEYS
 from fedloom.version import __version__
 
@@ -188,7 +188,7 @@ def say(*lines: object, err: bool = False) -> None:
     Control characters are shown as escapes, because names in the lines may come from files.
     """
     for line in lines:
-        typer.echo(printable(line), err=err)
+        typer.echo(write_singular(printable(line)), err=err)
 
 
 def say_json(value: object) -> None:

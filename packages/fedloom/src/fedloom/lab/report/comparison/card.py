@@ -61,7 +61,7 @@ def check_card(out: Path) -> None:
     def owns(place: Path) -> bool:
         return len(place.parts) == 2 and place.parts[0] not in RESULT_FOLDERS
 
-    check_output_file(out, FileKind("Markdown", "a model card", never), owns=owns)
+    check_output_file(out, FileKind("Markdown", "a model card", never), owns=owns, force=None)
 
 
 def card(run: Run) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,7 +171,9 @@ def _is_better(pair: Pair) -> bool:
 
 def _line(pair: Pair) -> str:
     one = pair.comparison
-    gap = f", {with_half(*write_difference(pair.figure, one.mean, one.half))} to {pair.reference.name}" if one else ""
+    gap = ""
+    if one and math.isfinite(one.mean):
+        gap = f", {with_half(*write_difference(pair.figure, one.mean, one.half))} to {pair.reference.name}"
     return f"{_titled(pair.row)}: {cell_text(pair.figure, pair.row.figures[pair.figure])}{gap}, {pair.words}"
 
 
