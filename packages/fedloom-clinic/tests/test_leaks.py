@@ -104,13 +104,13 @@ def test_a_folder_of_pictures_with_copies_is_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_images_without_copies_have_no_note(seed: int) -> None:
-    assert not any("neighbour" in note for note in fl.Dataset.create((smooth(300, seed), np.arange(300) % 3)).notes)
+    assert not any("neighbor" in note for note in fl.Dataset.create((smooth(300, seed), np.arange(300) % 3)).notes)
     noise = torch.rand(300, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
-    assert not any("neighbour" in note for note in fl.Dataset.create((noise, np.arange(300) % 3)).notes)
+    assert not any("neighbor" in note for note in fl.Dataset.create((noise, np.arange(300) % 3)).notes)
     digits = fl.load("digits")
     some = torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed))[:600]
     written = fl.Dataset.create((digits.x[some], digits.y[some]))
-    assert not any("neighbour" in note for note in written.notes)
+    assert not any("neighbor" in note for note in written.notes)
 
 
 def test_rows_of_a_subject_may_be_alike() -> None:

@@ -65,7 +65,7 @@ def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
         if row_number(name, column.values):
             return "numbers the rows"
         whole = column.values[~np.isnan(column.values)]
-        if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e6:
+        if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e3:
             return ""  # no number by which a person is reached
         levels, counts = np.unique(whole, return_counts=True)
         return personal(name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole))
