@@ -163,7 +163,7 @@ VISITS = {
     "a last name with a number": ("LastName_1", [f"{LAST[k % 10]}{'abcd'[k // 10]}" for k in range(40)]),
     "a few given names": ("Name", ["Anke", "Torsten", "Zeynep", "Małgorzata", "Thabo"] * 8),
     "capitalized words": ("patient", [f"{'KLMN'[k % 4]}{'aeio'[k // 4 % 4]}rvenko" for k in range(40)]),
-    "letters with marks": ("patient", [f"{'रसम'[k % 3]}िता {'कखगघ'[k // 3 % 4]}ुमार{'अआइई'[k // 12]}" for k in range(40)]),
+    "letters with marks": ("patient", [f"{'रसमद'[k % 4]}िता {'कखगघचजझटठड'[k // 4]}ुमार" for k in range(40)]),
     "a title after the name": ("attending", ["Grażyna Nowak, MD", "Halina Lis, MD", "Cy Xu, RN", "Al Zed, MD"] * 10),
     "postal codes": ("PLZ", [10115 + 997 * k for k in range(40)]),
     "a contact": ("kontakt", [f"0{301234567 + 13 * k}" for k in range(40)]),
