@@ -153,6 +153,14 @@ class Shuffles(Stripes):
         return super().draw(pool, seed)
 
 
+class Zeroes(Stripes):
+    """Writes into the data, which are the same after every further draw."""
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        pool.data.x[:] = 0
+        return super().draw(pool, seed)
+
+
 class ScalesItself(Stripes):
     """Writes into the data, so that clients are scaled by numbers that are not their own."""
 
@@ -169,10 +177,11 @@ class ScalesItself(Stripes):
 
 
 BROKEN_PARTITIONS = [
-    ("runs", Crash), ("runs", NoDraw), ("declared", ManyNames), ("declared", FloatIndex),
+    ("runs", Crash), ("runs", NoDraw), ("runs", ManyNames), ("declared", FloatIndex),
     ("pool_only", PlacesInThePool),
-    ("disjoint", Twice), ("tested_apart", NeighboursTest), ("seeded", FromNumpy), ("seeded", Counts),
-    ("seeded", FromRandom), ("arguments_unmodified", Shuffles), ("prepared", ScalesItself),
+    ("disjoint", Twice), ("runs", NeighboursTest), ("tested_apart", Twice), ("seeded", FromNumpy), ("seeded", Counts),
+    ("seeded", FromRandom), ("arguments_unmodified", Shuffles), ("arguments_unmodified", Zeroes),
+    ("prepared", ScalesItself),
 ]  # fmt: skip
 
 
@@ -528,6 +537,48 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
     with pytest.raises(PartitionError, match="defines the test parts itself, so folds = 3 has no effect"):
         LaterAtSites(folds=3)(table())
     assert any("test = 0.5 has no effect" in note for note in LaterAtSites(test=0.5)(table()).notes)
+
+
+WRONG_DRAWS: dict[str, tuple[Any, str]] = {
+    "no draw": (lambda d: d.dealt, "draw must return fl.partitions.Draw, got Dealt"),
+    "nothing": (lambda d: None, "draw must return fl.partitions.Draw, got NoneType"),
+    "a tuple": (lambda d: d._replace(dealt=tuple(d.dealt)), r"dealt must be fl.partitions.Dealt\(.*got tuple"),
+    "floats": (lambda d: d._replace(dealt=d.dealt._replace(index=d.dealt.index / 1)), "index must be a numpy array"),
+    "a tensor": (lambda d: d._replace(common=torch.arange(3)), "common must be a numpy array .* got Tensor"),
+    "a sample twice": (
+        lambda d: d._replace(dealt=Dealt(np.r_[d.dealt.index, 299], np.r_[d.dealt.offsets[:4], 301])),
+        "dealt has 1 samples twice .first: sample 299 at client 3"),
+    "a common sample twice": (lambda d: d._replace(test=None, common=np.array([399, 399])), "common has 1 samples tw"),
+    "test samples of others": (
+        lambda d: d._replace(test=group_by_owner(np.arange(9), (np.arange(9) + 1) % 4, 4)), "s of another client"),
+    "equal names": (lambda d: d._replace(names=("a", "a", "b", "c")), "names must be 4 different names"),
+    "too few names": (lambda d: d._replace(names=("a", "b")), "names must be 4 different names"),
+    "numbers as names": (lambda d: d._replace(names=(1, 2, 3, 4)), "names must be a tuple of texts that are not empty"),
+    "a note": (lambda d: d._replace(notes="a note"), "notes must be a tuple of sentences, got 'a note'"),
+    "flat noise": (lambda d: d._replace(noise=np.ones(4)), r"noise must be a numpy array \[4, c\] of numbers"),
+    "negative noise": (lambda d: d._replace(noise=-np.ones((4, 1))), "noise must be standard deviations of at least 0"),
+    "few groups": (lambda d: d._replace(groups=np.arange(2)), r"groups must be a numpy array \[4\] of integers"),
+    "classes as floats": (lambda d: d._replace(relabel=np.ones((4, 2))), r"relabel must be .* \[4, 2\] of integers"),
+    "classes beyond": (lambda d: d._replace(relabel=np.full((4, 2), 2)), "relabel must be classes from 0 to 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_DRAWS)
+def test_a_wrong_field_of_a_draw_is_named_before_any_work(case: str) -> None:
+    change, words = WRONG_DRAWS[case]
+
+    class Wrong(LaterAtSites):
+        def draw(self, pool: Pool, seed: int) -> Draw:
+            return change(super().draw(pool, seed))  # type: ignore[no-any-return]
+
+    with pytest.raises(CodeError, match=f"partition Wrong failed in draw, seed 0: ValueError: .*{words}"):
+        Wrong(start=300)(table(), seed=0)
+
+
+def test_global_generators_in_a_partition_depend_on_the_seed() -> None:
+    feds = [FromNumpy(clients=4)(table(), seed=seed) for seed in (0, 0, 1)]
+    indices = [fed.parts["train"].index.tolist() for fed in feds]
+    assert indices[0] == indices[1] != indices[2]
 
 
 def test_samples_of_a_test_part_belong_to_their_clients() -> None:

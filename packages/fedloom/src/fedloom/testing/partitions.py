@@ -28,10 +28,16 @@ PARTITION_SEED = 3
 
 @dataclass(frozen=True)
 class Case:
-    """Subject of a law: a partition and a data set."""
+    """Subject of a law: a partition, a data set, and an unchanged copy of this data set."""
 
     partition: Partition
     data: Dataset
+    original: Dataset
+
+    @classmethod
+    def create(cls, partition: Partition, data: Dataset) -> Case:
+        """Return a case whose data set may be changed by the partition."""
+        return cls(partition, replace(data, x=data.x.clone(), y=data.y.clone()), data)
 
     @cached_property
     def pool(self) -> Pool:
@@ -131,8 +137,8 @@ def arguments_unmodified(s: Case) -> None:
     for name, got, want in (
         ("pool.index", pool.index, s.pool.index),
         ("pool.y", pool.y, s.pool.y),
-        ("the features", data.x.numpy(), s.data.x.numpy()),
-        ("the targets", data.y.numpy(), s.data.y.numpy()),
+        ("the features", data.x.numpy(), s.original.x.numpy()),
+        ("the targets", data.y.numpy(), s.original.y.numpy()),
     ):
         demand(_same(got, want), f"draw changed {name}")
 
@@ -190,7 +196,7 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
     cases = _data() if data is None else {"the data": Dataset.create(data)}
     refusals = []
     for where, data_set in cases.items():
-        case = Case(partition, data_set)
+        case = Case.create(partition, data_set)
         try:
             runs(case)
         except ConfigError as refusal:

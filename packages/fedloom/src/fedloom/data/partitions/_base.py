@@ -23,12 +23,12 @@ from fedloom.data.partitions.deal import (
     owners,
     round_to_total,
 )
-from fedloom.data.partitions.parts import check_dealt, cut_parts
+from fedloom.data.partitions.parts import check_draw, cut_parts
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
 from fedloom.data.subjects.equal import equal_rows, single_classes, untrained_levels
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
-from fedloom.seeds import numpy_generator
+from fedloom.seeds import as_global, generator, numpy_generator
 from fedloom.values import Value
 
 
@@ -228,9 +228,12 @@ class Partition(Value):
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
         self._check_design(data)
         pool = self.pool_of(data)
-        with attribute_error("partition", self, f"draw, seed {seed}"):
+        globally = as_global(generator(seed_of_draw, purpose="global draws"), torch.device("cpu"))  # of a user's code
+        with attribute_error("partition", self, f"draw, seed {seed}"), globally:
             draw = self.draw(pool, seed_of_draw)
-            check_dealt(draw.dealt, draw.test, draw.common, len(data))
+            if not isinstance(draw, Draw):
+                raise ValueError(f"draw must return fl.partitions.Draw, got {type(draw).__name__}")
+            check_draw(draw, len(data), len(data.classes))
         draw = self._complete_subjects(draw, data, pool)
         held = draw.dealt if draw.test is None else concatenate_dealt(draw.dealt, draw.test)
         self._check(draw, held, data)
