@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import random  # noqa: TID251  # a mistake that a law finds
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import fedloom as fl
 from fedloom.data.partitions import PARTITIONS, Dealt, Draw, Partition, Pool, Sized, group_by_owner
-from fedloom.errors import CodeError, ConfigError, DataError, PartitionError, Refused
+from fedloom.errors import CodeError, ConfigError, DataError, FedloomError, PartitionError, Refused
 from fedloom.rows.aggregators import AGGREGATORS, Aggregator, Median
 from fedloom.rows.attacks import ALIE, ATTACKS, Attack, Forgery, Poison
 from fedloom.testing import aggregators, attacks, check_aggregator, check_attack, check_partition, partitions
@@ -211,6 +212,13 @@ class CrashingRule(Trimmed):
         return rows["model"].mean(0), state
 
 
+class ZeroesRows(Trimmed):
+    """Rows that are zero already do not change when they are set to zero."""
+
+    def combine(self, state: Any, rows: Any, weights: Any, primary: str, ctx: Any) -> Any:
+        return {name: value.zero_().mean(0) for name, value in rows.items()}, state
+
+
 class KeepsRows(Trimmed):
     def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
         return {name: r[:1] for name, r in rows.items()}, state
@@ -286,7 +294,7 @@ class NeedsThree(Trimmed):
 
 BROKEN_RULES = [
     ("runs", CrashingRule), ("repeatable", GlobalNoiseRule), ("shapes", KeepsRows),
-    ("arguments_unmodified", WritesRows),
+    ("arguments_unmodified", WritesRows), ("arguments_unmodified", ZeroesRows),
     ("arguments_unmodified", GivesAView), ("repeatable", RemembersElsewhere), ("resume", ForgetsDtype),
     ("permutation", FirstCounts), ("weighted", SecretlyWeighted), ("agreement", PlainSum), ("linear", SaysLinear),
     ("precision", RoundsToHalf), ("small_cohorts", NeedsThree),
@@ -573,6 +581,45 @@ def test_a_wrong_field_of_a_draw_is_named_before_any_work(case: str) -> None:
 
     with pytest.raises(CodeError, match=f"partition Wrong failed in draw, seed 0: ValueError: .*{words}"):
         Wrong(start=300)(table(), seed=0)
+
+
+WRONG_RESULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "arrays": ("combine", lambda s, r: ({k: v.mean(0).numpy() for k, v in r.items()}, s), "the aggregates must be"),
+    "one tensor": ("combine", lambda s, r: (next(iter(r.values())).mean(0), s), "the aggregates must be"),
+    "whole numbers": ("combine", lambda s, r: ({k: v.mean(0).long() for k, v in r.items()}, s), "must be floats"),
+    "no state": ("combine", lambda s, r: ({k: v.mean(0) for k, v in r.items()}, None), "the state must be a"),
+    "a count": ("combine", lambda s, r: ({k: v.mean(0) for k, v in r.items()}, {"n": 3}), "of tensors, got {'n'"),
+    "a numpy model": ("forge", lambda base: base.numpy() + 1, "as a tensor of floats, got float32"),
+    "no model": ("forge", lambda base: None, "as a tensor of floats, got NoneType"),
+    "whole models": ("forge", lambda base: base.long(), "as a tensor of floats, got torch.int64"),
+    "no labels": ("poison", lambda y, c: None, "poison must return a tensor .* got NoneType"),
+    "few labels": ("poison", lambda y, c: y[:2], r"poison must return a tensor .* got torch.int64 \[2\]"),
+    "labels as floats": ("poison", lambda y, c: y.float(), "poison must return a tensor .* got torch.float32"),
+    "labels of no class": ("poison", lambda y, c: y + c, "labels must be from 0 to 1, got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_RESULTS)
+def test_a_wrong_result_of_a_user_s_part_is_named(case: str) -> None:
+    where, give, words = WRONG_RESULTS[case]
+
+    class Rule(Aggregator):
+        def combine(self, state: Any, rows: Any, weights: Any, primary: str, ctx: Any) -> Any:
+            return give(state, rows)
+
+    class Forged(Forgery):
+        def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Any:
+            return give(base)
+
+    class Poisoned(Poison):
+        def poison(self, y: Tensor, classes: int, gen: Any) -> Any:
+            return give(y, classes)
+
+    part: Any = {"combine": Rule, "forge": Forged, "poison": Poisoned}[where]
+    options = {"aggregator": part()} if where == "combine" else {"attack": part(fraction=0.5)}
+    fed = fl.partitions.iid(clients=4)(table(80), 0)
+    with pytest.raises(FedloomError, match=rf"(?s){part.__name__} failed in [\w ]+: ValueError: .*{words}"):
+        fl.simulate("fedavg", fed, rounds=1, **options)
 
 
 def test_global_generators_in_a_partition_depend_on_the_seed() -> None:
