@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed
         index = fed.indices("train", i)
         labels = y[index].cpu()
         with attribute_error("attack", attack, "poison"):
-            wrong = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+            wrong: Any = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
             if not isinstance(wrong, Tensor) or wrong.dtype != torch.int64 or wrong.shape != labels.shape:
                 got = f"{wrong.dtype} {[*wrong.shape]}" if hasattr(wrong, "dtype") else type(wrong).__name__
                 raise ValueError(f"poison must return a tensor {[*labels.shape]} of torch.int64, got {got}")
