@@ -254,6 +254,28 @@ class ConfigError(FedloomError, ValueError):
         return error
 
 
+class Note(str):
+    """Note on data or a setting that also has the id of its check.
+
+    Attributes:
+        rule: id of the check, such as ``"parts-share-rows"``. The id is the same at every entry point and release.
+    """
+
+    rule: str
+
+    @classmethod
+    def create(cls, text: str, rule: str) -> Note:
+        """Return a note with the id of its check."""
+        note = cls(text)
+        note.rule = rule
+        return note
+
+
+def place_note(where: str, note: str) -> str:
+    """Return a note with its location in front. The id of its check is kept."""
+    return Note.create(f"{where}: {note}", note.rule) if isinstance(note, Note) else f"{where}: {note}"
+
+
 class InvalidValue(ConfigError):
     """Invalid options of a value: unknown options, options of the wrong type, or options out of range.
 

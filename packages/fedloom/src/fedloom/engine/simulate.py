@@ -26,7 +26,7 @@ from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flatten_results
-from fedloom.errors import ConfigError, Stop, entered
+from fedloom.errors import ConfigError, Stop, entered, place_note
 from fedloom.local.oracles.precision import make_repeatable, undisturbed
 from fedloom.local.rows import Fields
 from fedloom.outputs import check_output_folder
@@ -166,7 +166,7 @@ def simulate(
         calls = [lambda state: reason if state.round == best else None]
         result = _play(job, server, place, calls, pause, advance=advance)
         result.notes.append(f"early_stop: {words}. The work of the later rounds is not counted")
-    result.notes[:0] = [f"data: {note}" for note in fed.remarks]
+    result.notes[:0] = [place_note("data", note) for note in fed.remarks]
     return result
 
 

@@ -23,7 +23,7 @@ from fedloom.data.partitions.deal import (
     owners,
     round_to_total,
 )
-from fedloom.data.partitions.parts import check_dealt, cut_parts
+from fedloom.data.partitions.parts import check_draw, cut_parts
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
 from fedloom.data.subjects.equal import equal_rows, single_classes, untrained_levels
@@ -235,9 +235,12 @@ class Partition(Value):
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
         self._check_design(data)
         pool = self.pool_of(data)
-        with attribute_error("partition", self, f"draw, seed {seed}"):
-            draw, is_unseeded = self._drawn(pool, seed_of_draw)
-            check_dealt(draw.dealt, draw.test, draw.common, len(data))
+        globally = as_global(generator(seed_of_draw, purpose="global draws"), torch.device("cpu"))  # of a user's code
+        with attribute_error("partition", self, f"draw, seed {seed}"), globally:
+            draw = self.draw(pool, seed_of_draw)
+            if not isinstance(draw, Draw):
+                raise ValueError(f"draw must return fl.partitions.Draw, got {type(draw).__name__}")
+            check_draw(draw, len(data), len(data.classes))
         draw = self._complete_subjects(draw, data, pool)
         held = draw.dealt if draw.test is None else concatenate_dealt(draw.dealt, draw.test)
         self._check(draw, held, data)

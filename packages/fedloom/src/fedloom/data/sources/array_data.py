@@ -124,7 +124,7 @@ def make_dataset(
         kept = as_features(x, place)
         features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
         notes = tuple(_rounded(x, kept))
-    original_dtype = original_dtype or str(x.dtype)
+    original_dtype = original_dtype or x.dtype.name
     declared = bool(classes)
     if each:
         classes = tuple(classes) or numbered(y.clip(0).ravel(), place)

@@ -169,7 +169,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
                 "Rename one of the two"
             )
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
-    if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int))):
+    if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int, np.integer))):
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
         raise ConfigError(f"{name}: target must be the name of a column or the targets themselves, got {shown:.60}")
     names = frame_names(obj)
