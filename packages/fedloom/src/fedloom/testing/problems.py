@@ -115,7 +115,7 @@ class Problem:
         fields = ("hessian", "minimiser", "alpha", "x0")
         return replace(self, **{name: getattr(self, name).to(dtype) for name in fields})
 
-    def moved(self, t: Tensor) -> Problem:
+    def shift(self, t: Tensor) -> Problem:
         """Return the problem with minimizers and initial model moved by t ``[d]``, which only changes the origin."""
         return replace(self, minimiser=self.minimiser + t, x0=self.x0 + t)
 

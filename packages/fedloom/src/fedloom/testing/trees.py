@@ -18,7 +18,7 @@ def picked(tree: object, clients: Index) -> Any:
     return map_rows(lambda t: t[clients], tree)
 
 
-def received_by(down: object, clients: Index) -> Any:
+def select_download(down: object, clients: Index) -> Any:
     """Return the download for the clients at the positions ``clients`` in a cohort, with all shared fields."""
     return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
 
