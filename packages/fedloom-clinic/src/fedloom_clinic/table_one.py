@@ -1,10 +1,10 @@
 """Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, and tests of homogeneity.
 
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
-standardized difference of levels). Tests are SciPy's, on the same sums.
+standardized difference of levels). The tests are those of SciPy, computed from the same sums.
 
-Agreed ranges scale numbers to [-1, 1]. Deviations are computed from a second question, about the means of the first
-question.
+Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed around the means from the first question, by
+means of a second question.
 """
 
 from __future__ import annotations
@@ -43,29 +43,32 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 SUM_STEP = 2.0**-36
-"""Step of sums and squares under masks."""
+"""Step to whose multiples sums and squares are rounded under masks."""
 HOMOGENEITY_STEP = 2.0**-3
-"""Step of a statistic of homogeneity over clients if small cells are merged, as a chi-square statistic."""
+"""Step to whose multiples a statistic of homogeneity over clients is rounded if small cells are merged, on the scale of
+a chi-square statistic."""
 MIN_COMPARED_CLIENTS = 5
-"""Smallest number of clients that are compared if small cells are merged.
+"""Minimum number of clients that are compared if small cells are merged.
 
-With the totals, a statistic over three or four clients leaves few possible counts for each client.
+A statistic over three or four clients, together with the totals, would leave few possible counts for each client.
 """
 MIN_LEVEL_SHARE = 0.05
-"""Share below which the statistic of a level is rounded more coarsely, because it divides by the share."""
+"""Share of a level below which its statistic is rounded more coarsely, because the statistic is divided by the
+share."""
 TABLE_QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 UNIT_FACTORS = {
     18.02: "glucose in mmol/l and mg/dl", 88.4: "creatinine in mg/dl and umol/l", 38.67: "cholesterol in mmol/l and "
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios between two units of a quantity. They are the most frequent ones in clinics."""
+"""Ratios between two units of the same quantity. They are the ratios that occur most often in clinics."""
 UNIT_TOLERANCE = 0.15
-"""Relative tolerance within which a ratio of two clients' medians indicates two units."""
+"""Relative tolerance within which the ratio of two clients' medians is regarded as the ratio of two units."""
 NOTED_DISTANCE = 1.0
-"""Number of standard deviations of the others' rows from which on a client's mean stands out.
+"""Distance between a client's mean and that of the other clients from which on a note is added, in standard deviations
+of the other clients' rows.
 
-Cohen calls an effect of 0.8 large.
+For comparison, Cohen calls an effect of 0.8 large.
 """
 
 
@@ -77,15 +80,15 @@ GAPS_NOTE = (
 
 @dataclass(frozen=True, eq=False)
 class SummaryColumn:
-    """Column and its cells: bins for a numeric column, or levels for a coded column, with missing cells last.
+    """Column with its cells: bins of a numeric column, or levels of a coded column, with missing cells last.
 
     Args:
         name: name of the column.
-        place: position in the rows.
-        edges: edges of the bins of a number ``[bins + 1]``. None for a code.
-        cells: cells of a code.
-        levels: levels of a code before cells were merged.
-        of: cell of each agreed bin ``[bins]``.
+        place: position of the column in the rows.
+        edges: edges of the bins of a numeric column, ``[bins + 1]``. None for a coded column.
+        cells: cells of a coded column.
+        levels: number of levels of a coded column before cells were merged.
+        of: merged bin that each agreed bin belongs to, ``[bins]``.
     """
 
     name: str
@@ -97,20 +100,21 @@ class SummaryColumn:
 
     @property
     def shown(self) -> int:
-        """Levels other than missing cells."""
+        """Number of cells except the cell for missing values."""
         return len(self.cells.names) - (self.cells.names[-1] == MISSING_LEVEL)
 
     @property
     def size(self) -> int:
-        """Number of values of the column in the first answer, for a group.
+        """Number of values for the column in the first answer, in each group.
 
-        The values are the cells, and for a number also the missing rows, the rows outside the range, and a sum.
+        There is one value for each cell. A numeric column also has the numbers of missing rows and of rows outside the
+        range, and a sum.
         """
         return len(self.cells.names) if self.edges is None else int(self.of.max()) + 4
 
 
 class TableOne(ScriptedAnalysis):
-    """Table 1 of all clients by sums, by a group or by client, with tests of homogeneity over groups and clients."""
+    """Table 1 of all clients from sums, by a group or by client, with tests of homogeneity over groups and clients."""
 
     kind: ClassVar[str] = "table-1"
     needs_table: ClassVar[bool] = True
@@ -133,7 +137,7 @@ class TableOne(ScriptedAnalysis):
 
     @property
     def _min_variance(self) -> float:
-        """Smallest variance of a number on [-1, 1] by which a statistic is divided: the variance of an agreed bin."""
+        """Smallest variance on [-1, 1] that a statistic is divided by, which is the variance within an agreed bin."""
         return (2 / self.bins) ** 2 / 12
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
@@ -296,7 +300,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return groups and columns with the cells that enough clients reach."""
+        """Return the groups and the columns with those cells that enough clients have rows in."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
@@ -317,10 +321,11 @@ class TableOne(ScriptedAnalysis):
     def _fill_rare_gaps(
         self, client: ClientRows, terms: AnalysisTerms, groups: MergedCells, columns: Sequence[SummaryColumn]
     ) -> ClientRows:
-        """Return a client's rows without gaps that fewer subjects of a group have than the rules allow to be counted.
+        """Return a client's rows after filling gaps of fewer subjects in a group than the rules allow to be counted.
 
-        A missing cell takes the client's mean or most frequent level, and a number beyond the agreed range takes the
-        end of the range. Every number of such gaps that a sum shows is therefore of enough subjects of a client.
+        A missing cell is replaced by the client's mean or most frequent level, and a number outside the agreed range by
+        the nearest end of the range. If a sum shows a number of gaps, this number therefore comes from enough subjects
+        of a client.
         """
         if terms.rules.min_subjects == 1:
             return client
@@ -345,16 +350,16 @@ class TableOne(ScriptedAnalysis):
 
 
 def compares_clients(terms: AnalysisTerms) -> bool:
-    """Return whether statistics over clients are computed: small cells are not merged, or there are enough clients.
+    """Return True if statistics over clients are computed: small cells are not merged, or there are enough clients.
 
-    Clients that may be absent, and clients that reach no cell, do not count.
+    The number of clients excludes those that may be absent, and those that have too few rows in every cell.
     """
     present = sum(bool(flags.any()) for flags in terms.published)
     return not merges(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
 
 
 class _Moments(NamedTuple):
-    """Moments of a number by group: rows ``[G]``, means ``[G + 1]``, squares on [-1, 1], and the conversion back.
+    """Moments of a number by group: rows ``[G]``, means ``[G + 1]``, squares on [-1, 1], and conversion to its unit.
 
     ``error`` is the largest effect of rounding on a sum.
     """
@@ -387,15 +392,15 @@ def _scaled(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> 
 
 
 def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
-    """Return the rows in every cell of a code."""
+    """Return the number of rows in every cell of a coded column."""
     codes = level_codes(client.x[:, column.place], column.levels)
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
 
 
 def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> Tensor:
-    """Return the number of subjects with a row in every cell of a column.
+    """Return the number of subjects that have a row in each cell of a column.
 
-    Counts are in the order of the column's numbers. The count for a sum is 0.
+    The counts are in the order of the column's values in an answer. At the place of a sum, the count is 0.
     """
     values = client.x[:, column.place]
     if column.edges is None:
@@ -409,7 +414,7 @@ def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -
 def _counted(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
-    """Return the rows in each group, and by group the numbers of each column."""
+    """Return the number of rows in each group, followed by the values of each column in each group."""
     code = groups.of[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):
@@ -430,7 +435,7 @@ def _counted(
 def _describe_number(
     column: SummaryColumn, groups: MergedCells, counted: list[Floats], of: _Moments, between: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows for a numeric column, one row for each group that has rows."""
+    """Yield the rows of the table for a numeric column, one for each group that has rows."""
     assert column.edges is not None
     edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
     n, mean = of.rows, of.centre[:-1] * of.half + of.middle
@@ -459,7 +464,10 @@ def _describe_number(
 
 
 def _bound(of: _Moments, group: int) -> float | None:
-    """Return the largest effect of rounding on a group's mean or deviation, or None with fewer than two rows."""
+    """Return the largest effect of rounding on the mean or deviation of a group.
+
+    Return None for fewer than two rows.
+    """
     n, squares = of.rows[group], of.squares[group]
     if n < 2:
         return None
@@ -473,7 +481,7 @@ def _bound(of: _Moments, group: int) -> float | None:
 def _describe_code(
     column: SummaryColumn, groups: MergedCells, counted: Floats, statistic: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows for a coded column, one row for each level and group that has rows."""
+    """Yield the rows of the table for a coded column, one for each level and each group that has rows."""
     shown = counted[:, : column.shown]
     some = [g for g in range(len(counted)) if counted[g].any()]
     full = [g for g in some if shown[g].any()]
@@ -495,7 +503,10 @@ def _describe_code(
 
 
 def _f_test(between: float, total: float, groups: int, rows: float) -> float | None:
-    """Return the p value of a one-way analysis of variance. None without two groups or without a spread."""
+    """Return the p value of a one-way analysis of variance.
+
+    Return None if there are fewer than two groups or if there is no spread.
+    """
     within = total - between
     if groups < 2 or rows <= groups or within <= 0:
         return None
@@ -503,7 +514,7 @@ def _f_test(between: float, total: float, groups: int, rows: float) -> float | N
 
 
 def _difference(first: Floats, second: Floats) -> float:
-    """Return Yang and Dalton's standardized difference between shares of levels ``[L]``."""
+    """Return the standardized difference of Yang and Dalton between shares of levels, ``[L]``."""
     one, two = first / first.sum(), second / second.sum()
     gap = (one - two)[1:]
     covariance = (np.diag(one) - np.outer(one, one) + np.diag(two) - np.outer(two, two))[1:, 1:] / 2
@@ -511,7 +522,10 @@ def _difference(first: Floats, second: Floats) -> float:
 
 
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile computed from counts in bins, with rows spread evenly over their bin, or None without rows."""
+    """Return a quantile computed from counts in bins, in which rows are assumed to be spread evenly.
+
+    Return None if there are no rows.
+    """
     if not counts.any():
         return None
     below = np.append(0.0, counts.cumsum())
@@ -523,9 +537,9 @@ def _number(p: float | None) -> float | None:
 
 
 def _note_clients(rows: list[dict[str, object]]) -> None:
-    """Add notes about clients that stand out in a number, with a different unit as a possible reason.
+    """Add notes about clients whose numbers stand out, and suggest a different unit as a possible reason.
 
-    The unit is only a guess and is never applied.
+    The unit is only a guess, and it is never applied.
     """
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:
