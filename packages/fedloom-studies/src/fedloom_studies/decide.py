@@ -8,7 +8,6 @@ that time, or runs a recipe for the first time.
 from __future__ import annotations
 
 import datetime
-import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -154,8 +153,3 @@ def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str,
         yield one.recipe, one.how, option(one.hours), str(len(one.claims)), state
     for more in left:
         yield "-", more.why, "-", str(len(more.claims)), "left open"
-
-
-def total_hours() -> float:
-    """Return the core-hours of all experiments."""
-    return math.fsum(one.hours for one in decisions()[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -94,11 +94,3 @@ class Fleet:
         if self.presence is None:
             return torch.zeros(self.n, dtype=torch.float64)
         return torch.tensor([time - self.presence_seconds(i, 0.0, time) for i in range(self.n)], dtype=torch.float64)
-
-    def permuted(self, order: Tensor) -> Fleet:
-        """Return a fleet in which client k has the device of client ``order[k]``.
-
-        All clients are always available in it.
-        """
-        names = ("seconds", "up", "down", "latency", "member")
-        return replace(self, presence=None, **{name: getattr(self, name)[order] for name in names})

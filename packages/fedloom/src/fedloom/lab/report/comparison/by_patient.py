@@ -31,8 +31,6 @@ from fedloom.lab.report.run import Numbers, Run
 CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
 """Metrics whose interval is computed with a bootstrap."""
-SHARE_METRICS = ("auroc", "accuracy", "c_index")
-"""Metrics from 0 to 1, whose intervals are computed on the logit scale."""
 MIN_CLASS_SAMPLES = 2
 """Smallest number of test samples, or subjects, in each class for which an interval of a difference is computed."""
 
@@ -99,39 +97,6 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
         a * by_case @ by_case.T / m**2 + b * by_control @ by_control.T / n**2 + both * (cross + cross.T) / (m * n)
     )
     return areas, variance
-
-
-def estimate_interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -> tuple[float, float, float]:
-    """Return a metric of one model, and the lower and upper ends of its interval.
-
-    All three are NaN without an interval.
-
-    The interval is based on Student's t with one degree of freedom fewer than subjects, on the logit scale for shares.
-
-    Args:
-        metric: ``auroc``, or one of the `BOOTSTRAP_METRICS`.
-        samples: predictions of one model, with the subject of each sample if subjects have several samples.
-        level: probability with which the interval covers the metric of the population.
-    """
-    subjects = samples.count()
-    if metric == "auroc":
-        some = [samples.count(samples.target == k) for k in (0, 1)]
-        if min(some) < MIN_CLASS_SAMPLES:
-            return math.nan, math.nan, math.nan
-        areas, variance = delong(samples.prediction[None], samples.target, samples.units)
-        value, se = float(areas[0]), math.sqrt(max(0.0, float(variance[0, 0])))
-    else:
-        value = float(weighted_metric(metric, np.ones((1, len(samples.target))), samples)[0])
-        se = standard_error(metric, samples)
-    if not se > 0 or subjects < 2:
-        return value, math.nan, math.nan
-    from scipy.special import expit, logit, stdtrit  # slow to import
-
-    width = float(stdtrit(subjects - 1, 0.5 + level / 2)) * se
-    if metric in SHARE_METRICS and 0 < value < 1:
-        centre, half = logit(value), width / (value * (1 - value))
-        return value, float(expit(centre - half)), float(expit(centre + half))
-    return value, value - width, value + width
 
 
 def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
