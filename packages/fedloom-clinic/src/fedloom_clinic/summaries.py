@@ -25,13 +25,14 @@ UNIT_FACTORS = {
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios between two units of a quantity. They are the most frequent ones in clinics."""
+"""Ratios between two units of the same quantity. They are the ratios that occur most often in clinics."""
 UNIT_TOLERANCE = 0.15
-"""Relative tolerance within which a ratio of two clients' medians indicates two units."""
+"""Relative tolerance within which the ratio of two clients' medians is regarded as the ratio of two units."""
 NOTED_DISTANCE = 1.0
-"""Number of standard deviations of the others' rows from which on a client's mean stands out.
+"""Distance between a client's mean and that of the other clients from which on a note is added, in standard deviations
+of the other clients' rows.
 
-Cohen calls an effect of 0.8 large.
+For comparison, Cohen calls an effect of 0.8 large.
 """
 TABLE_FIGURES = (
     "rows", "share", "missing", "beyond", "mean", "deviation", *TABLE_QUANTILES, "bin", "standardized_difference",
@@ -46,15 +47,15 @@ TABLE_SCHEMA = pa.schema([
 
 @dataclass(frozen=True, eq=False)
 class SummaryColumn:
-    """Column and its cells: bins for a numeric column, or levels for a coded column, with missing cells last.
+    """Column with its cells: bins of a numeric column, or levels of a coded column, with missing cells last.
 
     Args:
         name: name of the column.
-        place: position in the rows.
-        edges: edges of the bins of a number ``[bins + 1]``. None for a code.
-        cells: cells of a code.
-        levels: levels of a code before cells were merged.
-        of: cell of each agreed bin ``[bins]``.
+        place: position of the column in the rows.
+        edges: edges of the bins of a numeric column, ``[bins + 1]``. None for a coded column.
+        cells: cells of a coded column.
+        levels: number of levels of a coded column before cells were merged.
+        of: merged bin that each agreed bin belongs to, ``[bins]``.
     """
 
     name: str
@@ -66,20 +67,21 @@ class SummaryColumn:
 
     @property
     def shown(self) -> int:
-        """Levels other than missing cells."""
+        """Number of cells except the cell for missing values."""
         return len(self.cells.names) - (self.cells.names[-1] == MISSING_LEVEL)
 
     @property
     def size(self) -> int:
-        """Number of values of the column in the first answer, for a group.
+        """Number of values for the column in the first answer, in each group.
 
-        The values are the cells, and for a number also the missing rows, the rows outside the range, and a sum.
+        There is one value for each cell. A numeric column also has the numbers of missing rows and of rows outside the
+        range, and a sum.
         """
         return len(self.cells.names) if self.edges is None else int(self.of.max()) + 4
 
 
 class GroupMoments(NamedTuple):
-    """Moments of a number by group: rows ``[G]``, means ``[G + 1]``, squares on [-1, 1], and the conversion back.
+    """Moments of a number by group: rows ``[G]``, means ``[G + 1]``, squares on [-1, 1], and conversion to its unit.
 
     ``error`` is the largest effect of rounding on a sum.
     """
@@ -95,7 +97,7 @@ class GroupMoments(NamedTuple):
 def describe_number(
     column: SummaryColumn, groups: MergedCells, counted: list[Floats], of: GroupMoments, between: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows for a numeric column, one row for each group that has rows."""
+    """Yield the rows of the table for a numeric column, one for each group that has rows."""
     assert column.edges is not None
     edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
     n, mean = of.rows, of.centre[:-1] * of.half + of.middle
@@ -124,7 +126,10 @@ def describe_number(
 
 
 def _bound(of: GroupMoments, group: int) -> float | None:
-    """Return the largest effect of rounding on a group's mean or deviation, or None with fewer than two rows."""
+    """Return the largest effect of rounding on the mean or deviation of a group.
+
+    Return None for fewer than two rows.
+    """
     n, squares = of.rows[group], of.squares[group]
     if n < 2:
         return None
@@ -138,7 +143,7 @@ def _bound(of: GroupMoments, group: int) -> float | None:
 def describe_code(
     column: SummaryColumn, groups: MergedCells, counted: Floats, statistic: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows for a coded column, one row for each level and group that has rows."""
+    """Yield the rows of the table for a coded column, one for each level and each group that has rows."""
     shown = counted[:, : column.shown]
     some = [g for g in range(len(counted)) if counted[g].any()]
     full = [g for g in some if shown[g].any()]
@@ -160,7 +165,10 @@ def describe_code(
 
 
 def _f_test(between: float, total: float, groups: int, rows: float) -> float | None:
-    """Return the p value of a one-way analysis of variance. None without two groups or without a spread."""
+    """Return the p value of a one-way analysis of variance.
+
+    Return None if there are fewer than two groups or if there is no spread.
+    """
     within = total - between
     if groups < 2 or rows <= groups or within <= 0:
         return None
@@ -168,7 +176,7 @@ def _f_test(between: float, total: float, groups: int, rows: float) -> float | N
 
 
 def _difference(first: Floats, second: Floats) -> float:
-    """Return Yang and Dalton's standardized difference between shares of levels ``[L]``."""
+    """Return the standardized difference of Yang and Dalton between shares of levels, ``[L]``."""
     one, two = first / first.sum(), second / second.sum()
     gap = (one - two)[1:]
     covariance = (np.diag(one) - np.outer(one, one) + np.diag(two) - np.outer(two, two))[1:, 1:] / 2
@@ -176,7 +184,10 @@ def _difference(first: Floats, second: Floats) -> float:
 
 
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile computed from counts in bins, with rows spread evenly over their bin, or None without rows."""
+    """Return a quantile computed from counts in bins, in which rows are assumed to be spread evenly.
+
+    Return None if there are no rows.
+    """
     if not counts.any():
         return None
     below = np.append(0.0, counts.cumsum())
@@ -188,9 +199,9 @@ def _number(p: float | None) -> float | None:
 
 
 def note_clients(rows: list[dict[str, object]]) -> None:
-    """Add notes about clients that stand out in a number, with a different unit as a possible reason.
+    """Add notes about clients whose numbers stand out, and suggest a different unit as a possible reason.
 
-    The unit is only a guess and is never applied.
+    The unit is only a guess, and it is never applied.
     """
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:

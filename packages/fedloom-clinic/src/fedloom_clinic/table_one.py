@@ -1,10 +1,10 @@
 """Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, and tests of homogeneity.
 
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
-standardized difference of levels). Tests are SciPy's, on the same sums.
+standardized difference of levels). The tests are those of SciPy, computed from the same sums.
 
-Agreed ranges scale numbers to [-1, 1]. Deviations are computed from a second question, about the means of the first
-question.
+Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed around the means from the first question, by
+means of a second question.
 """
 
 from __future__ import annotations
@@ -47,16 +47,18 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 SUM_STEP = 2.0**-36
-"""Step of sums and squares under masks."""
+"""Step to whose multiples sums and squares are rounded under masks."""
 HOMOGENEITY_STEP = 2.0**-3
-"""Step of a statistic of homogeneity over clients if small cells are merged, as a chi-square statistic."""
+"""Step to whose multiples a statistic of homogeneity over clients is rounded if small cells are merged, on the scale of
+a chi-square statistic."""
 MIN_COMPARED_CLIENTS = 5
-"""Smallest number of clients that are compared if small cells are merged.
+"""Minimum number of clients that are compared if small cells are merged.
 
-With the totals, a statistic over three or four clients leaves few possible counts for each client.
+A statistic over three or four clients, together with the totals, would leave few possible counts for each client.
 """
 MIN_LEVEL_SHARE = 0.05
-"""Share below which the statistic of a level is rounded more coarsely, because it divides by the share."""
+"""Share of a level below which its statistic is rounded more coarsely, because the statistic is divided by the
+share."""
 GAPS_NOTE = (
     "cells that are missing or beyond the range, of fewer than {} subjects of a client, are not counted: they take the "
     "client's mean or most frequent level, or the end of the range"
@@ -64,7 +66,7 @@ GAPS_NOTE = (
 
 
 class TableOne(ScriptedAnalysis):
-    """Table 1 of all clients by sums, by a group or by client, with tests of homogeneity over groups and clients."""
+    """Table 1 of all clients from sums, by a group or by client, with tests of homogeneity over groups and clients."""
 
     kind: ClassVar[str] = "table-1"
     needs_table: ClassVar[bool] = True
@@ -87,7 +89,7 @@ class TableOne(ScriptedAnalysis):
 
     @property
     def _min_variance(self) -> float:
-        """Smallest variance of a number on [-1, 1] by which a statistic is divided: the variance of an agreed bin."""
+        """Smallest variance on [-1, 1] that a statistic is divided by, which is the variance within an agreed bin."""
         return (2 / self.bins) ** 2 / 12
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
@@ -250,7 +252,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return groups and columns with the cells that enough clients reach."""
+        """Return the groups and the columns with those cells that enough clients have rows in."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
@@ -271,10 +273,11 @@ class TableOne(ScriptedAnalysis):
     def _fill_rare_gaps(
         self, client: ClientRows, terms: AnalysisTerms, groups: MergedCells, columns: Sequence[SummaryColumn]
     ) -> ClientRows:
-        """Return a client's rows without gaps that fewer subjects of a group have than the rules allow to be counted.
+        """Return a client's rows after filling gaps of fewer subjects in a group than the rules allow to be counted.
 
-        A missing cell takes the client's mean or most frequent level, and a number beyond the agreed range takes the
-        end of the range. Every number of such gaps that a sum shows is therefore of enough subjects of a client.
+        A missing cell is replaced by the client's mean or most frequent level, and a number outside the agreed range by
+        the nearest end of the range. If a sum shows a number of gaps, this number therefore comes from enough subjects
+        of a client.
         """
         if terms.rules.min_subjects == 1:
             return client
@@ -299,9 +302,9 @@ class TableOne(ScriptedAnalysis):
 
 
 def compares_clients(terms: AnalysisTerms) -> bool:
-    """Return whether statistics over clients are computed: small cells are not merged, or there are enough clients.
+    """Return True if statistics over clients are computed: small cells are not merged, or there are enough clients.
 
-    Clients that may be absent, and clients that reach no cell, do not count.
+    The number of clients excludes those that may be absent, and those that have too few rows in every cell.
     """
     present = sum(bool(flags.any()) for flags in terms.published)
     return not merges(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
@@ -316,15 +319,15 @@ def _scaled(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> 
 
 
 def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
-    """Return the rows in every cell of a code."""
+    """Return the number of rows in every cell of a coded column."""
     codes = level_codes(client.x[:, column.place], column.levels)
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
 
 
 def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> Tensor:
-    """Return the number of subjects with a row in every cell of a column.
+    """Return the number of subjects that have a row in each cell of a column.
 
-    Counts are in the order of the column's numbers. The count for a sum is 0.
+    The counts are in the order of the column's values in an answer. At the place of a sum, the count is 0.
     """
     values = client.x[:, column.place]
     if column.edges is None:
@@ -338,7 +341,7 @@ def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -
 def _counted(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
-    """Return the rows in each group, and by group the numbers of each column."""
+    """Return the number of rows in each group, followed by the values of each column in each group."""
     code = groups.of[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):

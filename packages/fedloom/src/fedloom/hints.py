@@ -80,8 +80,7 @@ RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
 
 EARLIER_DEFAULTS: Mapping[str, Mapping[str, object]] = {"fedacs": {"copies": "off"}}
 """Former defaults of those method options whose default has changed. Recorded documents that omit the option used the
-former
-default."""
+former default."""
 
 
 def _new_names() -> dict[str, tuple[str, ...]]:
@@ -211,7 +210,7 @@ class Places:
         Args:
             key: the key, which may be the name that papers or other libraries use.
             value: value given for the key.
-            table: table in which the key was found. Empty outside tables.
+            table: table in which the key was found. It is empty for a key outside tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))
         kinds = [
