@@ -29,7 +29,8 @@ from fedloom.rundir import FEDERATION_CLIENT
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.settings import Secure, text_of
+from fedloom_sites.deploy.setting_files import text_of
+from fedloom_sites.deploy.settings import Secure
 from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.models import importances, module_of, owned, score_site_model, used
 from tests.commands import call

@@ -916,7 +916,7 @@ def secured_keys() -> Any:
 def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
     from fedloom_sites.deploy.ops.directory import Location, write_directory
     from fedloom_sites.deploy.ops.plan import plan
-    from fedloom_sites.deploy.settings import read_server, read_site
+    from fedloom_sites.deploy.setting_files import read_server, read_site
 
     write_directory(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Location())
     server = read_server(tmp_path / "out" / "server" / "server.toml")

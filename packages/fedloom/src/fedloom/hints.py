@@ -80,8 +80,7 @@ RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
 
 EARLIER_DEFAULTS: Mapping[str, Mapping[str, object]] = {"fedacs": {"copies": "off"}}
 """Former defaults of those method options whose default has changed. Recorded documents that omit the option used the
-former
-default."""
+former default."""
 
 
 def _new_names() -> dict[str, tuple[str, ...]]:

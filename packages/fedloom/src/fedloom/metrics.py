@@ -80,8 +80,7 @@ METRICS = {
     "loss": Metric("Loss", higher=False),
 }
 """Metrics computed on the samples of one client (`fedloom.tasks`). Recall and precision are recorded per class. AUROC,
-AUPRC
-and F1 are recorded per label (`class_metric_name`)."""
+AUPRC and F1 are recorded per label (`class_metric_name`)."""
 
 FEDERATION_FIGURES = {
     "cd": Metric("Client disagreement", higher=False),

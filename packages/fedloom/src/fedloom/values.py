@@ -60,8 +60,8 @@ class Value(BaseModel, metaclass=Face):
     required values.
 
     If no values are listed, the other field may have any value except its default. The other field may be a key of
-    ``[local]``,
-    such as "local.weight_decay". A note is added to the run's result if such a field is set but has no effect."""
+    ``[local]``, such as "local.weight_decay". A note is added to the run's result if such a field is set but has no
+    effect."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names that papers use for the fields, mapped to the names of the fields. A caller may use these names
     too."""

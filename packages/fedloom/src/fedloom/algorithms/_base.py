@@ -4,8 +4,7 @@ The module also provides the names that the files of methods import.
 
 Letters have the same meaning in every file: x is the server's model ``[d]``, w are local models ``[m, d]``, v personal
 models, g gradients, y duals and c control variates. m is the number of clients in the cohort, and n is the number of
-all clients.
-Scalars per client have the shape ``[m, 1]``. A difference is always the new value minus the old value.
+all clients. Scalars per client have the shape ``[m, 1]``. A difference is always the new value minus the old value.
 """
 
 from __future__ import annotations

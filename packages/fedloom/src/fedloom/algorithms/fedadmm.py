@@ -29,8 +29,8 @@ server_lr is |S|/n, so the server's model is the mean of u over all clients. Del
 the client's last round, and a larger server_lr adds these changes a second time. With server_lr = 1 and one client in
 ten, theta nearly doubles in every round.
 
-Use it to train one global model if clients differ. If most clients are absent, the model moves little, and a run warns
-about this.
+Use it to train one global model if clients differ. If most clients are absent, the model moves little, and a warning is
+issued.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ eta/(m - 1 + 1/alpha), so a single small client slows down all others. There is 
 regularizer is part of the problem. Without a regularizer, models have no zeros, and a warning is issued. The paper's
 experiments use L1 with c = 0.01.
 
-Use it for composite problems with partial participation. If most clients are absent, the model moves little, and a run
-warns about this. With a large eta and few local steps, the method behaves like local training. The threshold that the
+Use it for composite problems with partial participation. If most clients are absent, the model moves little, and a
+warning is issued. With a large eta and few local steps, the method behaves like local training. The threshold that the
 regularizer applies at the server is eta times the regularizer's weight.
 """
 

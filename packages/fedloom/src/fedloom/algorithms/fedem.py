@@ -24,8 +24,7 @@ includes the absent clients, with the model that they received.
 
 Use it if all clients mix the same few kinds of data in different proportions. Set ``mixture`` in [model] to the number
 of kinds, which is 3 in the paper. With a model that is not a mixture, FedEM equals FedAvg, and a warning is issued. It
-needs
-classes.
+needs classes.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ server_lr times the change. The adaptive optimizers move every coordinate by abo
 forged model is.
 
 Use it if the gradients of some coordinates are rarely nonzero, as in embeddings. Tune server_lr and tau together with
-the local
-lr.
+the local lr.
 """
 
 from __future__ import annotations

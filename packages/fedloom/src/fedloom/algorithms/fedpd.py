@@ -29,9 +29,8 @@ which is FedAvg's speed. If local training started at x_i, the server's model wo
 distance. If eta is set, local training starts at x_i, as in the paper.
 
 Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). The method is
-meant for clients that all participate. If most
-clients are absent, the model moves little, and a run warns about this. ``skip`` reduces communication usefully only if
-clients differ little.
+meant for clients that all participate. If most clients are absent, the model moves little, and a warning is issued.
+``skip`` reduces communication usefully only if clients differ little.
 """
 
 from __future__ import annotations

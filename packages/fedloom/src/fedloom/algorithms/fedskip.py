@@ -23,7 +23,7 @@ Replayed: given the same permutations, the training loop of MediaBrain-SJTU/FedS
 to within 1e-15.
 
 Use it if clients are allowed to see the models of other clients. With ``skip`` = 1 and all clients, the method equals
-FedAvg weighted by samples. If most clients are absent, the model moves little, and a run warns about this.
+FedAvg weighted by samples. If most clients are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations

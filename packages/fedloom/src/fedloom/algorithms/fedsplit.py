@@ -25,9 +25,7 @@ the local prox to a single batch.
 
 Use it for convex problems whose local problems are solved well. It then converges linearly. The method equals FedDR
 with alpha = 2 and no regularizer. If the problem is not strongly convex, the method may not converge. If most clients
-are absent, the model
-moves
-little, and a run warns about this.
+are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations

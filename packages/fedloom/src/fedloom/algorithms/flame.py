@@ -49,11 +49,11 @@ about this scheme require (9) for w_i. If theta is exact, Eq. 12 satisfies (9) w
 2/sqrt(r)), which no default satisfies.
 
 Use it to train personal models of clients with skewed labels together with a global model. The hybrid model of a client
-is the personal or the global model, whichever is better on the client's validation part. If most clients are
-absent, the global model moves little, and a run warns about this. In this case, a personal model is hardly better than
-a local model. None of the values tried for lam and rho helps. A client's first message is x + 2c/(c + 1) (theta - x),
-with c = lam alpha_i/rho, so it contributes less than twice its change. n messages are averaged, and clients that have
-never participated still contribute x0.
+is the personal or the global model, whichever is better on the client's validation part. If most clients are absent,
+the global model moves little, and a warning is issued. In this case, a personal model is hardly better than a local
+model. None of the values tried for lam and rho helps. A client's first message is x + 2c/(c + 1) (theta - x), with c =
+lam alpha_i/rho, so it contributes less than twice its change. n messages are averaged, and clients that have never
+participated still contribute x0.
 """
 
 from __future__ import annotations

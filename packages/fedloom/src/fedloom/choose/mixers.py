@@ -82,7 +82,7 @@ class Mixer(Value, ABC):
         return self.weights(models, start, ctx)[place] @ models
 
     def move_models(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
-        """Return the models that clients receive whose last models are ``last_models [m, d]``.
+        """Return the models that clients receive, given their last models ``last_models [m, d]`` and their mixtures.
 
         By default, clients receive their mixtures.
         """

@@ -256,9 +256,9 @@ class FairFedWeigher(Weigher):
 
     Deviations: the metric of a client is computed for the received model on the client's training part, and the global
     value is computed over the cohort. The metric is sent in plain text, without secure aggregation. For a metric that
-    compares groups, this means counts by group.
-    Clients that do not participate keep their weight. Negative weights are set to 0, as in Equitable-FL (``floor``). If
-    the weights of a cohort do not have a positive sum, the cohort is weighted by samples.
+    compares groups, this means counts by group. Clients that do not participate keep their weight. Negative weights are
+    set to 0, as in Equitable-FL (``floor``). If the weights of a cohort do not have a positive sum, the cohort is
+    weighted by samples.
     """
 
     kind: ClassVar[str] = "fairfed"

@@ -188,10 +188,8 @@ class Trace(Devices):
 
     ``client`` is counted from 0. ``speed`` is in training samples per second, and a device with speed 0 never replies.
     ``up`` and ``down`` are in bytes per second. Optional columns are ``latency`` (in seconds, 0 by default), ``class``
-    (a name), and
-    ``start`` and ``end``, which give an interval in seconds during which the client is available. If a client has
-    several intervals, each of them has its own row.
-    A client without any interval is always available.
+    (a name), and ``start`` and ``end``, which give an interval in seconds during which the client is available. If a
+    client has several intervals, each of them has its own row. A client without any interval is always available.
     """
 
     kind: ClassVar[str] = "trace"

@@ -3,9 +3,8 @@
 No part of a checkpoint is ever run as code.
 
 Checkpoint number G, called generation G, consists of ``checkpoint-G.safetensors`` and ``checkpoint-G.json``. The JSON
-file contains the checksums of both files.
-The JSON file is renamed last, so a generation only exists once it is complete. If a store keeps its rows in files, its
-journal determines which rows belong to a generation.
+file contains the checksums of both files. The JSON file is renamed last, so a generation only exists once it is
+complete. If a store keeps its rows in files, its journal determines which rows belong to a generation.
 """
 
 from __future__ import annotations

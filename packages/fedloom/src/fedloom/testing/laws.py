@@ -2,8 +2,7 @@
 
 The laws are checked on random heterogeneous quadratics and on a small network. The clients have different sizes and
 different samples. Each check starts in the middle of a run, in which some clients have trained twice, some once, and
-one never.
-``check_algorithm(MyAlgorithm())`` checks all laws.
+one never. ``check_algorithm(MyAlgorithm())`` checks all laws.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import make_dataset, noted
 from fedloom.data.sources.rereading import REREAD_SAMPLES, Rereading, steady
 from fedloom.data.sources.table.cells import Problems
+from fedloom.data.sources.table.conversion import read_table
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
-from fedloom.data.sources.table.reading import TableSource, read_table
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.data.tables import level
