@@ -39,7 +39,7 @@ TOO_MANY = (
 
 @contextmanager
 def default_to_cpu() -> Iterator[None]:
-    """Create new tensors on the CPU inside the block, whatever default device the caller has set."""
+    """Create new tensors on the CPU inside the block, even if the caller has set a different default device."""
     if torch.get_default_device().type == "cpu":
         yield
         return
@@ -87,10 +87,10 @@ class Dataset:
             or nonnegative times and events of 0 or 1 [N, 2] for a survival task.
         task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
         classes: names of the classes or labels. It is empty if targets are numbers.
-        mean: mean of each channel [C], or of all values [1]. It is subtracted after bytes have been divided by 255.
-            None:
-            0.
-        std: standard deviation, with the same shape as `mean`. Values are divided by it after the subtraction. None: 1.
+        mean: mean of each channel [C], or of all values [1]. It is subtracted after bytes have been  divided by 255.
+            None for 0.
+        std: standard deviation, with the same shape as `mean`. Values are divided by it after the subtraction. None for
+            1.
         test: positions [k] in `x` of the official test set of the source. None if the source has none.
         columns: codes [N] (int64) for properties of samples by which clients can be formed, such as writer, hospital or
             education.

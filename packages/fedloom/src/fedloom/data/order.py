@@ -48,7 +48,7 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
 
 
 MAX_PERMUTATION_SAMPLES = 1 << 27
-"""Number of samples from which on PyTorch uses a different algorithm for permutations."""
+"""Minimum number of samples for which PyTorch uses a different algorithm for permutations."""
 
 
 @cache

@@ -56,12 +56,12 @@ class JobFacts:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The method."""
+        """Method that the run uses."""
         return self.setting.method
 
     @property
     def n(self) -> int:
-        """All clients."""
+        """Number of clients in the federation."""
         return self.fed.n
 
     @cached_property
@@ -215,7 +215,7 @@ class JobFacts:
 
     @cached_property
     def fleet(self) -> Fleet | None:
-        """Devices of the clients. None without."""
+        """Devices of the clients, or None if the run has no devices."""
         devices = self.setting.devices
         return None if devices is None else devices.fleet(self.n, self.setting.seed, self.fed.rarity())
 

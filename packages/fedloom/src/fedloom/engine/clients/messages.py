@@ -157,7 +157,7 @@ class Messages:
         return up._replace(**{self.changed: getattr(up, self.changed) - base}) if self.changed else up
 
     def absolute(self, up: Fields, base: Tensor) -> Fields:
-        """Invert `change`."""
+        """Return the upload from which `change` subtracted ``base``."""
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Fields) -> Tensor:
