@@ -19,14 +19,14 @@ import torch
 from fedloom.data import DATA_PARTS
 from fedloom.errors import Stop
 from fedloom.storage import disk
-from fedloom_sites.deploy.rehearsal.rogue import RogueServer, sum_honestly
+from fedloom_sites.deploy.rehearsal.rogue import RogueServer
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms, check_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from tests.deploy.scene import Scene
-from tests.deploy.sessions import Steps, secured, terms_of
+from tests.deploy.sessions import Steps, secured, sum_honestly, terms_of
 
 pytestmark = pytest.mark.attack("also for scores. A dishonest server")
 

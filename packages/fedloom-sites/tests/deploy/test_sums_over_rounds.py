@@ -13,7 +13,6 @@ import pytest
 
 from fedloom.errors import Stop
 from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
-from fedloom_sites.deploy.rehearsal.rogue import sum_honestly
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, reweighted
@@ -25,7 +24,7 @@ from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import NAMES_FILE
 from tests.deploy.scene import Scene, signing_key_of
-from tests.deploy.sessions import losing, secured
+from tests.deploy.sessions import losing, secured, sum_honestly
 from tests.deploy.test_dishonest import Rogue, rogue_of
 
 pytestmark = pytest.mark.attack("a server that combines sums")

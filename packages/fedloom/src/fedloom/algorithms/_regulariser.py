@@ -53,15 +53,6 @@ def penalty(f: object, x: Tensor, layout: Layout) -> Tensor:
     return f.f(x, layout) if isinstance(f, Prox) else algebra.total(torch.zeros_like(x))
 
 
-def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: Layout) -> Tensor:
-    """Return ||x - prox_{t f}(x - t gradient)|| / t, ``[..., 1]``.
-
-    For convex f, it is 0 only if 0 is in gradient + df(x).
-    """
-    gap = x - proximal(f, x - t * gradient, t, layout)
-    return algebra.norm(gap) / t
-
-
 def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ctx) -> dict[str, float]:
     """Return FIAELT's diagnostics at y ``[d]``, given xi in df(y), the mean gradient ``[d]`` and mean energy ``[1]``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -33,7 +34,24 @@ OF_TORCH = {*vars(nn.Module())}
 """Attributes that every module has."""
 
 
-class Import(ModelSpec):
+class _UserModel(ModelSpec):
+    """A model that the user's code builds."""
+
+    def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return self._build(shape, outputs, None)
+
+    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
+        return self._build((length,), outputs, (vocabulary, each))
+
+    def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return self._build(shape, outputs, (0, True))
+
+    @abstractmethod
+    def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
+        """Build the module for an input shape, a number of outputs, and a vocabulary with a flag for sequences."""
+
+
+class Import(_UserModel):
     """Class or function of the user that returns an `nn.Module`.
 
     It is called with ``options`` as keyword arguments, and with ``shape`` and ``outputs`` if it has parameters with
@@ -46,15 +64,6 @@ class Import(ModelSpec):
     path: str = Field(pattern=IMPORT_PATH_PATTERN, description="'package.module:Name' of a class or function")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
 
-    def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return self._build(shape, outputs, None)
-
-    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        return self._build((length,), outputs, (vocabulary, each))
-
-    def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return self._build(shape, outputs, (0, True))
-
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         make = find_maker(self.path, "model", nn.Module)
         if not callable(make):
@@ -62,8 +71,8 @@ class Import(ModelSpec):
         return _build(make, self.options, self.path, shape, outputs, tokens)
 
 
-class Held(ModelSpec):
-    """Module, class or function that exists in this process but has no import path, such as one from a notebook cell.
+class Held(_UserModel):
+    """A module, class or function in this process with no import path, such as one defined in a notebook cell.
 
     A module is copied with its weights, which are the initial values for all seeds. A class or function is called as
     described in `Import`. In checkpoints, the object is identified by ``digest``. To resume a run in another process,
@@ -75,15 +84,6 @@ class Held(ModelSpec):
     name: str = Field(description="name of the model in messages")
     digest: str = Field(description="digest of the model's source code, or of its structure and weights")
     held: Any = Field(exclude=True, repr=False, description="module, class or function of the model")
-
-    def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return self._build(shape, outputs, None)
-
-    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        return self._build((length,), outputs, (vocabulary, each))
-
-    def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return self._build(shape, outputs, (0, True))
 
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if not isinstance(self.held, nn.Module):
