@@ -23,7 +23,7 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
         size: number of the client's samples, at least 1.
         batch_size: number of samples per step, at least 1. None for full batches, whose samples are in order.
         steps: number of steps, at least 0.
-        gen: random generator for (seed, round, client, purpose). Full batches need none.
+        gen: random generator for (seed, round, client, purpose). Full batches need no generator.
 
     Returns:
         Positions [steps, batch_size] (int64) from 0 to size - 1, with -1 as padding of short batches.

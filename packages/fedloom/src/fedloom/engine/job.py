@@ -28,7 +28,7 @@ class Job(JobFacts):
         clients: states of the clients.
         kept: rows that the server stores for each client.
         models: last model of each client, if a mixer needs it and `kept` does not contain it.
-        summed: sum of each client's uploads, for fields that accumulate (see `summed_fields`).
+        summed: sum of each client's uploads, for fields that accumulate (see `JobFacts.summed_fields`).
         residue: for each client, the parts of its differences that the channel has not sent yet.
         optimizer: state of each client's optimizer, if it is stored.
         locations: record of which machines hold the latest row of each client.

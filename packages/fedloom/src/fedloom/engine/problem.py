@@ -39,7 +39,7 @@ class JobFacts:
         memory: form of the clients' optimizer states. None if optimizers start every round without a state.
         notes: notes that are known before the first round.
         replay: given values that replace the run's own random draws.
-        spent: work and traffic before round 1 ``[7]`` (see `COUNTS`), or None.
+        spent: work and traffic before round 1 ``[7]`` (see `CLIENT_COUNTS`), or None.
     """
 
     setting: Setting

@@ -188,7 +188,7 @@ class TableSource(DesignOptions):
 
     @property
     def targets(self) -> dict[str, Any]:
-        """Names of the columns ``target`` and ``event``, as far as the source or the agreement sets them."""
+        """Names of the columns ``target`` and ``event``, if the source or the agreement sets them."""
         agreement = self.agreement
         target = self.target
         if agreement is not None and target is None:
