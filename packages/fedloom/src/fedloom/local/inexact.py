@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from fedloom.local.work import Work
 
 Solver = Literal["svrg", "gd", "sgd", "released"]
-"""SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh`, which ignores the pull and the shift."""
+"""Name of a solver: SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh` ("released").
+
+The last one ignores the proximal terms and the shift.
+"""
 
 
 class DescentResult(NamedTuple):

@@ -56,7 +56,7 @@ Wanted = Callable[[str], bool]
 
 
 class Entry(NamedTuple):
-    """File in an archive: its name (without .gz or .xz), its bytes, its location for messages, and its packed size."""
+    """File in an archive: name (without .gz or .xz), bytes, location as shown in messages, and packed size."""
 
     name: str
     stream: BinaryIO

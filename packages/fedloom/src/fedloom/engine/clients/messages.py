@@ -121,7 +121,7 @@ class Messages:
         return self._letter("up", values | dict(answers or {}), {})
 
     def vector(self, name: str, value: Tensor) -> Letter:
-        """Return a message that contains a single field of any other kind."""
+        """Return a message with a single field, for messages that are neither downloads nor uploads."""
         return Letter(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
 
     def is_exact(self, field: str) -> bool:

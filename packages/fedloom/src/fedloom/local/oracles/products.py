@@ -114,7 +114,7 @@ class Batched(Products):
 
 
 class Compiled(Products):
-    """Products that loops compiled for the CPU compute."""
+    """Products that are computed by loops compiled for the CPU."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
