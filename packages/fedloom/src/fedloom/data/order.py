@@ -16,8 +16,8 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
     """Return the positions of the samples in one client's batches.
 
     Each epoch is a new permutation that is divided into ceil(size / batch_size) batches. The last batch of an epoch may
-    be shorter.
-    The batches depend only on (size, batch_size, gen), so a larger number of steps does not change the first batches.
+    be shorter. The batches depend only on (size, batch_size, gen), so a larger number of steps does not change the
+    first batches.
 
     Args:
         size: number of the client's samples, at least 1.

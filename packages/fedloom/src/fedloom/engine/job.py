@@ -78,8 +78,7 @@ class Job(JobFacts):
         """Return the local problems of clients in a round, with the replayed batches if the clients train.
 
         If ``steps [m]`` is given, each client takes this number of steps. If optimizer states are stored, the
-        optimizers
-        continue from the previous round.
+        optimizers continue from the previous round.
         """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
         fixed_batches, projection = self.replay.fixed_batches(round, ids) if trains else None, self.replay.projection
