@@ -91,8 +91,8 @@ def simulate(
         advance: False to only read what the folder contains, without running further rounds.
         pause: round after which the run is evaluated and interrupted. To resume it, repeat the call with a later round
             or without this argument.
-        ranks: processes from `fedloom.processes.distributed.joined`, each of which must make this call. The models are
-            then available only at rank 0.
+        ranks: processes from `fedloom.processes.distributed.join_ranks`, each of which must make this call. The models
+            are then available only at rank 0.
         initial: initial model, as a vector ``[d]`` or a state dict. This argument and the next three serve to follow
             other code step by step: they replace the run's own random draws, and a folder can only be resumed with the
             same values (see `Replay`).
