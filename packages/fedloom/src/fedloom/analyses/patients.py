@@ -72,8 +72,9 @@ class Groups(Analysis):
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield each kind of model with its outputs on test samples ``[N, k]``, their indices ``[N]`` and clients
-    ``[N]``.
+    """Yield each kind of model with its outputs on the test samples, the samples' indices and their clients.
+
+    The outputs have the shape ``[N, k]``, the indices and the clients ``[N]``.
     """
     job, kinds = result.job, result.models.kinds()
     outputs_of = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
