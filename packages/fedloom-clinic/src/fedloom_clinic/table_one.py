@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 SUM_STEP = 2.0**-36
-"""Step to whose multiples sums and squares are rounded under masks."""
+"""Rounding step under masks: sums and squares are rounded to multiples of this step."""
 HOMOGENEITY_STEP = 2.0**-3
-"""Step to whose multiples a statistic of homogeneity over clients is rounded if small cells are merged, on the scale of
-a chi-square statistic."""
+"""Rounding step of a statistic of homogeneity over clients if small cells are merged, on the scale of a chi-square
+statistic."""
 MIN_COMPARED_CLIENTS = 5
-"""Minimum number of clients that are compared if small cells are merged.
+"""Minimum number of clients for which statistics over clients are computed if small cells are merged.
 
 A statistic over three or four clients, together with the totals, would leave few possible counts for each client.
 """
@@ -61,7 +61,7 @@ UNIT_FACTORS = {
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios between two units of the same quantity. They are the ratios that occur most often in clinics."""
+"""Ratios between two units of the same quantity. These are the ratios that occur most often in clinics."""
 UNIT_TOLERANCE = 0.15
 """Relative tolerance within which the ratio of two clients' medians is regarded as the ratio of two units."""
 NOTED_DISTANCE = 1.0
@@ -300,7 +300,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return the groups and the columns with those cells that enough clients have rows in."""
+        """Return the groups and the columns with those cells in which enough clients have rows."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)

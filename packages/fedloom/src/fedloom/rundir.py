@@ -175,11 +175,12 @@ ROLES_BY_NAME = {"local": "alone", "fedavg": "average", "centralized": "pooled"}
 class RunRecord(_Recorded):
     """Record of one method's run with one seed.
 
-    ``diverged`` is the round in which divergence was detected. It may be set for a run that reached its last round.
+    ``diverged`` is the round in which divergence was detected. ``diverged`` may also be set for a run that reached its
+    last round.
 
-    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). It is None in older run directories.
-    ``device_classes`` are the names of the clients' device classes, in the order of the numbers that stand for them in
-    the metrics.
+    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). The role is None in older run
+    directories. ``device_classes`` are the names of the clients' device classes, in the order of the numbers that stand
+    for them in the metrics.
     """
 
     method: str

@@ -28,8 +28,8 @@ the conditions are computed from the received embeddings from the first round on
 Defaults: lam = 0.01 and mu = 0.1, which are the public code's values for small networks.
 
 Use it if labels are skewed. Set ``guided`` in [model] to use it. With a model that has no valve and embeddings, the
-method equals FedPer, and a warning is issued. It also equals FedPer if ``angle``, lam and mu are 0 and the valve of the
-model does not change. It needs classes.
+method equals FedPer, and a warning is issued. The method also equals FedPer if ``angle``, lam and mu are 0 and the
+valve of the model does not change. It needs classes.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Total = tuple[Tensor, Info]
 class _Pending(BaseException):
     """Signal with the next question of the function.
 
-    It is a `BaseException`, so the code of an analysis does not catch it by accident.
+    The signal is a `BaseException`, so the code of an analysis does not catch it by accident.
     """
 
     def __init__(self, question: Question) -> None:

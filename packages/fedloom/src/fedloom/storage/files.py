@@ -1,4 +1,4 @@
-"""Files of a run directory. They are written only with the primitives of `fedloom.storage.disk`."""
+"""Files of a run directory. These files are written only with the primitives of `fedloom.storage.disk`."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ class RowFile:
             disk.fsync(self._fd, self.path)
 
     def close(self) -> None:
-        """Close the file in this process. This also happens when the object is deleted."""
+        """Close the file in this process. The file is also closed when the object is deleted."""
         self._close()
 
 

@@ -1,4 +1,4 @@
-"""Undo journal for rows in a file. It stores the old content of a row before the row is overwritten.
+"""Undo journal for rows in a file. The journal stores the old content of a row before the row is overwritten.
 
 The journal ``journal-G`` starts at checkpoint G. Its header lists the clients that have rows at this checkpoint, and
 contains the length of the previous journal. Its records contain the old bytes of the rows that have been changed since

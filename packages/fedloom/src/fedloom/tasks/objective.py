@@ -113,7 +113,7 @@ class Objective(Value):
     def line(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
         """Return the slope and intercept by which each client's outputs are recalibrated, ``[n, 2]``.
 
-        They are computed by `fedloom.tasks.calibration.recalibration` or, with a horizon, by
+        The slopes and intercepts are computed by `fedloom.tasks.calibration.recalibration` or, with a horizon, by
         `fedloom.tasks.survival.baseline`.
         """
         if self.horizon is None:

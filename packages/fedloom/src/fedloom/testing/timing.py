@@ -216,7 +216,7 @@ def permutation_of_devices(method: object) -> None:
 
 
 def scale_of_time(method: object) -> None:
-    """Check that a run is four times slower, with the same models, if devices, messages and deadlines are."""
+    """Check that making devices, messages and deadlines four times slower only makes the run four times slower."""
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))

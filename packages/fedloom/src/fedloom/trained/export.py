@@ -135,7 +135,9 @@ def units(model: Model, factors: Factors | None) -> str:
 
 
 class Program:
-    """Model that was exported for torch. It does not need the code of its architecture, and no code in the file is run.
+    """Model that was exported for torch.
+
+    This model does not need the code of its architecture, and no code in the file is run.
 
     Attributes:
         facts: facts about the model's input data.
@@ -199,7 +201,10 @@ def _example(model: Model) -> Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress what the exporters print within the block. If they fail, the error is reported in one sentence."""
+    """Suppress what the exporters print within the block.
+
+    If an exporter fails, the error is reported in one sentence.
+    """
     for exporter in ("torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(exporter).setLevel(logging.ERROR)
     try:
