@@ -158,7 +158,7 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
 
     A bin is merged with the bins after it until the merged bin contains rows of enough clients.
 
-    The bins after the last of these merged bins are added to it.
+    The bins after the last merged bin are added to this bin.
 
     Args:
         filled: 1 where a client has at least the minimum number of rows in a bin, for each group, ``[n, G, B]``.

@@ -124,8 +124,8 @@ class Roles(NamedTuple):
 
     Attributes:
         page: metric shown first in tables and reports.
-        settings: metric by which `fedloom tune` compares settings. It is averaged over the clients for which it is
-            defined. AUROC is only defined if both classes occur.
+        settings: metric by which `fedloom tune` compares settings. The metric is averaged over the clients for which it
+            is defined. AUROC is only defined if both classes occur.
         client: metric by which the hybrid model chooses the better model for each client. For classification, this is
             the accuracy, as in FLAME's model selection. If a class may be rare, it is the loss, because accuracies are
             then often equal.
@@ -285,7 +285,7 @@ def jain(values: Values) -> float:
 def disagreement(values: Values) -> float:
     """Return the client disagreement CD (Equitable-FL, Eq. 9): the sum of |l_i - l_j| over ordered pairs / binom(r, 2).
 
-    It equals twice the mean absolute difference between two clients. The paper sums over the r participants of a round.
+    CD equals twice the mean absolute difference between two clients. The paper sums over the r participants of a round.
     The recorded value is the sum over all clients, including those that did not take part in the round, so that rounds
     and methods are comparable.
     """
@@ -303,7 +303,7 @@ def disagreement(values: Values) -> float:
 def mutual_information(planted: NDArray[np.int64], recovered: NDArray[np.int64]) -> float:
     """Return the normalized mutual information of two labelings, in [0, 1] (Equitable-FL, Fig.
 
-    2). It is 1 if the labelings are equal up to renaming.
+    2). The result is 1 if the labelings are equal up to renaming.
     """
     from sklearn.metrics import normalized_mutual_info_score
 

@@ -2,8 +2,8 @@
 
 This module also checks the paths of files and folders that a caller passes.
 
-Simulations and deployments write run directories. Reports, `watch` and runs that are opened again read them. All of
-these use the names and values in this module, which does not import torch.
+Simulations and deployments write run directories. These directories are read by reports, by `watch` and by runs that
+are opened again. All of these use the names and values in this module, which does not import torch.
 """
 
 from __future__ import annotations

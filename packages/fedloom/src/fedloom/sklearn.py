@@ -170,8 +170,8 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             or value for ``local``, ``evaluate`` or ``engine`` changes only the options that are set in it.
 
     Attributes:
-        models_: the model of each client, keyed by group name, and under None the global model, if the method trains
-            one.
+        models_: the model of each client, keyed by group name. If the method trains a global model, it is stored under
+            None.
         classes_: names of the classes ``[C]``.
         notes_: notes about columns with possible problems, such as row numbers or copies of the target.
     """

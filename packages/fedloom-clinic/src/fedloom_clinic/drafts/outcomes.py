@@ -123,7 +123,7 @@ class TableOutcome(NamedTuple):
     """Outcome for which an experiment is drafted.
 
     Attributes:
-        target: column to predict. If None, a question asks for it.
+        target: column to predict. If None, the draft asks the user for the target.
         event: column that is 1 if the target, which is a time, ended with an event, and 0 if it is censored. None for
             other tasks.
         question: question that the user must answer before the draft can be run, or "" if the evidence is clear.

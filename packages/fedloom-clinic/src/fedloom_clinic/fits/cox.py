@@ -225,7 +225,7 @@ def fit_cox(
         ties: method for tied event times.
         stratify: True to give every site a baseline hazard of its own.
         names: names of the columns, used in messages.
-        penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines their scales.
+        penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
         strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
             likelihood is used.
 

@@ -168,7 +168,7 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
     """Return wider bins, each with events of `fewest` sites even if any `missing` sites are absent.
 
-    Every site computes the same bins. The bins after the last wider bin are added to it.
+    Every site computes the same bins. The bins after the last wider bin are added to this bin.
 
     Args:
         terms: agreed terms.

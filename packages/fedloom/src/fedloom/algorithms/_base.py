@@ -232,7 +232,9 @@ class Algorithm(Value, ABC):
         return Model(x0), Nothing(), None
 
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Fields:
-        """Return the download. Its fields are ``[d]``, or ``[m, .]`` if clients receive different values.
+        """Return the download.
+
+        The fields of the download are ``[d]``, or ``[m, .]`` if clients receive different values.
 
         The first field is the model if uploads contain a model.
 

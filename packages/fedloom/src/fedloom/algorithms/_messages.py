@@ -243,7 +243,8 @@ def check_declaration(algorithm: type[Value]) -> None:
     """Raise if a method does not annotate its messages, or if a field refers to a field that does not exist.
 
     Raises:
-        ConfigError: a declaration is missing or wrong. The message says which one, and how to write it.
+        ConfigError: a declaration is missing or wrong. The message says which declaration is wrong, and how to write
+            it.
     """
     fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
     for field, kind in fields.items():

@@ -32,7 +32,7 @@ taken.
 Defaults: a client receives five models and holds out a fifth of its samples. epsilon starts at 0.3 and decreases by
 0.05 per round, as in the paper. If no received model is better than the model from which the client started, the client
 keeps its trained model, as in PFLlib. With ``returns``, the client goes back to the starting model, as in the paper.
-This wastes the work of a round if few samples are held out and steps rarely lower the loss on them.
+Going back wastes the work of a round if few samples are held out and steps rarely lower the loss on them.
 
 Use it if some clients are similar, but it is not known which ones. Traffic grows with ``peers``. With peers = 0, the
 method equals Local.

@@ -19,7 +19,7 @@ all clients participate. Here, an absent client is represented by its last z.
 Replayed: clients and server of wenh06/fl-sim (61b57ec9) produce the same z_j and x to within 1e-14, once local training
 starts at x. In their code, local training starts at the client's last model.
 
-Defaults: step = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps). This
+Defaults: step = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps). This value
 equals FedDR's eta and is chosen for the same reasons. With a constant step, local steps of about this size would reduce
 the local prox to a single batch.
 

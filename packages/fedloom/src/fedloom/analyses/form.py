@@ -344,7 +344,9 @@ class Analysis(Value):
         return client
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
-        """Return the sets of a client's rows over which sums are computed. By default, the only set is that of `used`.
+        """Return the sets of a client's rows over which sums are computed.
+
+        By default, the only set contains the rows that `used` returns.
 
         If a set differs from an earlier set in only a few subjects, a site does not answer for it.
         """

@@ -45,7 +45,7 @@ class Transcript:
 
     @cached_property
     def outcome(self) -> Question | tuple[pa.Table, nn.Module | None]:
-        """Next question of the analysis, or at its end the table and the predictor."""
+        """Next question of the analysis. After the last question, the table and the predictor."""
         totals = iter(self.totals)
 
         def ask(question: Question) -> Total:

@@ -148,7 +148,7 @@ class Checkpoints:
     """Generations of checkpoints in one folder.
 
     Args:
-        folder: folder of the checkpoints. The first call of `save` creates it.
+        folder: folder of the checkpoints. The first call of `save` creates the folder.
         keep: number of generations to keep.
         update_numbers: function that replaces old names by current names in the ``numbers`` of a generation that an
             earlier version wrote.

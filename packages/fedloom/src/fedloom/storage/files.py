@@ -257,7 +257,7 @@ def discard(*paths: Path) -> None:
 
 
 class RowFile:
-    """File of fixed length that is read and written in place. Forked processes may share it.
+    """File of fixed length that is read and written in place. Forked processes may share the file.
 
     Args:
         path: the file.

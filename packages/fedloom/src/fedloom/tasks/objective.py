@@ -76,8 +76,8 @@ class Objective(Value):
     A custom loss receives the outputs ``[b, k]`` of a batch and its targets. The targets are ``[b]``, or ``[b, k]`` for
     a regression. For sequences with a label per position, only labeled positions are passed. The loss returns a single
     number, which is the mean over the batch. Its gradient is computed by autograd. A custom metric receives outputs and
-    targets for all samples of one client (float64, on the CPU). It returns a single number, or NaN if it is undefined.
-    Larger values are regarded as better unless the function sets ``higher_is_better = False``.
+    targets for all samples of one client (float64, on the CPU). The metric returns a single number, or NaN if it is
+    undefined. Larger values are regarded as better unless the function sets ``higher_is_better = False``.
 
     Class weights are used only in training, and evaluations ignore them. With "balanced", class c at a client has the
     weight n / (C n_c), where n is the number of the client's training samples, n_c is the number of these samples in

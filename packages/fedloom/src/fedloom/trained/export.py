@@ -47,8 +47,8 @@ def export_model(
     """Write a model to a file, as the state dict of a plain `nn.Module` or as a graph that accepts raw rows.
 
     A ``safetensors`` file contains the state dict, with adapters merged into their layers. Its metadata describe the
-    input of the module (``facts``). ``onnx`` and ``torch`` files also contain imputation, scaling and levels. Their
-    graphs return ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
+    input of the module (``facts``). ``onnx`` and ``torch`` files also contain imputation, scaling and levels. The
+    graphs in these files return ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
 
     - For a table, ``onnx`` accepts ``numbers`` ``[batch, .]`` float64, in which missing cells are NaN or one of the
       markers in the training data, and ``texts`` ``[batch, .]`` strings. The metadata entry ``columns`` lists the names
