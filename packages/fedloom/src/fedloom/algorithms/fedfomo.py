@@ -22,7 +22,7 @@ Deviations: the held-out samples are a share of the training part, which is the 
 receive the last model of any client, including absent clients. With probability epsilon, all models that a client
 receives are drawn at random instead of by preference. In the public code, each model is drawn at random with this
 probability, means over groups of clients are used as well, and preference weights may be negative. The default distance
-in the public code is the sum of absolute differences. With "l2", it is the squared norm.
+in the public code is the sum of absolute differences. With "l2", the distance is the squared norm.
 
 Replayed: given the same received models and held-out samples, the clients of TsingZ0/PFLlib (d832e76f) produce the same
 models and weights to within 1e-14, without the 1e-5 that their code adds to distances. With ``returns``, the functions
