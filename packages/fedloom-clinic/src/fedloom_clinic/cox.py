@@ -387,7 +387,7 @@ def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
     """Return a table with a row for each column of the regression.
 
-    It includes the numbers of rows and of lost events.
+    The table includes the numbers of rows and of lost events.
     """
     low, high = fit.fit.interval()
     figures = {

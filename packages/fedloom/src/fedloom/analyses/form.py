@@ -191,7 +191,7 @@ class Rules(Value):
 
 @dataclass(frozen=True, eq=False)
 class AnalysisTerms:
-    """All facts that are public before the first question. They are the same for all parties.
+    """All facts that are public before the first question. These facts are the same for all parties.
 
     Args:
         schema: columns, levels and agreed ranges.
@@ -227,10 +227,12 @@ class FurtherRun(NamedTuple):
 
 
 class Analysis(Value):
-    """Question about a whole federation. It is a frozen value whose fields are options and whose functions are pure.
+    """Question about a whole federation.
 
-    An analysis by sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`. It runs with the same
-    result in one process, at sites (with or without masking) and in a Flower app. An analysis of a run defines
+    An analysis is a frozen value whose fields are options and whose functions are pure.
+
+    An analysis by sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`. Such an analysis runs with
+    the same result in one process, at sites (with or without masking) and in a Flower app. An analysis of a run defines
     `measure`, which uses the models of a `fedloom.engine.result.Result`. An analysis that needs additional runs defines
     `units`.
     """
@@ -254,11 +256,12 @@ class Analysis(Value):
     wider: ClassVar[str] = "Agree on wider ranges"
     """Advice for the case that numbers in an answer are outside their bounds."""
     tasks: ClassVar[Collection[str]] = ()
-    """Tasks whose data the analysis can use. If it is empty, every task is allowed."""
+    """Tasks whose data the analysis can use. If empty, every task is allowed."""
     needs_table: ClassVar[bool] = False
     """True if the analysis uses the columns of a table."""
     per: ClassVar[str] = "run"
-    """Scope of a table that `measure` returns. It is "run", or "seed" if the table is the same for all methods."""
+    """Scope of a table that `measure` returns. The scope is "run", or "seed" if the table is the same for all
+    methods."""
 
     rules: Rules | None = Field(
         None, description="limits that all clients agree on (default: the limits of a simulation or of real sites)"
@@ -359,7 +362,9 @@ class Analysis(Value):
         return client
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
-        """Return the sets of a client's rows over which sums are computed. By default, the only set is that of `used`.
+        """Return the sets of a client's rows over which sums are computed.
+
+        By default, the only set contains the rows that `used` returns.
 
         If a set differs from an earlier set in only a few subjects, a site does not answer for it.
         """
@@ -397,9 +402,9 @@ class Analysis(Value):
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         """Return a client's answer, float64 ``[k]``, which is a sum over its rows.
 
-        If there are no rows, the answer is zeros. None also stands for zeros. An analysis returns None if the client's
-        rows are a reason not to answer, for instance because a single row would determine the sum. The server only
-        learns how many clients did not answer, but not which ones.
+        If there are no rows, the answer is zeros. None also stands for zeros. An analysis returns None if a client
+        should not answer because of its rows, for instance because a single row would determine the sum. The server
+        only learns how many clients did not answer, but not which ones.
         """
         raise NotImplementedError
 

@@ -81,7 +81,7 @@ class Chosen:
     Attributes:
         base: task that the data set declares.
         objective: loss, metrics and class weights that the user chose.
-        classes: names of the classes. It is empty if the targets are numbers.
+        classes: names of the classes. Empty if the targets are numbers.
         extra: those metrics of fedloom that are computed only on request.
     """
 
@@ -233,8 +233,8 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
     A result is NaN if the client has no samples or its outputs are not finite.
 
     Every metric is tried on samples before the first round. If it fails at a client later, its value is NaN and the
-    failure is logged once. An example is a metric for two classes at a client with one class. Models do not depend on
-    this value.
+    failure is logged once. For example, a metric for two classes fails at a client with one class. Models do not depend
+    on this value.
     """
     values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)
