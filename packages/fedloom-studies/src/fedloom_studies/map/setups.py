@@ -77,7 +77,7 @@ class Setup:
     def training(self) -> str:
         """Description of the model, the number of rounds and the tuning."""
         model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
-        tuned = f"{self.trials} trials per method" if self.trials > 1 else "not tuned, default settings"
+        tuned = f"{self.trials} trials per method" if self.trials > 1 else "default settings without tuning"
         kind = self.document["model"]["kind"]
         return f"{kind}{f' ({model})' if model else ''}, {self.document['rounds']} rounds, {tuned}"
 

@@ -37,7 +37,7 @@ Figures = Mapping[str, Mapping[str, float]]
 OTHERS_TEXT = """# Tables of other programs
 
 This page reproduces published tables of other programs on public data. Each table is first repeated with the authors'
-data, split, seeds and settings, and then tested with equal tuning for every method. A program generates this page
+data, split, seeds and settings, and then tested with equal tuning for every method. This page is generated
 from recorded runs.
 
 Two commands repeat the first table in about two minutes. The first command downloads four files from UCI (70 kB):
@@ -53,7 +53,7 @@ WORDS_TEXT = """## Words for cells
 | word | meaning |
 |---|---|
 | *exact* | the mean over seeds has the printed digits |
-| *close* | the mean differs by at most the table's limit (beside the count) |
+| *close* | the mean differs by at most the table's limit, which is given next to the count |
 | *spread* | the mean differs by more, but by at most two standard errors of both means |
 | *explained* | the mean differs by more than two standard errors, for the reason below the table |
 

@@ -17,8 +17,9 @@ from fedloom_studies.reproduce.recipe import Recipe
 FACTS_PAGE = "facts"
 """Name of the page, which is in the folder with the pages of the recipes."""
 FACTS_TEXT = (
-    "Facts that the papers' texts lack or contradict, and how many of a paper's recipes in the published protocol use "
-    "them. Repositories are named with the commit that was read. FedACS and Equitable-FL have no public code."
+    "This page lists facts that the texts of the papers leave out or contradict, and how many of the recipes in the "
+    "published protocol use them. Each repository is given with the commit that was read. FedACS and Equitable-FL have "
+    "no public code."
 )
 
 
