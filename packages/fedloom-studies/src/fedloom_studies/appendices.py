@@ -28,8 +28,8 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
             ``folder/`` in the page, and links back must start with ``../`` in an appendix.
 
     Raises:
-        ConfigError: a file exists that this command did not write. This is a page with a different first line or, if
-            there is no page, a file in the folder.
+        ConfigError: a file exists that this command did not write. Such a file is a page with a different first line
+            or, if there is no page, a file in the folder.
     """
     beside = page.resolve().parent
     in_checkout = beside == DOCS_FOLDER.resolve() and PAGES_FOLDER.is_dir()

@@ -140,7 +140,10 @@ def merge_seeds(
 
 
 def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if seeds can be added to a recorded summary. Otherwise, the whole recipe must be run."""
+    """Return True if seeds can be added to a recorded summary.
+
+    If no seeds can be added, the whole recipe must be run.
+    """
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 

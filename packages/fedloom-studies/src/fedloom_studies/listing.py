@@ -23,8 +23,8 @@ def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]],
 
     Args:
         name: name of the listing, which is also the name of its cache file.
-        question: options that determine the rows. It is compared as text.
-        rows: function that computes the rows. They may contain only values that JSON supports.
+        question: options that determine the rows. The question is compared as text.
+        rows: function that computes the rows. The rows may contain only values that JSON supports.
         places: other files and folders that the rows depend on, besides the code and the folder FEDLOOM_DATA.
     """
     data = Path(folder).expanduser() if (folder := os.environ.get("FEDLOOM_DATA")) else None

@@ -1,9 +1,10 @@
 """Verdicts on the map's records, from values by seed and from gains over the better of local training and FedAvg.
 
-In each setup, every method is compared with the better of local training and FedAvg. All these comparisons form one
-family of moderated tests (`fedloom.lab.report.comparison.family`). Each seed splits the same samples in a new way. A
+In each setup, every method is compared with the better of local training and FedAvg. All comparisons in a setup form
+one family of moderated tests (`fedloom.lab.report.comparison.family`). Each seed splits the same samples in a new way.
+A
 verdict
-applies to these samples only. It extends to other splits, cohorts and initial models. Across setups, methods are
+applies to these samples only. A verdict extends to other splits, cohorts and initial models. Across setups, methods are
 compared
 by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair (scikit-posthocs). Only setups
 and methods without missing results are used. Setups without tuning are left out of these tests.
@@ -45,7 +46,8 @@ DETECTABLE_GAIN = 0.03
 """Gain that a setup should be able to detect. A smaller gain would not justify the work and traffic of another
 method."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a setup should detect this gain. It is the statistical power that studies usually aim for."""
+"""Probability with which a setup should detect this gain. This probability is the statistical power that studies
+usually aim for."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,14 @@ class SetupVerdict:
     """Verdicts on all methods in a setup, with their records.
 
     Attributes:
-        reference: the better of local training and FedAvg, by the mean over seeds. It is empty if either of them has no
-            result.
+        reference: the better of local training and FedAvg, by the mean over seeds. The name is empty if either of the
+            two has no result.
         spread: standard deviation of gains over seeds that all methods are assumed to share, from the prior of the
             moderated test. NaN if too few
             gains were tested.
         needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
-            given ``spread`` and the first step of Holm's correction. It does not depend on the observed gains, and is 0
-            if ``spread`` is unknown.
+            given ``spread`` and the first step of Holm's correction. This number does not depend on the observed gains,
+            and is 0 if ``spread`` is unknown.
         standings: results of the methods that have finished, with the best mean first.
         records: record of every method, keyed by method.
     """

@@ -1,4 +1,4 @@
-"""Pages of the map, and a table of all results. They are generated from the records alone."""
+"""Pages of the map, and a table of all results. The pages are generated from the records alone."""
 
 from __future__ import annotations
 

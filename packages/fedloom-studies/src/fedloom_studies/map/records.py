@@ -68,7 +68,7 @@ class CellRecord:
         seeds: results of the runs, keyed by seed.
         again: results of a second run with other seeds, keyed by seed.
         minutes: processor time of trials, runs and evaluation, in core-minutes.
-        commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. It is empty if the commit
+        commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
             is unknown.
     """
 

@@ -43,7 +43,7 @@ class Setup:
         title: title for readers, which names what is special about the clients.
         says: sentence that describes how the federation was made.
         share: core-minutes that all cells of the setup at equal rounds may take together.
-        trials: number of trials per method. If it is 1, every method runs with its default settings.
+        trials: number of trials per method. If there is only one trial, every method runs with its default settings.
         tuning: seeds for the trials.
         seeds: seeds for the results.
         again: seeds for a second run that confirms verdicts.
@@ -234,7 +234,7 @@ def _is_text(statement: ast.stmt) -> bool:
 def space_from(path: Path, method: str) -> dict[str, Any]:
     """Read a search space from a file.
 
-    Its entries have the form ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
+    The entries of the file have the form ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
 
     Raises:
         ConfigError: the file cannot be read, names a setting that the method does not have, or gives no valid space for

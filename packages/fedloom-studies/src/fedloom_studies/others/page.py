@@ -26,8 +26,8 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import read_document
 
 EXACT_COX_FILE = "brca-cox.json"
-"""File in the folder of the summaries that contains concordances of the exact Cox regression. It is written by
-`studies/scripts/brca_cox`."""
+"""File in the folder of the summaries that contains concordances of the exact Cox regression. The script
+`studies/scripts/brca_cox` writes this file."""
 AFL_LOOPS_FILE = "afl-adult.json"
 """File in the folder of the summaries with results of the loops of the public code on adult.
 `studies/scripts/afl_adult` repeats these loops in numpy."""
@@ -119,7 +119,7 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
-    """Render the page about all tables, with additional values for some of them."""
+    """Render the page about all tables, with additional values for some tables."""
     lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
     for table, group in groups.items():
         published, fair = _split(group)

@@ -60,7 +60,8 @@ class FlambyHeart(Source):
     """Fed-Heart-Disease from FLamby (owkin/FLamby at edacf54): four hospitals, 740 patients without missing values.
 
     Columns 10 to 12 are left out first, and then all patients with a missing value. Two thirds of the patients of each
-    hospital are used for training. They are drawn by scikit-learn with seed 43. The features are scaled by the training
+    hospital are used for training. The training patients are drawn by scikit-learn with seed 43. The features are
+    scaled by the training
     part of each
     hospital.
     """

@@ -7,8 +7,8 @@ train,
 validation
 or common is stated. The statistic ``client-K`` stands for the value of client number K alone. WHEN is the last round by
 default.
-Other values are ``validation`` (the round that is best on validation data), ``mean`` (the mean over the evaluated
-rounds, which measures speed), the number of a round, and ``to VALUE``. The last of these is the first evaluated round
+WHEN may also be ``validation`` (the round that is best on validation data), ``mean`` (the mean over the evaluated
+rounds, which measures speed), the number of a round, or ``to VALUE``. The last of these is the first evaluated round
 whose validation score reaches the value, for claims about work. If a model never reaches the value, the work of the
 last round is used, which is a lower bound.
 
@@ -148,7 +148,7 @@ def _number(of: Unit, value: float, spread: float) -> str:
 
 
 def values(run: Run, reference: Reference) -> dict[int, float]:
-    """Return the value for each seed. It is NaN if the run has not ended or did not record it."""
+    """Return the value for each seed. The value is NaN if the run has not ended or did not record it."""
     name, _, when = reference.figure.partition("@")
     by_seed = {}
     for seed in seeds_of(run, reference.method):

@@ -3,10 +3,10 @@
 A rival is one of the sides that the subject of the claim is compared with. For each rival, there is one number per
 seed:
 the difference in the claimed direction, as a mean over variants and paired over seeds (with the same seed, data,
-cohorts, initial model and batches are the same). It is tested by a t-test with Holm's correction over the rivals of the
-claim. If a claim is about
+cohorts, initial model and batches are the same). The differences are tested by a t-test with Holm's correction over the
+rivals of the claim. If a claim is about
 each variant, such as every attack, a side counts as a different rival in each variant. A claim holds if the subject is
-clearly ahead of every rival. It does not hold if any rival is clearly ahead. A large lead over one rival therefore
+clearly ahead of every rival. A claim does not hold if any rival is clearly ahead. A large lead over one rival therefore
 cannot make up
 for another. A claim
 is tested after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these
@@ -56,7 +56,10 @@ from fedloom_studies.reproduce.recipe import Claim, Recipe
 
 @dataclass(frozen=True)
 class ClaimPair:
-    """Comparison of the subject of a claim with one side in one variant. Its verdict includes Holm's correction."""
+    """Comparison of the subject of a claim with one side in one variant.
+
+    The verdict on the comparison includes Holm's correction.
+    """
 
     left: str
     right: str
@@ -68,7 +71,8 @@ class Rival:
     """Side that the subject of a claim is compared with.
 
     Attributes:
-        name: name of the side. It includes the variant only if the variant differs or the claim is about each variant.
+        name: name of the side. The name includes the variant only if the variant differs or the claim is about each
+            variant.
         look: test of its differences, one per seed, at the look that settles the claim.
         clear: True if the difference is significant by Holm's procedure over the rivals of the claim.
     """
@@ -117,8 +121,8 @@ class JudgedClaim:
     def verdict(self) -> ClaimVerdict:
         """Verdict on the claim as a whole.
 
-        The claim holds if it holds against every rival. It holds in part if it holds against some rivals and no rival
-        is ahead, or if it holds but a single comparison contradicts it.
+        The claim holds if it holds against every rival. A claim holds in part if it holds against some rivals and no
+        rival is ahead, or if it holds but a single comparison contradicts it.
         """
         if self.reason:
             return UNTESTED
@@ -130,7 +134,7 @@ class JudgedClaim:
     def least(self) -> Rival:
         """Rival that comes closest to contradicting the claim.
 
-        It has the smallest difference or, in a claim of equivalence, the largest.
+        This rival has the smallest difference or, in a claim of equivalence, the largest.
 
         If the claim does not hold, it is a rival that clearly contradicts it.
         """

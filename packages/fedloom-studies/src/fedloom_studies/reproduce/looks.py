@@ -70,7 +70,7 @@ class Look:
     Attributes:
         n: number of seeds in the test.
         difference: mean difference over the seeds.
-        level: significance level that decides the test. It is the level of the look or, with several rivals, that of
+        level: significance level that decides the test. This level is that of the look or, with several rivals, that of
             the step in Holm's procedure. NaN if no test was made.
         error: standard error of ``difference``. NaN if no test was made.
         p: two-sided p-value of either the claim or its opposite, whichever is closer.
@@ -128,7 +128,7 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean. It is 0 if all values are the same infinity."""
+    """Return the standard error of a mean. The error is 0 if all values are the same infinity."""
     if not all(map(math.isfinite, values)):
         return 0.0 if len(set(values)) == 1 else math.inf
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))

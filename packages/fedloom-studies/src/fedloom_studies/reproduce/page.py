@@ -56,7 +56,7 @@ def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """Return a phrase for the state of a recipe: not run, unfinished or run, with scale and date.
 
-    It also states whether the summary belongs to an earlier version of the recipe.
+    The phrase also states whether the summary belongs to an earlier version of the recipe.
     """
     if summary is None:
         return "not run"

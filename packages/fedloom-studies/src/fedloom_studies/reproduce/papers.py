@@ -279,7 +279,8 @@ def _cell(
 ) -> ClaimCell:
     """Return the verdict on a headline claim under one protocol.
 
-    It comes from a recipe that is up to date and complete, at full length if possible. Among several, the least
+    The verdict comes from a recipe that is up to date and complete, at full length if possible. Among several, the
+    least
     favorable verdict is used.
 
     A recipe whose run is not comparable to the paper's gives no verdict, and the verdict of a stand-in appears only on

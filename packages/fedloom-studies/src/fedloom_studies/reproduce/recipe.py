@@ -238,7 +238,7 @@ class Recipe:
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
-        """Return True if a scale follows the protocol. It may have other seeds, and fewer variants or methods.
+        """Return True if a scale follows the protocol. The scale may have other seeds, and fewer variants or methods.
 
         Args:
             scale: scale at which the recipe was run.

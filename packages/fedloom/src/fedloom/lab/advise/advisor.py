@@ -324,7 +324,7 @@ class Advisor:
     def _plan(self, arm: Arm) -> int:
         """Return the number of rounds in an arm's full run.
 
-        It is that of the arm's method, unless the arm's rounds differ in cost.
+        The number is that of the arm's method, unless the arm's rounds differ in cost.
         """
         return self._rounds.get((arm.label, arm.number), self._rounds[arm.label, 0])
 

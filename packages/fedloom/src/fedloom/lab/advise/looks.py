@@ -181,8 +181,9 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
 def shrink_gains(values: Values) -> Values:
     """Predict the difference for each client, ``[clients]``, as its mean shrunk towards the mean of all clients.
 
-    This is the best linear unbiased prediction in the two-way model. It keeps only the share of the variance between
-    clients that persists over seeds. Clients with any value that is not finite are given the mean of the other clients.
+    The prediction is the best linear unbiased prediction in the two-way model. This prediction keeps only the share of
+    the variance between clients that persists over seeds. Clients with any value that is not finite are given the mean
+    of the other clients.
 
     Args:
         values: differences ``[seeds, clients]``.

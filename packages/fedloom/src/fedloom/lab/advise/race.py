@@ -9,9 +9,8 @@ than chance (`fedloom.lab.advise.looks`). The remaining methods are trained to t
 FedAvg, as
 references. While the race is undecided, the rest of the budget is spent on more seeds.
 
-The functions in this module choose what to train next and read the results. They do not train themselves, so they can
-be tested with
-arbitrary results.
+The functions in this module choose what to train next and read the results. These functions do not train anything
+themselves, so they can be tested with arbitrary results.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ FIRST_SEEDS, MOST_SEEDS = 2, 5
 MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
 """Maximum number of interim analyses (looks) at which methods may be eliminated."""
 ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
-"""Methods that take part in every race and serve as references for all others. They are always trained to the
+"""Methods that take part in every race and serve as references for all others. Both methods are always trained to the
 end."""
 DEFAULT_BUDGET_RUNS = 16.0
-"""Default budget of a race, in units of the gradients of one FedAvg run. It is twice the cost of tuning FedAvg alone
-with 8 trials."""
+"""Default budget of a race, in units of the gradients of one FedAvg run. This budget is twice the cost of tuning FedAvg
+alone with 8 trials."""
 MOST_ARMS, MOST_STAYING = 16, 4
 """Maximum number of settings per method at the start, and maximum number that is kept after the first comparison. Any
 budget that
@@ -53,7 +52,7 @@ class Departure(NamedTuple):
 
     Attributes:
         look: number of the interim analysis (look), counted from 1.
-        rival: label of the method that is better. It is empty if all settings of the method failed.
+        rival: label of the method that is better. The label is empty if all settings of the method failed.
         difference: score of the rival minus score of the method, above 0 if the rival is better.
         reason: reason why there is no result, if all settings of the method failed.
     """
@@ -179,7 +178,8 @@ def race(
     """Run a race between methods and return its outcome.
 
     Args:
-        arms: settings of every method, keyed by label. Their number and ``stay`` are determined by `choose_counts`.
+        arms: settings of every method, keyed by label. The number of settings per method and ``stay`` are determined by
+            `choose_counts`.
         stay: number of settings per method that are kept after the first comparison.
         budget: maximum number of gradients that the race may use.
         work: number of gradients of one whole run.
@@ -187,8 +187,8 @@ def race(
         run: function that trains laps and returns their results.
         tell: function that is called with a sentence after every comparison.
         higher: True if higher values of the metric are better.
-        planned: function that returns the number of gradients that were used outside of laps. They are part of the
-            budget.
+        planned: function that returns the number of gradients that were used outside of laps. These gradients are part
+            of the budget.
     """
     return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell, planned).go(stay)
 

@@ -35,11 +35,12 @@ class Comparison(RecordedComparison):
     """Result of `compare`: the recorded comparison, and the result of each run with its trained models.
 
     Attributes:
-        folder: run directory with the same contents as one that `fedloom run` writes. It can also be opened with
-            `fedloom.open_run`.
+        folder: run directory with the same contents as one that `fedloom run` writes. The directory can also be opened
+            with `fedloom.open_run`.
         results: results of the completed runs, keyed by (label, seed).
         failures: reason why a run has no result, keyed by (label, seed).
-        chosen: settings that the search chose for each method, keyed by label. It is empty if there was no search.
+        chosen: settings that the search chose for each method, keyed by label. The mapping is empty if there was no
+            search.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ def compare(
             settings uses the folder ``<folder>-tune`` next to it. None: a temporary directory is used.
         join: True to share the runs with other processes that make the same call with the same folder, on any machine
             that can access the folder. Every process returns the whole comparison.
-        executor: executor that performs the runs. It is an object with a method ``submit(function, *arguments)``, such
-            as Dask's ``Client.get_executor()``, submitit's executors and the executors of `concurrent.futures`. Classes
+        executor: executor that performs the runs. The executor is an object with a method ``submit(function,
+            *arguments)``, such as Dask's ``Client.get_executor()``, submitit's executors and the executors of
+            `concurrent.futures`. Classes
             that the call uses must be defined in modules that the workers can import. The data are sent once per
             worker. The whole search for the settings of one method is submitted as a single call.
         callbacks: functions that are called with an event (`fedloom.lab.experiment.events.Event`: label, seed, round,

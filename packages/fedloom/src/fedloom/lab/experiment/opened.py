@@ -147,7 +147,7 @@ class RunDirectory:
         return read_table(self.path / METRICS_FILE, FIGURE_COLUMNS)
 
     def table(self) -> pa.Table:
-        """Return a table of every metric of every run. Its first two columns are ``method`` and ``seed``.
+        """Return a table of every metric of every run. The first two columns of the table are ``method`` and ``seed``.
 
         Raises:
             RunDirError: the file with the metrics is missing or damaged.

@@ -82,7 +82,8 @@ class Outcome(NamedTuple):
 
 
 _version = cache(version)
-"""Version of a package. It is cached because every call would otherwise read and parse the package's metadata files."""
+"""Version of a package. The version is cached because every call would otherwise read and parse the package's metadata
+files."""
 
 
 def write_settings(out: Path, experiment: Experiment) -> None:

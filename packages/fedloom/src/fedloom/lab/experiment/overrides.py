@@ -38,7 +38,7 @@ def apply_overrides(
             sets a different ``kind`` or ``source``, the other keys of that table are removed first. If a change sets
             epochs, steps are
             removed, and vice versa.
-        methods: labels or algorithms of the methods to keep. All methods are kept if it is empty.
+        methods: labels or algorithms of the methods to keep. All methods are kept if no labels are given.
         rounds: number of rounds of every method, which replaces the numbers in the file.
         refit: True to train on all samples with the first seed and hold out no test samples, as is done after a
             cross-validation.

@@ -70,7 +70,8 @@ class Tracker:
     If the tracker fails, for example because its server cannot be reached, a warning is issued and the run continues.
     Metrics are kept
     until
-    the tracker works again. It is retried after `RETRY_SECONDS`, and at the end of the run. If the experiment is run
+    the tracker works again. A failed tracker is retried after `RETRY_SECONDS`, and at the end of the run. If the
+    experiment is run
     again with the same tracker, the metrics that are still missing are written.
 
     Args:

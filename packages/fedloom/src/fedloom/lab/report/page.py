@@ -62,7 +62,7 @@ def write_report(
 
     Args:
         run_dirs: paths of the run directories. If there are several, they are compared.
-        out: path of the HTML file, e.g. ``RUN/report.html``. Its folder is created if it does not exist.
+        out: path of the HTML file, e.g. ``RUN/report.html``. The folder of the file is created if it does not exist.
         columns: metrics in ``results.tex``, by the names of their columns in ``results.csv``. None: up to six metrics
             that suit the
             task are chosen.
@@ -84,9 +84,8 @@ def write_report(
             file.
             Nothing has been written in that case.
         ConfigError: ``out`` does not end in ``.html``, or lies inside a run directory (other than ``RUN/NAME.html``),
-            or exists but is not a report, or its folder contains files that no report has written. It is also raised if
-            a column
-            or method does not exist, or if the margin is not a number above 0.
+            or exists but is not a report, or its folder contains files that no report has written. This error is also
+            raised if a column or method does not exist, or if the margin is not a number above 0.
         CheckpointError: the disk is full or refuses the files. The recorded runs are not changed.
     """
     beside = check_report(run_dirs, out, force=force)

@@ -105,7 +105,7 @@ def _recounted(
 ) -> dict[Key, Points]:
     """Recompute the metrics over clients, leaving out the attackers of all methods.
 
-    While a run is in progress, its metrics leave out only its own attackers. If only one method is attacked, the
+    A run itself leaves out only its own attackers. If only one method is attacked, the
     metrics of the other methods therefore
     still include these clients.
     """

@@ -123,7 +123,7 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
 def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
     """Render the mean of a metric and the half-width of its interval.
 
-    Both are rounded to two significant digits of the half-width.
+    Both numbers are rounded to two significant digits of the half-width.
 
     The result is ``(UNKNOWN_DASH, "")`` if there is no value.
 
@@ -233,7 +233,7 @@ def tex(text: str) -> str:
 
 
 def mark_cell(mean: str, half: str, *, best: bool = False, dagger: bool = False) -> str:
-    r"""Render a LaTeX cell with a value and its half-width. It may be bold or have a dagger.
+    r"""Render a LaTeX cell with a value and its half-width. The cell may be bold or have a dagger.
 
     >>> mark_cell("91.2", "0.4"), mark_cell("91.2", "0.4", best=True), mark_cell("91", "", dagger=True)
     ('$91.2 \\pm 0.4$', '$\\mathbf{91.2 \\pm 0.4}$', '$91^{\\dagger}$')

@@ -36,12 +36,12 @@ from fedloom.seeds import generator, words
 from fedloom.values import fields_of
 
 Read = Callable[[Mapping[str, Any], str], Experiment]
-"""Function that converts a document to an experiment. It also receives the document's name, for error messages. It
-raises ConfigError if the document is
-invalid."""
+"""Function that converts a document to an experiment. The function also receives the document's name, for error
+messages. The
+function raises ConfigError if the document is invalid."""
 ALL_METHODS = "all"
 DERIVED_FACTOR = "1x"
-"""Value that leaves a derived option at the value that it is derived to have."""
+"""Value of a derived option that keeps it at its derived default."""
 
 
 @cache

@@ -56,7 +56,7 @@ class Trial(Value):
         params: values of the settings, keyed by name.
         state: ``complete``, ``pruned`` (stopped early because it was below the median of the complete trials) or
             ``failed`` (it diverged, or the method does not accept the values on these clients).
-        value: validation metric over clients, averaged over seeds. It is None unless the trial is complete.
+        value: validation metric over clients, averaged over seeds. The value is None unless the trial is complete.
         marks: intermediate values of the metric, keyed by comparison point.
         rounds: number of rounds trained per seed.
         samples_backward: number of samples whose gradients were computed, over all clients, rounds and seeds.
@@ -131,7 +131,7 @@ class TrialJournal:
             raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start over with --force") from None
 
     def append(self, trial: Trial, space: dict[str, BaseDistribution]) -> None:
-        """Append a trial to the journal. Its settings have the distributions ``space``."""
+        """Append a trial to the journal. The settings of the trial have the distributions ``space``."""
         self._study.add_trial(trial.frozen(space))
         self.trials.append(trial)
 

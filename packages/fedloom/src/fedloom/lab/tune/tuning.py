@@ -100,9 +100,8 @@ class Tuning:
 
     Raises:
         ConfigError: the experiment is invalid, has no validation data, has an invalid search space, or is run on
-            several ranks of torchrun. It is also raised if the directory lies inside a run directory or contains a file
-            that
-            the search reads. Nothing is written in that case.
+            several ranks of torchrun. This error is also raised if the directory lies inside a run directory or
+            contains a file that the search reads. Nothing is written in that case.
         RunDirError: the directory belongs to a different search, or is not the directory of a search.
         DataError: the data cannot be read.
     """
@@ -205,8 +204,7 @@ class Tuning:
 
         Raises:
             RunStopped: the search was interrupted, or no trial of some method was completed. Finished trials are kept
-                in both cases. The same call resumes
-                the search.
+                in both cases.
             CheckpointError: the disk is full or refuses a write. Finished trials are kept.
         """
         self._stopped = False

@@ -30,7 +30,7 @@ class Load(NamedTuple):
     """Estimated cost of a run.
 
     Attributes:
-        alone: time in seconds of the work that is not divided into chunks. It does not depend on the number of
+        alone: time in seconds of the work that is not divided into chunks. This time does not depend on the number of
             processes.
         work: time in seconds of the local work, which is divided into chunks.
         chunks: number of chunks that a cohort is divided into. Processes beyond this number would be idle.

@@ -59,7 +59,7 @@ class UnitReply(NamedTuple):
 
     Attributes:
         files: contents of the files in the run's checkpoint, keyed by file name.
-        failure: reason why the run has no result. It is empty if the run has a result.
+        failure: reason why the run has no result. The reason is empty if the run has a result.
         interrupted: True if the worker was asked to stop.
         wants_data: True if the worker lacks the data, and the unit was sent without them.
         worker: name of the process that sent the reply.

@@ -22,11 +22,11 @@ MOST_PAIRS = 10**8
 
 
 def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
-    """Compute a metric of weighted test samples, ``[B]``. It is NaN where the metric is undefined.
+    """Compute a metric of weighted test samples, ``[B]``. The metric is NaN where it is undefined.
 
     Args:
         metric: ``accuracy`` (of predictions above 0.5 for targets above 0.5), ``c_index``, ``r2``, ``rmse``, ``mae`` or
-            ``deviance``. They are defined as in the tasks, in units of the label.
+            ``deviance``. These metrics are defined as in the tasks, in units of the label.
         weight: non-negative weights of the samples for each resample, ``[B, N]``.
         samples: targets and predictions of the samples, ``[N]``.
     """
@@ -69,14 +69,13 @@ def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
 def standard_error(metric: str, alone: Predicted, shared: Predicted | None = None) -> float:
     """Return the bootstrap standard error of a metric: its standard deviation over resamples of subjects.
 
-    It is NaN if the standard error cannot be computed.
+    The result is NaN if the standard error cannot be computed.
 
     Args:
         metric: name of the metric, as in `weighted_metric`.
         alone: samples with the predictions of one model.
-        shared: the same samples with the predictions of another model. If it is given, the standard error is that of
-            the difference
-            between the two models.
+        shared: the same samples with the predictions of another model. If these samples are given, the standard error
+            is that of the difference between the two models.
     """
     n, units = len(alone.target), alone.units
     subjects = int(units.max(initial=-1)) + 1

@@ -51,10 +51,10 @@ class Winner:
     Attributes:
         row: index of the winner. None if no rows could be compared.
         rivals: indices of rows of other methods that are not significantly worse, nearest first.
-        equals: indices of rows of other methods that describe the same models. They are not treated as rivals.
+        equals: indices of rows of other methods that describe the same models. Such rows are not treated as rivals.
         runner_up: index of the best row of another method.
-        lead: mean difference from the runner-up over the seeds that both have. It is positive and in the units of the
-            criterion, before scaling.
+        lead: mean difference from the runner-up over the seeds that both have. The lead is positive and in the units of
+            the criterion, before scaling.
             For metrics that are compared as ratios (`is_ratio`), it is the logarithm of the ratio.
         half: half-width of the confidence interval on which the test is based. NaN if there are fewer than two common
             seeds.

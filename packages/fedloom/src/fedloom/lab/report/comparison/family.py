@@ -114,7 +114,10 @@ def untested_reason(comparison: TestedDifference | None) -> str:
 
 
 def scope(ratio: float) -> str:
-    """Return the sentence that states which samples a verdict applies to. It depends on ``ratio``, as in `family`."""
+    """Return the sentence that states which samples a verdict applies to.
+
+    The scope depends on ``ratio``, as in `family`.
+    """
     if ratio:
         return "Verdicts hold for new samples from the same source (Nadeau and Bengio's correction)."
     return "Verdicts hold for these samples, with other seeds."
@@ -129,9 +132,7 @@ def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[in
         one: metric from which the other is subtracted.
         other: metric that is subtracted.
         log: True to return the logarithm of the ratio instead of the difference. The logarithm is 0 if both values are
-            0. It is
-            infinite if only one of
-            them is 0.
+            0. The logarithm is infinite if only one of the values is 0.
 
     >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
@@ -143,7 +144,10 @@ def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[in
 
 
 def log_ratio(one: float, other: float) -> float:
-    """Return the logarithm of ``one / other``. It is 0 if they are equal, and infinite if one of them is 0 or less."""
+    """Return the logarithm of ``one / other``.
+
+    The result is 0 if both values are equal, and infinite if one of them is 0 or less.
+    """
     if one == other:
         return 0.0
     if one <= 0 or other <= 0:

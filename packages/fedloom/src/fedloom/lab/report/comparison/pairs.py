@@ -61,7 +61,7 @@ class Pair(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Reason why the difference is not tested. It is empty if it is tested."""
+        """Reason why the difference is not tested. The reason is empty if the difference is tested."""
         return untested_reason(self.comparison)
 
     @property

@@ -65,7 +65,7 @@ class RecordedComparison:
     def table(self) -> pa.Table:
         """Return a table with one row per method: means over seeds, half-widths of 95 % intervals (``_ci95``), status.
 
-        It has the same columns as ``results.csv`` (see `fedloom.lab.report.result_table`). If hybrid models are
+        The table has the same columns as ``results.csv`` (see `fedloom.lab.report.result_table`). If hybrid models are
         compared, the table also
         contains their rival: for each client, the better of local training and FedAvg on validation data.
         """
