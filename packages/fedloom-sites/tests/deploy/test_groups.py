@@ -28,13 +28,13 @@ from fedloom.lab.report.reading import read_runs
 from fedloom.rundir import FEDERATION_CLIENT
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.rehearsal.rogue import sum_honestly
 from fedloom_sites.deploy.server.run import serve
 from fedloom_sites.deploy.settings import Secure, text_of
 from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.models import importances, module_of, owned, score_site_model, used
 from tests.commands import call
 from tests.deploy.scene import Scene, scene
+from tests.deploy.sessions import sum_honestly
 from tests.deploy.test_dishonest import Rogue
 
 GROUPS = ["sex", "age>=60"]

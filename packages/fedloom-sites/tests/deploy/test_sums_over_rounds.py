@@ -13,7 +13,6 @@ import pytest
 
 from fedloom.errors import Stop
 from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
-from fedloom_sites.deploy.rehearsal.rogue import sum_honestly
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, reweighted
@@ -25,7 +24,7 @@ from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import NAMES_FILE
 from tests.deploy.scene import Scene, signing_key_of
-from tests.deploy.sessions import losing, secured
+from tests.deploy.sessions import losing, secured, sum_honestly
 from tests.deploy.test_dishonest import Rogue, rogue_of
 
 pytestmark = pytest.mark.attack("a server that combines sums")
@@ -83,7 +82,7 @@ class Federation:
             round=t, trains=kind == "uploads", sizes=((9, 3, 3),) * n, cohort=sorted(present),
             accepted=(0,) * len(present), download=model if kind == "uploads" else "",
             scored=t if kind == "scores" else -1, models=(model,) if kind == "scores" else (),
-            question=AnalysisStep.of("sums", t, b"") if kind == "sums" else None,
+            question=AnalysisStep.create("sums", t, b"") if kind == "sums" else None,
         )  # fmt: skip
         weights = {c: self.weights[c] for c in present}
         try:
@@ -255,15 +254,15 @@ def test_weights_that_change_are_changes_of_a_site() -> None:
     assert reweighted(before, {**before, "d": [5.001]}) == {"d"}
     assert reweighted(before, {c: [w[0] * (1 if c == "a" else 2)] for c, w in before.items()}) == {"a"}
     assert reweighted(before, {**before, "b": [0.0]}) == {"b"}
-    first = Changes({}, 1).after([*before], {"uploads": before})
+    first = Changes({}, 1).add_sum([*before], {"uploads": before})
     assert first.record["changes"] == {}
-    second = first.after([*before], {"uploads": {**before, "d": [6.0]}})
+    second = first.add_sum([*before], {"uploads": {**before, "d": [6.0]}})
     assert second.record["changes"] == {"d": 1}
     with pytest.raises(
         Broken, match="differ in d; a site may leave the sums over the same data, or return, at most 1 times"
     ):
-        second.after([*before], {"uploads": before})
-    assert second.after([*before], {"scores": before}).record["changes"] == {"d": 1}  # a sum of something else
+        second.add_sum([*before], {"uploads": before})
+    assert second.add_sum([*before], {"scores": before}).record["changes"] == {"d": 1}  # a sum of something else
 
 
 # ------------------------------------------------------------------------------------------------- played at real sites

@@ -9,7 +9,6 @@ that were chosen then, or runs a recipe for the first time.
 from __future__ import annotations
 
 import datetime
-import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -74,7 +73,7 @@ def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int
     """Return the seeds, up to a total number of seeds, for which the summary lacks a value that the recipe needs."""
     wanted = recipe.seeds(count)
     lacking = set[int]()
-    for variant, document in recipe.at(summary.scale).items():
+    for variant, document in recipe.make_documents(summary.scale).items():
         recorded = summary.numbers.get(variant, {})
         seeds_known = {int(seed) for by_seed in recorded.values() for seed in by_seed}
         lacking |= {*wanted} - seeds_known
@@ -102,7 +101,7 @@ def add_seeds(
         show: function that shows progress.
     """
     budget, numbers, failures = budget or TimeBudget(), dict(summary.numbers), list(summary.failures)
-    for variant, document in recipe.at(summary.scale, seeds).items():
+    for variant, document in recipe.make_documents(summary.scale, seeds).items():
         choices: Mapping[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
         where, folder = f"recipe {recipe.name}, {variant}", out / file_name(variant)
         plan = Plan(experiment(chosen(document, choices), where, workers), folder, data_dir)
@@ -161,8 +160,3 @@ def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str,
         yield one.recipe, one.how, option(one.hours), str(len(one.claims)), state
     for more in left:
         yield "-", more.why, "-", str(len(more.claims)), "left open"
-
-
-def total_hours() -> float:
-    """Return the total cost of all experiments in core-hours."""
-    return math.fsum(one.hours for one in decisions()[0])

@@ -119,7 +119,7 @@ class SetupVerdict:
     standings: tuple[Standing, ...]
     records: dict[str, CellRecord]
 
-    def of(self, method: str) -> Standing | None:
+    def find(self, method: str) -> Standing | None:
         """Return the result of a method, or None if it has none."""
         return next((s for s in self.standings if s.method == method), None)
 

@@ -98,7 +98,7 @@ def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
     return {table: sorted(group, key=lambda r: r.paper.mode != "published") for table, group in by_table.items()}
 
 
-def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
+def render_pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
     """Yield the names and texts of all files: the page about all tables (named ""), and each recipe's page and figure.
 
     Raises:
@@ -107,7 +107,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
     groups = tables(recipes)
     summaries = {one.name: last(one, results) for group in groups.values() for one in group}
     beside = {COX_TABLE: EXACT_COX_FILE, LOOPS_TABLE: AFL_LOOPS_FILE}
-    yield "", overview(groups, summaries, {t: read_document(results / file, dict) for t, file in beside.items()})
+    yield "", render_overview(groups, summaries, {t: read_document(results / file, dict) for t, file in beside.items()})
     for group in groups.values():
         for one in group:
             yield f"{one.name}.md", recipe_page(one, summaries[one.name])
@@ -118,7 +118,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 Summaries = Mapping[str, RecipeSummary | None]
 
 
-def overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
+def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
     """Render the page about all tables, with additional values for some tables."""
     lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
     for table, group in groups.items():

@@ -1,4 +1,4 @@
-"""Bytes and floats: which numbers a model accepts, depending on its training data."""
+"""Bytes and floats: which numbers a model accepts, given the type of its training data."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from fedloom.data.dataset import Dataset
 from fedloom.errors import DataError
 
 FLOAT_TYPE_PREFIXES = ("float", "bfloat")
-"""Name prefixes of types that can store fractions."""
+"""Prefixes of the names of types that can represent fractions."""
 ROUNDING_TOLERANCE = 1e-3
-"""Largest excess of floats beyond the range 0 to 1 for which the error suggests clipping.
+"""Maximum amount by which floats may exceed the range from 0 to 1 for the message to suggest clipping.
 
-The excess is 1e-7 for a resized image. A quarter of a gray level is 1e-3. The excess is 1 for normalized samples.
+Values of a resized image exceed it by 1e-7. A quarter of a gray level is 1e-3. Values of normalized samples exceed the
+range by 1.
 """
 
 
 def came_as_bytes(data: Dataset) -> bool:
-    """Return True if the features of a data set were given as bytes."""
+    """Return True if the features of a data set were originally bytes."""
     return data.x.dtype == torch.uint8 or data.original_dtype == "uint8"
 
 
 def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str = "") -> None:
-    """Raise if samples differ in number type or range from the numbers that a model accepts.
+    """Raise an error if the type or range of samples does not match what a model accepts.
 
     Args:
         x: samples ``[N, ...]``.
-        name: name used in messages.
+        name: name of the data in messages.
         pixels: True if the model was trained on bytes. Such a model accepts bytes, which are divided by 255, and floats
-            from 0 to 1, which are used unchanged. All other models use floats unchanged. A model trained on floats
-            treats integers and booleans as floats, as in training. For a model trained on bytes, the meaning of
-            integers and booleans is ambiguous.
-        original_dtype: as `Dataset.original_dtype`.
+            from 0 to 1, which are not changed. All other models accept floats, which are not changed. A model that was
+            trained on floats also accepts integers and booleans, which become floats as in training. A model that was
+            trained on bytes does not, because their meaning would be ambiguous.
+        original_dtype: original type, as in `Dataset.original_dtype`.
 
     Raises:
-        DataError: the numbers differ in type or range, or are NaN or Inf. The message states the expected input.
+        DataError: the type or range does not match, or values are NaN or Inf. The message states what is expected.
     """
     dtype = original_dtype or str(x.dtype).removeprefix("torch.")
     odd = ~x.isfinite().flatten(1).all(1)
@@ -61,7 +62,7 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
 
 
 def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
-    """Return advice for samples that are neither bytes nor floats from 0 to 1, for a model trained on bytes."""
+    """Return advice on samples that are neither bytes nor floats from 0 to 1, for a model that was trained on bytes."""
     if dtype == "bool":
         return "pass x.astype('float32'), in which True is white, or bytes"
     if low >= 0 and high <= 255 and bool((x == x.floor()).all()):

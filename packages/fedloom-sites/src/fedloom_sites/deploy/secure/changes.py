@@ -4,11 +4,12 @@ Models of consecutive rounds hardly differ, and a malicious server can even send
 by only one site therefore reveal the upload of this site. For this reason, all sums cover the same sites. If a site is
 absent, the other sites sign a sum without it (`protocol.statement`), and later a sum that includes it again. Each such
 change reveals one difference of that site's uploads. Every site therefore counts the changes of every other site. Once
-a site has used up the agreed number of changes, the other sites sign no sum in which it changes again, and no site
-opens a sum with too few signatures. The uploads of sites that have changed are treated as known. Every sum therefore
-contains enough sites that have never changed: whatever combination of sums a server computes, it contains either all or
-none of these sites. A site also counts as changed if its weight changes relative to the other sites' weights: two sums
-of the same sites with different weights reveal just as much.
+a site has used up the agreed number of changes, the other sites refuse to sign any sum that would be another change of
+this site, and no site opens a sum with too few signatures. The uploads of sites that have left or returned are assumed
+to be known to the server. Every sum must therefore contain enough sites that have never left or returned: any
+combination of sums that a server computes contains either all of these sites or none of them. A site is also recorded
+as changed if its weight changes relative to the other sites' weights, because two sums of the same sites with different
+weights reveal just as much.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from typing import Any, NamedTuple
 from fedloom_sites.deploy.secure.protocol import Broken
 
 MAX_CHANGES = 4
-"""Largest number of changes per site, which allows a site to be absent from the sums over its data twice.
+"""Maximum number of changes per site, which allows a site to be absent twice from the sums over its data.
 
-Secure aggregation hides the differences between the rows of a site, so the number is small. If a site is absent more
-often, the run has to wait for it.
+The number is small because every change reveals a difference between uploads of a site, which secure aggregation is
+meant to hide. If a site is absent more often, the run has to wait for it.
 """
 SAME_WEIGHT = 1e-6
-"""Relative difference below which two weights count as equal, because the other sites compute them in float32."""
+"""Relative tolerance for comparing two weights, because the other sites compute them in float32."""
 
 LOST_RECORD: Mapping[str, Any] = {"lost": True}
-"""Record of a site that no longer knows which sites its newest sum covers."""
+"""Record that marks a site as no longer knowing which sites its latest sum covers."""
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
-"""Weight of each site in a sum, by kind of sum and by site."""
+"""Weights of each site in a sum, keyed by kind of sum and then by site."""
 
 
 class Changes(NamedTuple):
-    """Sites of the newest sum, and the number of changes up to it.
+    """Sites in the latest sum, and the number of changes so far.
 
     Attributes:
-        record: plain values, namely `sites`, their `weights` by kind of sum, and the number of `changes` by site. Empty
-            before the first sum.
-        limit: largest number of changes per site.
-        steady: smallest number of sites in a sum that must never have changed.
+        record: JSON-compatible values: the `sites` in the latest sum, their `weights` keyed by kind of sum, and the
+            number of `changes` keyed by site. Empty before the first sum.
+        limit: maximum number of changes per site.
+        steady: minimum number of sites in a sum that have never left or returned.
     """
 
     record: Mapping[str, Any]
@@ -50,14 +51,14 @@ class Changes(NamedTuple):
 
     @property
     def sites(self) -> list[str]:
-        """Sites of the newest sum. Empty before the first sum."""
+        """Sites in the latest sum. Empty before the first sum."""
         return [*self.record.get("sites", ())]
 
     def changed(self, sites: Collection[str], weights: Weights) -> set[str]:
-        """Return the sites by which a sum differs from the newest sum.
+        """Return the sites whose presence or weight differs between a new sum and the latest sum.
 
         Args:
-            sites: sites of the sum.
+            sites: sites in the new sum.
             weights: weights of these sites.
         """
         if "sites" not in self.record:
@@ -69,19 +70,20 @@ class Changes(NamedTuple):
         return changed
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
-        """Return those of the given sites that may no longer leave or return."""
+        """Return those of the given sites that may not leave or return again."""
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
-    def after(self, sites: Collection[str], weights: Weights) -> Changes:
+    def add_sum(self, sites: Collection[str], weights: Weights) -> Changes:
         """Return the updated record after a sum.
 
         Args:
-            sites: sites of the sum.
+            sites: sites in the new sum.
             weights: weights of these sites.
 
         Raises:
-            Broken: a site that has no changes left would change, or too few sites have never changed.
+            Broken: the sum would be one change too many for a site, or it contains too few sites that have never
+                changed.
         """
         changed = self.changed(sites, weights)
         if over := self.exhausted(changed):
@@ -115,7 +117,7 @@ class Changes(NamedTuple):
 
 
 def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:
-    """Return the sites whose weight changed differently from most other weights between two sums.
+    """Return the sites whose weight changed by a different factor than the weights of the largest group of sites.
 
     Args:
         before: weights of each site in the first sum, one weight per kind of field.

@@ -1,7 +1,8 @@
-"""Approval of a run at a site, identified by the digest of all agreed settings, and the names of the site's data.
+"""A site's approval of a run, identified by the digest of all agreed settings, and a check of the names of its data.
 
-If approval is required, the site trains only after approval. The sender of an agreement names the data, and the name
-selects the site's memory. A site therefore keeps the name under which it first used each source of samples.
+If approval is required, the site trains only after approval. The sender of an agreement names the data, and this name
+determines which of its records a site uses for them. A site therefore keeps the name under which it first used each
+source of samples.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from fedloom.errors import ConfigError, Refused
 from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.disk import regular
-from fedloom_sites.deploy.secure.opened import OPENED_FILE, in_turn, read_checked
+from fedloom_sites.deploy.secure.opened import OPENED_FILE, lock_folder, read_checked
 from fedloom_sites.deploy.settings import Site
 
 APPROVAL_FILE, NAMES_FILE = "approved.json", "data-names.json"
@@ -66,9 +67,9 @@ def check_approved(site: Site) -> None:
 
 
 def check_data_name(site: Site) -> None:
-    """Raise if an agreement gives other data names to samples whose sums or budgets the site remembers.
+    """Raise an error if an agreement renames data whose sums or privacy budgets the site remembers.
 
-    The first agreement on a source names it.
+    The first agreement that uses a source determines its name.
 
     Raises:
         ConfigError: the source has another name at this site, or the list of names is damaged.
@@ -77,7 +78,7 @@ def check_data_name(site: Site) -> None:
         return
     folder, place = site.memory or site.state, str(site.data.get("path", site.data["source"]))
     source = hashlib.sha256(str(Path(place).resolve() if Path(place).exists() else place).encode()).hexdigest()
-    with in_turn(folder):
+    with lock_folder(folder):
         path = folder / NAMES_FILE
         try:
             names = json.loads(regular(path).read_bytes()) if path.exists() else {}
@@ -99,6 +100,6 @@ def check_data_name(site: Site) -> None:
 
 
 def count_experiments(site: Site) -> int:
-    """Return how many other experiments a site remembers of its data."""
+    """Return how many other experiments on the same data a site remembers."""
     record = read_checked(site.memory_folder / OPENED_FILE) or {}
     return len({*record.get("experiments", {})} - {site.folder.name})

@@ -14,7 +14,7 @@ femnist_fedprox, iid, label_swap, mixed = FemnistFedProx, Iid, LabelSwap, MixedS
 natural, quantity_skew, rotated, shards = Natural, QuantitySkew, Rotated, Shards
 
 _RENAMED_FUNCTIONS = {old: new.replace("-", "_") for old, new in RENAMED_VALUES["partition", "kind"].items()}
-"""Old names of functions, mapped to their current names."""
+"""Former names of functions, mapped to their current names."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Base class of partitions: common fields, the pool of samples, and the conversion of a draw to a federation."""
+"""Base class of partitions: common options, the samples to assign, and the conversion of a draw to a federation."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from fedloom.values import Value
 
 
 class Pool(NamedTuple):
-    """Samples that a partition may assign.
+    """Samples that a partition can assign to clients.
 
     Attributes:
         data: the complete data set.
-        index: positions in the data set ``[k]`` int64, without the official test set. If the data have subjects, the
-            index contains each subject's last row, which represents all its rows.
-        y: class of each sample ``[k]``. None for a regression, or if there is a label per position.
+        index: positions in the data set ``[k]`` (int64), without the official test set. If the data have subjects, only
+            the last row of each subject is listed, and it represents all rows of the subject.
+        y: class of each of these samples ``[k]``. None for a regression, or if each position has a label.
     """
 
     data: Dataset
@@ -55,10 +55,10 @@ class Pool(NamedTuple):
         return len(self.index)
 
     def labels(self, kind: str) -> Ints:
-        """Return the classes, for a partition that needs classes.
+        """Return the classes of the samples, for a partition that needs them.
 
         Raises:
-            ConfigError: the task is a regression, or has a label per position.
+            ConfigError: the task is a regression, or each position has a label.
         """
         if self.y is None:
             what = "has a label per position" if self.data.each else f"is a {self.data.task}"
@@ -68,8 +68,8 @@ class Pool(NamedTuple):
             )
         return self.y
 
-    def by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
-        """Return the positions of the samples of each class in the data set, each list in random order."""
+    def group_by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
+        """Return the positions of each class's samples in the data set, in random order."""
         labels, order = self.labels(kind), rng.permutation(len(self))
         order = order[np.argsort(labels[order], kind="stable")]
         counts = np.bincount(labels, minlength=len(self.data.classes))
@@ -77,21 +77,23 @@ class Pool(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Result of a partition's draw for n clients.
+    """Assignment of samples to n clients, as drawn by a partition.
 
     Attributes:
-        dealt: samples of each client, from which its parts are cut.
-        test: samples of each client's test part, if the partition determines it. In this case, the fraction ``test``
-            has no effect. These samples are modified, scaled and encoded like the samples in ``dealt``.
-        common: positions ``[k]`` int64 of a common test set, on which global models are evaluated. No client has these
-            samples, and table columns are scaled there as for a new client. None: the data set's own test set.
-        noise: standard deviation of Gaussian noise on each client's features, ``[n, 1]``, or per channel ``[n, c]``.
+        dealt: samples of each client, which are then divided into parts.
+        test: samples in the test part of each client, if the partition chooses them itself. In this case, the option
+            ``test`` has no effect. These samples are changed, scaled and encoded in the same way as those in ``dealt``.
+        common: positions ``[k]`` (int64) of a common test set, on which global models are evaluated. These samples must
+            belong to no client, and columns of tables are scaled there as for a new client. None for the test set of
+            the data set.
+        noise: standard deviation of Gaussian noise on the features of each client, ``[n, 1]`` or (per channel) ``[n,
+            c]``.
         anew: True for clients whose noise is drawn again in every step ``[n]``.
-        relabel: new class of each class at each client, ``[n, C]``.
-        views: number of quarter turns of a client's images, and 1 if the images are inverted, ``[n, 2]``.
+        relabel: new class for each class at each client, ``[n, C]``.
+        views: number of quarter turns of each client's images, and 1 if the images are inverted, ``[n, 2]``.
         groups: planted group of each client ``[n]``.
-        names: name of each client. By default, names are numbers.
-        notes: sentences for the report.
+        names: name of each client. If it is empty, the names are numbers.
+        notes: notes for the report.
     """
 
     dealt: Dealt
@@ -105,10 +107,10 @@ class Draw(NamedTuple):
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def without_tested(self, trains: NDArray[np.bool_]) -> Draw:
-        """Return the draw restricted to the clients that train ``[n]``.
+    def keep_trained(self, trains: NDArray[np.bool_]) -> Draw:
+        """Return the draw with only those clients that have training rows, given by the mask ``trains [n]``.
 
-        The rows of the other clients become the common test set.
+        The rows of all other clients become a common test set.
         """
         owner, n, dealt = owners(self.dealt), len(trains), self.dealt.index
         number, of = np.cumsum(trains) - 1, int(trains.sum())
@@ -130,20 +132,20 @@ class Draw(NamedTuple):
 
 
 PER_CLIENT = ("noise", "anew", "relabel", "views", "groups")
-"""Fields of a draw that contain a row for each client, if they are set."""
+"""Fields of a draw that contain one row per client, unless they are None."""
 
 
 class Partition(Value):
-    """Splits a data set into clients: ``partition(data, seed) -> Federation``.
+    """Division of a data set into clients: ``partition(data, seed) -> Federation``.
 
-    A small client's samples are assigned to train, test and validation in this order, and at least one sample of each
-    class stays in the client's training part.
+    If a client has few samples, its training part gets one first, then its test part, then its validation part. At
+    least one sample of each class stays in the training part.
     """
 
     kind: ClassVar[str]
     by_row: ClassVar[bool] = False
-    """True if a draw assigns individual rows. False: each entry represents all rows of a subject, if there are
-    subjects."""
+    """True if a draw assigns rows individually. False if each assigned row stands for all rows of its subject (if there
+    are subjects)."""
     test: float = Field(
         default=0.2, ge=0, lt=1, description="fraction of a client's samples that form its test part (FLAME)"
     )
@@ -198,29 +200,29 @@ class Partition(Value):
 
     @abstractmethod
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign samples to clients. All random numbers are derived from `seed`.
+        """Assign samples to clients. All random numbers must be derived from `seed`.
 
         Raises:
-            PartitionError: the data cannot be split in this way. The message contains the numbers involved.
+            PartitionError: the data cannot be divided in this way. The message states the numbers involved.
             ConfigError: this kind of partition needs classes or images, but the data have none.
         """
         ...
 
     @default_to_cpu()
     def __call__(self, data: object, seed: int = 0) -> Federation:
-        """Build the federation of this partition.
+        """Divide a data set into clients, and return the federation.
 
         Args:
-            data: a `Dataset`, or an argument of `Dataset.create`: arrays, tensors, torch, Hugging Face or pandas data
-                sets.
-            seed: seed of all random numbers.
+            data: a `Dataset`, or an argument of `Dataset.create`, such as arrays, tensors, or torch, Hugging Face or
+                pandas data sets.
+            seed: seed of all random draws.
 
         Raises:
             ConfigError: the seed is not an integer.
             PartitionError: there are more clients than samples or more labels than classes, or a client has fewer than
                 `min_size` samples.
-            ConfigError: the partition needs classes, and the data set has none.
-            DataError: the data cannot be read, or a table's target has the same value in every row.
+            ConfigError: the partition needs classes, but the data set has none.
+            DataError: the data cannot be read, or the target of a table is the same in all rows.
         """
         data = Dataset.create(data)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
@@ -286,21 +288,24 @@ class Partition(Value):
         )
 
     def pool_of(self, data: Dataset) -> Pool:
-        """Return the samples to assign, one per subject. The official test set is excluded unless ``pool = true``."""
+        """Return the samples that can be assigned, with one row per subject.
+
+        The official test set is left out unless ``pool = true``.
+        """
         index = self._dealt_from(data)
         if data.design is not None and not self.by_row:
             index = np.sort(data.design.last_rows(index))
         return Pool.create(data, index)
 
     def _dealt_from(self, data: Dataset) -> Ints:
-        """Return the positions of all samples that may be assigned."""
+        """Return the positions of all samples that can be assigned."""
         mask = np.ones(len(data), bool)
         if data.test is not None and not self.pool:
             mask[data.test.numpy()] = False
         return np.flatnonzero(mask)
 
     def _check_design(self, data: Dataset) -> None:
-        """Raise if test rows are marked and the test part is also chosen in another way."""
+        """Raise an error if the data mark test rows, but an option chooses the test part in another way."""
         if data.design is None or data.design.tested is None or self.test == 0:
             return
         other = f"folds = {self.folds}" if self.folds is not None else f"test_from = {self.test_from!r}"
@@ -311,7 +316,10 @@ class Partition(Value):
             )
 
     def _complete_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
-        """Return the draw with all rows of each subject. Clients that have only test rows become a common test set."""
+        """Return the draw with all rows of each subject.
+
+        If clients have only test rows, these rows become a common test set.
+        """
         design = data.design
         if design is None:
             return draw
@@ -335,10 +343,10 @@ class Partition(Value):
             raise PartitionError(
                 f"{self.kind}: every row of {data.name} is marked as a test row, so no training row is left"
             )
-        return draw if trains.all() else draw.without_tested(trains)
+        return draw if trains.all() else draw.keep_trained(trains)
 
     def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
-        """Return a note if a test fraction has no effect because the partition or the data determine the test parts."""
+        """Return a note if the option ``test`` has no effect because the partition or the data choose test parts."""
         if self.test_from != "own" or "test" not in self.model_fields_set:
             return []
         marked = data.design is not None and data.design.tested is not None
@@ -395,10 +403,10 @@ class Partition(Value):
             )
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
-        """Choose `test_count` official test samples per client, with the label shares of its training part."""
+        """Choose `test_count` official test samples per client, with the label frequencies of its training part."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
-        lists, n = Pool.create(data, data.test.numpy()).by_class(self.kind, rng), len(train.offsets) - 1
+        lists, n = Pool.create(data, data.test.numpy()).group_by_class(self.kind, rng), len(train.offsets) - 1
         cells = owners(train) * len(lists) + data.y.numpy()[train.index]
         counts = np.bincount(cells, minlength=n * len(lists)).reshape(n, -1)
         wanted = round_to_total(counts / counts.sum(1, keepdims=True), self.test_count)
@@ -413,15 +421,15 @@ class Partition(Value):
 
 
 class Sized(Partition):
-    """Partition with a chosen number of clients."""
+    """Partition with an option for the number of clients."""
 
     clients: int = Field(default=10, ge=1, description="number of clients")
 
     def fits(self, pool: Pool) -> None:
-        """Raise if there are more clients than the samples allow.
+        """Raise an error if there are too many clients for the samples.
 
         Raises:
-            PartitionError: some client would have fewer than `min_size` samples.
+            PartitionError: a client would have fewer than `min_size` samples.
         """
         if self.clients * self.min_size > len(pool):
             raise PartitionError(
@@ -432,7 +440,7 @@ class Sized(Partition):
 
 
 def _whole(design: Design, dealt: Dealt, rows: Ints) -> Dealt:
-    """Return all rows of the assigned subjects, among the rows that may be assigned."""
+    """Return all rows of the assigned subjects, as far as these rows can be assigned."""
     return Dealt(*whole_subjects(design, dealt.index, dealt.offsets, rows))
 
 

@@ -1,4 +1,4 @@
-"""Training, validation and test parts of all clients at once."""
+"""Division of the samples of all clients into training, validation and test parts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from fedloom.data.subjects.design import Design
 def cut_parts(
     dealt: Dealt, y: Ints | None, quota: Quota, rng: np.random.Generator, design: Design | None = None
 ) -> dict[str, Dealt]:
-    """Cut each client's samples into parts.
+    """Divide each client's samples into parts.
 
-    At least one sample is for training, then (if there are at least 2 samples) one for test, then (if at least 3) one
-    for validation. Fractions are rounded. One sample of each of the client's classes stays in training.
+    At least one sample is used for training. If there are at least 2 samples, at least one is used for test, and if
+    there are at least 3, at least one for validation. Fractions of samples are rounded. One sample of each of the
+    client's classes stays in the training part.
 
     Args:
         dealt: samples of each client.
-        y: classes of the whole data set [N], None for a regression.
+        y: classes of the whole data set [N], or None for a regression.
         quota: sizes of the parts.
-        rng: source of the random order.
-        design: which samples belong together. If it is given, subjects are cut instead of samples (see
-            `parts_by_subject`).
+        rng: random generator for the order of samples.
+        design: description of which samples belong together, or None. If it is given, subjects are divided instead of
+            samples (see `parts_by_subject`).
     """
     owner, sizes = owners(dealt), np.diff(dealt.offsets)
     if design is not None:
@@ -38,7 +39,7 @@ def cut_parts(
 
 
 def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota, order: Floats) -> Ints:
-    """Return the part of each sample as a code, if all samples are independent."""
+    """Return a code for the part of each sample, for samples that are independent."""
     label = np.zeros_like(owner) if y is None else y[dealt.index]
     if quota.folds is None or quota.fold is None:
         in_test = np.zeros(len(owner), bool)
@@ -60,7 +61,7 @@ def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota,
 
 
 def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
-    """Return each sample's rank at its client, with one sample of each class first, and the number of these samples."""
+    """Return each sample's rank at its client, with one sample per class first, and each client's number of classes."""
     cell, drawn = owner * (int(label.max(initial=0)) + 1) + label, np.argsort(order, kind="stable")
     by_class = sort_by_key(cell, drawn)
     first = np.ones(len(owner), bool)
@@ -73,9 +74,9 @@ def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]
 
 
 def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, offsets: Ints) -> NDArray[np.bool_]:
-    """Return stratified folds: samples in class order are assigned to the folds in turn.
+    """Return a mask of the test samples in one stratified fold: samples in class order go to the folds in turn.
 
-    A class with a single sample is never tested.
+    If a client has a single sample of a class, this sample is never tested.
     """
     cell = owner * (int(label.max(initial=0)) + 1) + label
     by_class = sort_by_key(cell, np.argsort(order, kind="stable"))
@@ -86,16 +87,16 @@ def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, o
 
 
 def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: int) -> None:
-    """Raise for positions outside the data, wrong offsets, and test samples on which the client trains.
+    """Raise an error for invalid positions or offsets, and for test samples that the client also trains on.
 
     Args:
         dealt: samples of each client.
-        test: samples of each client's test part, if the partition determines it.
-        common: samples of a common test set, if the partition determines such a set.
+        test: samples in each client's test part, if the partition chooses them.
+        common: samples of a common test set, if the partition chooses one.
         samples: number of samples in the data set.
 
     Raises:
-        ValueError: the code of the partition is wrong. The message states the field.
+        ValueError: the code of the partition returned invalid values. The message names the field.
     """
     for name, lists in (("dealt", dealt), ("test", test)):
         if lists is None:

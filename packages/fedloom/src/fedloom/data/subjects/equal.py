@@ -1,4 +1,4 @@
-"""Equal rows in two parts of a split, levels that occur only in test rows, and parts with a single class."""
+"""Notes on identical rows in two parts of a split, levels that only test rows have, and parts with a single class."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_LEVELS = 4
 LEAST_EQUAL_ROWS = 3
-"""Smallest number of equal rows that is noted."""
+"""Minimum number of identical rows for a note."""
 CHANCE_RATIO = 10
-"""Factor by which the number of equal rows must exceed chance to be noted."""
+"""Factor by which the number of identical rows must exceed the number expected by chance for a note."""
 FINE_SHARE = 0.2
-"""Number of distinct values per row from which on a column tells rows apart."""
+"""Number of distinct values per row above which a column is considered to distinguish rows."""
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Digests(NamedTuple):
-    """Samples as numbers, which are equal if samples and targets are equal.
+    """Digests of samples, which are equal if both samples and targets are equal.
 
     Attributes:
         values: ``[N]``.
-        chance: probability that two samples are equal by chance: the product over the columns of a table, as if columns
-            were independent. It is 0 for other samples.
-        fine: True if a column has so many distinct values that dependence between columns cannot explain equal rows.
+        chance: probability that two samples are equal by chance. For a table, this is the product over its columns, as
+            if they were independent. For other samples, it is 0.
+        fine: True if a column has so many distinct values that dependence between columns cannot explain identical
+            rows.
     """
 
     values: NDArray[np.uint64]
@@ -42,7 +43,7 @@ class Digests(NamedTuple):
 
 
 def digests_of(data: Dataset) -> Digests:
-    """Return a digest of each sample with its target."""
+    """Return a digest of each sample and its target."""
     flat = data.x.reshape(len(data), -1).numpy()
     targets = data.y.reshape(len(data), -1).numpy().astype(np.float64)
     digest, chance, fine = np.zeros(len(data), np.uint64), 0.0, False
@@ -71,12 +72,12 @@ def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np
 
 
 def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on equal samples in two parts, if there are more of them than chance would give.
+    """Return a note on samples in one part that are identical to samples in another, if there are more than by chance.
 
     Args:
-        data: data as read.
-        parts: samples of each part, for all clients together.
-        common: samples of a common test set.
+        data: data set as it was read.
+        parts: samples in each part at all clients.
+        common: samples of a common test set, or None.
     """
     if data.x.nbytes > MOST_COMPARED_BYTES or data.x.device.type != "cpu":
         return []
@@ -89,12 +90,12 @@ def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) ->
 
 
 def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on levels of a table's columns that occur in a test part but not in training.
+    """Return notes on levels of a table's columns that occur in a test part but not in training.
 
     Args:
-        data: data as read, with levels as codes.
-        parts: samples of each part, for all clients together.
-        common: samples of a common test set.
+        data: data set as it was read, with codes for levels.
+        parts: samples in each part at all clients.
+        common: samples of a common test set, or None.
     """
     if not isinstance(data.prepare, Table) or not len(parts["train"]):
         return []
@@ -116,12 +117,12 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
 
 
 def single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on parts, over all clients, that contain only one class.
+    """Return notes on parts that contain only one class over all clients.
 
     Args:
-        data: data with classes. For other data, there is no note.
-        parts: samples of each part, for all clients together.
-        common: samples of a common test set.
+        data: data set with classes. For other data, there are no notes.
+        parts: samples in each part at all clients.
+        common: samples of a common test set, or None.
     """
     if not data.classed or data.y.ndim != 1 or len(data.classes) < 2:
         return []

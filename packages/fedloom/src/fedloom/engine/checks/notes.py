@@ -1,4 +1,4 @@
-"""Notes on settings without effect, and on known weaknesses of a run."""
+"""Notes on settings that have no effect, and on known weaknesses of a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fedloom.values import kind_of
 def notes_of(
     setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None, attackers: Tensor
 ) -> list[str]:
-    """Collect the notes on a run before its first round.
+    """Collect notes on a run before its first round.
 
     Args:
         setting: setting of the run, with presets resolved.
-        oracle: the local problems.
+        oracle: local problems of the clients.
         server: the server's state before the first round.
         ctx: context of all clients, before the first round.
-        fewest: smallest number of clients in a round. None if this number depends on the draws.
+        fewest: smallest number of clients in any round. None if this number depends on random draws.
         attackers: ids of the attackers ``[b]``.
     """
     method, sampler = setting.method, setting.sampler
@@ -46,7 +46,7 @@ def notes_of(
 
 
 def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """Note an attack that has no attackers or no effect, and an attack that leaves no client to evaluate."""
+    """Note an attack without attackers, an attack on all clients, and an attack that has no effect."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
         return notes
@@ -63,7 +63,7 @@ def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
 
 
 def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
-    """Note a trusted client that attacks or may be absent."""
+    """Note that a trusted client is an attacker, or that it may be absent from a round."""
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
@@ -73,7 +73,7 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
 
 
 def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """Note a rule on the sums of all clients, if the server uses a larger part of their change than the cohort's."""
+    """Note that with absent clients, the server moves further than the aggregation rule's result for all clients."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -87,7 +87,7 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
 
 
 def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
-    """Note shares or a weigher that the mean does not use."""
+    """Note client weights or aggregation weights that have no effect on the average of the uploads."""
     method, weigher, aggregator, weights = (
         setting.method,
         setting.aggregation_weights,
@@ -130,7 +130,7 @@ def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
 
 
 def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """Note the statistics of normalization layers, which are not parameters."""
+    """Note how the statistics of normalization layers are treated, since they are not parameters."""
     notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -152,7 +152,7 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
 
 
 def _softmax_twice(oracle: Network) -> list[str]:
-    """Note a model that ends with a softmax, if the loss applies a softmax to the outputs."""
+    """Note that the model ends with a softmax although the loss already applies one."""
     last = [*oracle.module.modules()][-1]
     if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
         return []
@@ -160,7 +160,7 @@ def _softmax_twice(oracle: Network) -> list[str]:
 
 
 def _note_changed_values(oracle: Network) -> list[str]:
-    """Note buffers, attributes and parameters that a forward pass changes."""
+    """Note that a forward pass changes buffers, attributes or parameters, or draws random numbers without the seed."""
     notes = []
     if oracle.moved:
         notes.append(
@@ -193,7 +193,7 @@ def _shorten_names(names: Sequence[str]) -> str:
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """Note that a client drawn twice counts only once in stored and accumulating fields, if there are such fields."""
+    """Note that a client that is drawn twice counts only once in fields that the server stores or accumulates."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
@@ -204,7 +204,7 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _idle(setting: Setting) -> list[str]:
-    """Note options that have no effect because of another option."""
+    """Note options that have no effect because of the value of another option."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
@@ -232,12 +232,12 @@ def _idle(setting: Setting) -> list[str]:
 
 
 def changes_nothing(keys: list[str]) -> str:
-    """Return a sentence about keys without effect."""
+    """Return a sentence which says that these keys have no effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 
 def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
-    """Note that a mean over all clients moves little if most clients are absent and count with their last upload."""
+    """Note that the global model moves slowly if most clients are absent and the server reuses their last uploads."""
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [

@@ -13,11 +13,14 @@ from fedloom.rows.attacks import Backdoor, Poison
 from fedloom.seeds import generator
 
 TRIGGERED_PARTS = {"validation": "triggered validation", "test": "triggered test"}
-"""Parts of a federation that contain copies of another part's samples with the trigger of a backdoor."""
+"""Names of additional data parts, which contain copies of a part's samples with the trigger of a backdoor."""
 
 
 def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed: int) -> Federation:
-    """Replace the attackers' training labels, or their samples and labels. Evaluation data stay unchanged."""
+    """Return the federation with poisoned training data of the attackers: changed labels, or samples with a trigger.
+
+    Evaluation data stay unchanged.
+    """
     if isinstance(attack, Backdoor):
         x, y, label = fed.data.x.clone(), fed.data.y.clone(), attack.label(fed.data.classes)
         for i in attackers.tolist():
@@ -36,10 +39,12 @@ def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed
 
 
 def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
-    """Add the parts in `TRIGGERED_PARTS`. These parts contain no samples of the target class.
+    """Return the federation with the additional parts in `TRIGGERED_PARTS`.
+
+    These parts contain no samples of the target class.
 
     Raises:
-        ConfigError: the task has no classes, or the data lack the class or columns.
+        ConfigError: the task has no classes, or the data lack the target class or the columns of the trigger.
     """
     data, parts = fed.data, dict(fed.parts)
     if data.labels is None or data.vocabulary:
@@ -62,7 +67,7 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
 
 
 def _stamped(fed: Federation, attack: Backdoor, index: Tensor, owner: Tensor) -> Tensor:
-    """Return the samples at `index` ``[k]`` of clients `owner` ``[k]``, with the trigger added, in stored form."""
+    """Return stored copies of the samples `index` ``[k]`` of the clients `owner` ``[k]`` with the trigger added."""
     data, fitted = fed.data, fed.data.fitted
     with attribute_error("attack", attack, "stamp"):
         if fitted is not None:

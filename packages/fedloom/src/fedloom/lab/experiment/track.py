@@ -289,7 +289,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     settings = {m.label: m.settings() for m in experiment.methods}
 
     @cache
-    def opened() -> tuple[MlflowClient, str]:
+    def open_client() -> tuple[MlflowClient, str]:
         """Return the MLflow client and the id of the experiment.
 
         The tracking folder is only created when a run starts.
@@ -313,7 +313,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
         return client, existing.experiment_id
 
     def make(label: str, seed: int) -> Writer:
-        client, id = opened()
+        client, id = open_client()
         origin = f"{out.resolve()}#{label}#{seed}"
         return MLflow(client, id, f"{label}-{seed}", origin, {"seed": seed, **settings[label]})
 

@@ -29,8 +29,7 @@ MAX_OPEN_NOTES = 4
 """Number of notes that are always visible. If there are more, the others are collapsed."""
 UNEQUAL_WORK_RATIO = 1.1
 """Ratio to the smallest amount of work up to which methods are considered to do equal work, as in `fedloom tune`. A
-note names the methods
-whose work exceeds that of FedAvg by a larger ratio."""
+note names the methods whose work exceeds that of FedAvg by a larger ratio."""
 FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
 """Work and traffic, whose columns follow the leading metric."""
 MAX_COLUMNS = 6
@@ -41,7 +40,7 @@ TIE_TOLERANCE = 1e-6
 """Relative difference below which two results are considered equal."""
 
 
-def answer(conclusions: Sequence[Conclusion]) -> str:
+def render_answer(conclusions: Sequence[Conclusion]) -> str:
     """Render the conclusions for the top of the page: winner, differences, compared models and their cost."""
     parts = []
     for one in conclusions:

@@ -37,7 +37,7 @@ class Predicted(NamedTuple):
     event: Numbers | None = None
     subject: NDArray[Any] | None = None
 
-    def at(self, client: int | None) -> Predicted:
+    def select_client(self, client: int | None) -> Predicted:
         """Return the predictions for one client. If ``client`` is None, all predictions are returned."""
         if client is None:
             return self

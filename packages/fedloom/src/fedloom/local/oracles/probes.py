@@ -1,4 +1,4 @@
-"""Probes: find properties of a network by running a copy of it on a few samples."""
+"""Probes, which find properties of a network by running a copy of it on a few samples."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
 PROBE_SAMPLES = 32
-"""Number of samples, from all clients, on which a custom loss, custom metrics and unused parameters are first
-tested."""
+"""Number of samples, taken from all clients, for trying custom losses and metrics and for finding unused parameters."""
 
 RANDOM_PASSES = 8
-"""Number of passes for a network that draws random numbers: a layer dropped with probability 1/2 is missed with
+"""Number of passes for a network that draws random numbers. A layer that is dropped with probability 1/2 is missed with
 probability 1/256."""
 
 
 def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
-    """Return True if the module draws from a global generator of torch, NumPy or Python.
+    """Return True if the module draws from a global random generator of torch, NumPy or Python.
 
-    To determine this, a copy runs on one sample.
+    A copy of the module is run on one sample to find out.
 
     Args:
         module: the network.
-        fed: the data.
+        fed: clients and their data.
         trains: True for training mode, False for evaluation mode.
     """
     with preserve_rng():
@@ -44,9 +43,9 @@ def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> 
 
 
 def hides_randomness(module: nn.Module, fed: Federation) -> bool:
-    """Return True if two passes over one sample differ although the global generators start in the same state.
+    """Return True if two passes over one sample differ although the global random generators start in the same state.
 
-    Such a module draws from its own generator, or reads a clock or a device.
+    Such a module has its own random generator, or reads a clock or a device.
     """
     probe, outputs = _probe(module, fed), list[Tensor]()
     for _ in range(2):
@@ -56,9 +55,9 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
 
 
 def fails_stacked(module: nn.Module, fed: Federation) -> str:
-    """Return vmap's error message for the module. The text is empty if vmap accepts the module.
+    """Return the error message of vmap for the module, or "" if vmap accepts it. vmap must accept a training step.
 
-    A copy computes a step of two models on one sample each, and then plain outputs.
+    To find out, a copy computes a step of two models on one sample each, and then outputs without vmap.
     """
     probe = _probe(module, fed)
     for layer in probe.modules():
@@ -77,10 +76,10 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
 
 
 def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
-    """Return the names of buffers, except batch statistics, and of attributes that training changes.
+    """Return the names of buffers (except batch statistics) and attributes that training changes.
 
-    Only attributes of the types in `fedloom.models.imported.VALUES` are considered. A copy runs on one sample to find
-    them.
+    Attributes are only considered if their types are in `fedloom.models.imported.VALUES`. A copy of the module is run
+    on one sample to find them.
     """
     probe = _probe(module, fed)
     values = Values(probe)
@@ -90,12 +89,13 @@ def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
 
 
 def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
-    """Return the names of parameters that a forward pass overwrites, as `torch.nn.Embedding` with ``max_norm`` does.
+    """Return the names of parameters that a forward pass changes, as in `torch.nn.Embedding` with ``max_norm``.
 
-    A copy runs on one sample: a tensor that was written in place has a new version, even if its values are equal.
+    A copy is run on one sample. A tensor that was written to in place has a new version, even if its values are the
+    same.
     """
     probe = _probe(module, fed)
-    marks = {name: (Mark.of(p), p.detach().clone()) for name, p in trainable(probe).items()}
+    marks = {name: (Mark.record(p), p.detach().clone()) for name, p in trainable(probe).items()}
     with forked(fed.device):
         _tried(probe, fed)
     now = trainable(probe)
@@ -107,14 +107,14 @@ def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
 
 
 def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None = None) -> list[str]:
-    """Return the names of parameters that affect no sample, for instance in a part of a module that is never called.
+    """Return the names of parameters that affect no sample, such as those of submodules that are never called.
 
-    A copy runs on `PROBE_SAMPLES` samples, several times if it draws random numbers.
+    A copy is run on `PROBE_SAMPLES` samples, and several times if it draws random numbers.
 
     Args:
         module: the network.
-        fed: the data.
-        spot: position of the representation, if the loss contains terms on it.
+        fed: clients and their data.
+        spot: location of the representation if the loss contains terms on it, or None.
     """
     probe = _probe(module, fed)
     parameters = trainable(probe)
@@ -135,7 +135,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
 
 
 def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot | None = None) -> Tensor | None:
-    """Return ``[d]`` with 0 for `unreached_parameters` and 1 for all others, or None if there are none."""
+    """Return a mask ``[d]`` with 0 for `unreached_parameters` and 1 for all others, or None if all are reached."""
     unused = unreached_parameters(module, fed, spot)
     shapes = zip(layout.names, layout.shapes, strict=True)
     mask = {n: torch.full(shape, float(n not in unused), dtype=fed.dtype, device=fed.device) for n, shape in shapes}
@@ -143,7 +143,7 @@ def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot 
 
 
 def _probe(module: nn.Module, fed: Federation) -> nn.Module:
-    """Copy the module and set the copy to training mode."""
+    """Return a copy of the module in training mode."""
     return copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype).train()
 
 
@@ -154,7 +154,7 @@ def _tried(probe: nn.Module, fed: Federation) -> Tensor:
 
 
 def spread_samples(fed: Federation) -> Tensor:
-    """Return the positions of `PROBE_SAMPLES` training samples, from all clients."""
+    """Return the indices of `PROBE_SAMPLES` training samples, spread over all clients."""
     index = fed.parts["train"].index
     return index[torch.linspace(0, len(index) - 1, PROBE_SAMPLES, device=index.device).long()]
 

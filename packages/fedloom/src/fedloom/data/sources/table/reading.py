@@ -1,4 +1,4 @@
-"""Read a table by the roles of its columns, or by an agreement, and convert its cells to a data set."""
+"""Conversion of a table to a data set, by the roles of its columns or by an agreement."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level, mark
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
 MOST_COLUMNS = 100_000
-"""Largest number of columns in a table. An array with this many columns is read in a fraction of the time."""
+"""Maximum number of columns in a table. An array with this many columns can be read in a fraction of the time."""
 MOST_TEXTS = 100_000
-"""Largest number of different texts of a non-numeric column that are stored to detect names of people."""
+"""Maximum number of distinct texts in a non-numeric column that are stored to detect names of people."""
 
 
 class Raw(NamedTuple):
-    """Table as its file defines it: a name, column names, cells, and the faults found while reading.
+    """Table as defined by its file: name, column names, cells, and a collector of problems.
 
-    ``coded`` are columns whose type defines levels, and ``notes`` are sentences about the file for the report.
+    ``coded`` lists columns whose type defines levels, and ``notes`` are notes on the file for the report.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Raw(NamedTuple):
 
 
 class TableSource(DesignOptions):
-    """Roles of the columns: one label, and features for all columns that have no other role below."""
+    """Roles of a table's columns: a label, and features, which are all columns without another role."""
 
     target: str | tuple[str, ...] | None = Field(
         default=None,
@@ -146,7 +146,7 @@ class TableSource(DesignOptions):
 
     @model_validator(mode="after")
     def _several_labels(self) -> TableSource:
-        """Raise if several targets are given for a task with one target, or one target for several labels."""
+        """Raise an error if a task with one target has several, or if a task with several labels has one target."""
         several = (self.task if self.agreement is None else self.agreement.task) == "multilabel"
         if not isinstance(self.target, tuple):
             if several and (self.target is not None or self.agreement is None):
@@ -164,7 +164,7 @@ class TableSource(DesignOptions):
 
     @model_validator(mode="after")
     def _factors_by_client(self) -> TableSource:
-        """Raise if factors by client are given without a client column."""
+        """Raise an error if a column has one factor per client, but no column contains the clients."""
         if self.client_column is None and (
             columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
         ):
@@ -176,19 +176,19 @@ class TableSource(DesignOptions):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers of missing cells: the general markers, followed by this table's markers."""
+        """All texts that mark missing cells: the general ones, followed by those of this table."""
         agreed = () if self.agreement is None else self.agreement.missing
         return tuple(dict.fromkeys((*MISSING_MARKERS, *agreed, *self.missing)))
 
     @property
     def outcomes(self) -> tuple[str, ...]:
-        """The target columns, if the source or the agreement names them."""
+        """Target columns, if the source or the agreement names them."""
         target: str | tuple[str, ...] = self.targets.get("target", ())
         return (target,) if isinstance(target, str) else target
 
     @property
     def targets(self) -> dict[str, Any]:
-        """The columns ``target`` and ``event`` by name, if the source or the agreement sets them."""
+        """Names of the columns ``target`` and ``event``, as far as the source or the agreement sets them."""
         agreement = self.agreement
         target = self.target
         if agreement is not None and target is None:
@@ -198,29 +198,29 @@ class TableSource(DesignOptions):
 
     @abstractmethod
     def open_file(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
-        """Open the file's table without converting dates."""
+        """Open the table in the file, with dates as they are."""
         ...
 
     @contextmanager
     def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """Open a table before roles are assigned to its columns. Its cells can be read within the context.
+        """Open a table before its columns are assigned roles. Its cells can be read inside the block.
 
         Raises:
-            DataError: the file does not exist, or is not a table.
-            ConfigError: a column named in ``days_since`` is missing.
+            DataError: the file does not exist or is not a table.
+            ConfigError: a column that is named in ``days_since`` does not exist.
         """
         with self.open_file(data_dir) as raw:
-            yield raw._replace(cells=self.with_days(raw.names, raw.cells, raw.problems))
+            yield raw._replace(cells=self.convert_dates(raw.names, raw.cells, raw.problems))
 
-    def with_days(self, names: Sequence[str], cells: Iterator[Piece], problems: Problems) -> Iterator[Piece]:
-        """Yield the cells with the columns in ``days_since`` replaced by days."""
+    def convert_dates(self, names: Sequence[str], cells: Iterator[Piece], problems: Problems) -> Iterator[Piece]:
+        """Replace dates in the columns of ``days_since`` by days, and yield all cells."""
         if not self.days_since:
             return cells
         check_dates(self.days_since, names, problems.where)
         return replace_dates(cells, self.days_since, self.markers, problems)
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all rows."""
+        """Load all rows."""
         with self.open(data_dir) as raw:
             spec = self.with_(categorical=tuple(dict.fromkeys((*self.categorical, *raw.coded)))) if raw.coded else self
             data = read_table(spec, raw.name, raw.names, raw.cells, raw.problems)
@@ -228,19 +228,19 @@ class TableSource(DesignOptions):
 
 
 def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
-    """Return the columns of a table as a data set.
+    """Convert the columns of a table to a data set.
 
     Args:
-        spec: roles of the columns, and the agreement about them.
+        spec: roles of the columns, including the agreement if there is one.
         name: name of the data set.
         names: names of the columns.
         cells: pieces of all columns.
-        problems: collector of all faults.
+        problems: collector for all problems.
 
     Raises:
-        ConfigError: columns do not exist, or no column is a feature.
-        DataError: missing values, text in numeric columns, rows with a different number of cells, or a label that does
-            not suit the task. A single message lists all of them.
+        ConfigError: columns do not exist, or no column is left as a feature.
+        DataError: values are missing, numeric columns contain text, rows have different numbers of cells, or the label
+            does not fit the task. A single message lists all problems.
     """
     reading = _Reading(spec, name, names, problems)
     for piece in cells:
@@ -249,7 +249,7 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
 
 
 class _Reading:
-    """Table during its conversion to a data set: first the roles of its columns, then their cells, then the result."""
+    """Conversion of a table to a data set: assign roles to the columns, add their cells, and return the result."""
 
     def __init__(self, spec: TableSource, name: str, names: list[str], problems: Problems) -> None:
         where = problems.where
@@ -328,16 +328,16 @@ class _Reading:
 
     @property
     def numeric_label(self) -> bool:
-        """True if the label is a number instead of a class."""
+        """True if the label is a number and not a class."""
         return self.task not in (*CLASS_TASKS, "auto")
 
     def add(self, piece: Piece) -> None:
-        """Add a piece of a column."""
+        """Add the cells in a piece of a column."""
         start, column, block = piece
         roles = (self.codes, self.numeric, self.agreed, self.measured, self.design.columns)
         if not any(column in columns for columns in roles):
             return
-        rows, missing = self.x.at(start, len(block)), is_missing(block, self.markers)
+        rows, missing = self.x.reserve(start, len(block)), is_missing(block, self.markers)
         if self.unmatched and missing.any():
             holes = [cell for cell, hole in zip(block, missing, strict=True) if hole]
             self.unmatched = [text for text in self.unmatched if not any(map(markers_of((text,)).hold, holes))]
@@ -360,16 +360,16 @@ class _Reading:
         if column in self.measured and self.numeric_label:
             if column == self.event and self.spec.event_levels:
                 piece = piece._replace(cells=self._events(block))
-            self.measured[column].at(start, len(block))[:] = numbers(piece, missing, self.problems)
+            self.measured[column].reserve(start, len(block))[:] = numbers(piece, missing, self.problems)
 
     def _events(self, cells: Cells) -> list[float]:
-        """Return 1 for cells that count as the event, and 0 for all others."""
+        """Return 1 for cells that are counted as the event, and 0 for all others."""
         counted = [level(cell) in self.spec.event_levels for cell in cells]
         self.events_seen.update(level(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
         return [float(is_event) for is_event in counted]
 
     def _code(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
-        """Add the levels of a piece of a column."""
+        """Add the levels in a piece of a column."""
         codes, where = self.codes[piece.column], f"{self.problems.where}: column {piece.column!r}"
         with naming_file_in_errors(Path(where)):
             codes.add(piece.cells, missing)
@@ -377,7 +377,7 @@ class _Reading:
             raise DataError(f"{where}: more than {MOST_CLASSES:,} classes; {TOO_MANY}")
 
     def _check_gaps(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
-        """Report missing cells that no option allows."""
+        """Report missing cells, unless an option allows them."""
         spec, column = self.spec, piece.column
         special = column in self.measured or column in self.special or column in self.design.complete
         several = self.task == "multilabel" and column in self.labels
@@ -391,7 +391,7 @@ class _Reading:
         self.problems.add_gaps(piece, missing, cure)
 
     def done(self) -> Dataset:
-        """Return the data set after all cells have been read."""
+        """Return the data set, after all cells have been added."""
         spec, agreement, where, problems = self.spec, self.spec.agreement, self.problems.where, self.problems
         left_out = self._leave_out()
         sentences = problems.sentences()
@@ -467,13 +467,16 @@ class _Reading:
 
     @property
     def _conversion(self) -> dict[str, object]:
-        """Options that new rows need (see `Dataset`). It is empty without factors and dates."""
+        """Options for reading new rows in the same way (see `Dataset`).
+
+        It is empty if there are no factors and no dates.
+        """
         spec = self.spec
         factors = {"client_column": spec.client_column, "factors": spec.factors} if spec.factors else {}
         return factors | ({"days_since": spec.days_since} if spec.days_since else {})
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
-        """Multiply the columns that have factors by client. A client without a factor has the factor 1."""
+        """Multiply columns that have one factor per client. The factor of a client without one is 1."""
         values, row_clients = self._numbers, np.nan_to_num(codes, nan=len(clients)).astype(int)
         for column, factors in factors_by_client(self.spec.factors, [*clients, MISSING_LEVEL]):
             if column in self.place:
@@ -481,14 +484,16 @@ class _Reading:
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64]:
-        """Features ``[N, p]``, which may be changed in place."""
+        """Features ``[N, p]``, which may be modified in place."""
         whole = cast("NDArray[np.float64]", self.x.done())
         return whole if len(self._left) == whole.shape[1] else np.ascontiguousarray(whole[:, self._left])
 
     def _leave_out(self) -> list[str]:
-        """Remove features that number rows or name people, unless they are explicitly included. Return a note on each.
+        """Remove features that number the rows or identify people, unless an option includes them, and return notes.
 
-        Columns with an explicit role are kept, and agreed columns are read according to the agreement.
+        There is one note per removed column.
+
+        Columns with an explicit role are kept, and an agreement is followed without removing columns.
         """
         spec, whole = self.spec, cast("NDArray[np.float64]", self.x.done())
         self._left = [*self.place.values()]
@@ -527,7 +532,7 @@ class _Reading:
         return notes
 
     def _survey_notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
-        """Yield the notes of the survey."""
+        """Yield notes of the survey of the table."""
         values = self._numbers
         levels = {c: coded[c][1] for c in self.categorical} | {c: a.column.names for c, a in self.agreed.items()}
         features = {c: ReadColumn(values[:, k], levels.get(c, ())) for c, k in self.place.items()}
@@ -553,12 +558,12 @@ class _Reading:
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:
-        """Numbers ``[N]`` of the label and of the event, by name. It is empty if the label has classes."""
+        """Numbers ``[N]`` of the label and the event, keyed by column name. It is empty if the label has classes."""
         measured = self.measured if self.numeric_label else {}
         return {name: cast("NDArray[np.float64]", rows.done()) for name, rows in measured.items()}
 
     def _table(self, values: Tensor, coded: Mapping[str, Coded]) -> Table:
-        """Return the agreed table, or else a table with the levels and gaps found in the file."""
+        """Return the agreed table, or else a table with the levels and missing values that occur in the file."""
         spec = self.spec
         if spec.agreement is not None:
             agreed: Table = spec.agreement.table.with_(missing=self.markers)
@@ -572,7 +577,7 @@ class _Reading:
         return Table(columns=columns, missing=self.markers, impute=spec.impute)
 
     def _notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
-        """Yield notes on markers that no cell contains, on cells that the agreement fills, and on doubtful columns."""
+        """Yield notes on markers that never occur, on cells that the agreement fills, and on suspicious columns."""
         clients = None if self.spec.client_column is None else self.codes.get(self.spec.client_column)
         columns = {name: self._numbers[:, place] for name, place in self.place.items()}
         agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}

@@ -32,8 +32,6 @@ from fedloom.lab.report.run import Numbers, Run
 CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
 """Metrics whose intervals are computed by the bootstrap."""
-SHARE_METRICS = ("auroc", "accuracy", "c_index")
-"""Metrics between 0 and 1, whose intervals are computed on the logit scale."""
 MIN_CLASS_SAMPLES = 2
 """Minimum number of test samples (or subjects) in each class at which an interval of a difference is computed."""
 
@@ -102,40 +100,6 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
     return areas, variance
 
 
-def interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -> tuple[float, float, float]:
-    """Return a metric of one model, with the lower and upper ends of its confidence interval.
-
-    If no interval can be computed, its ends are NaN, and for too few samples of a class, so is the AUROC.
-
-    The interval uses Student's t distribution, with one degree of freedom fewer than there are subjects. For metrics
-    between 0 and 1, it is computed on the logit scale.
-
-    Args:
-        metric: ``auroc``, or one of the `BOOTSTRAP_METRICS`.
-        samples: predictions of one model. The subject of each sample is included if subjects have several samples.
-        level: probability that the interval covers the metric of the population.
-    """
-    subjects = samples.count()
-    if metric == "auroc":
-        some = [samples.count(samples.target == k) for k in (0, 1)]
-        if min(some) < MIN_CLASS_SAMPLES:
-            return math.nan, math.nan, math.nan
-        areas, variance = delong(samples.prediction[None], samples.target, samples.units)
-        value, se = float(areas[0]), math.sqrt(max(0.0, float(variance[0, 0])))
-    else:
-        value = float(weighted_metric(metric, np.ones((1, len(samples.target))), samples)[0])
-        se = standard_error(metric, samples)
-    if not se > 0 or subjects < 2:
-        return value, math.nan, math.nan
-    from scipy.special import expit, logit, stdtrit  # slow to import
-
-    width = float(stdtrit(subjects - 1, 0.5 + level / 2)) * se
-    if metric in SHARE_METRICS and 0 < value < 1:
-        centre, half = logit(value), width / (value * (1 - value))
-        return value, float(expit(centre - half)), float(expit(centre + half))
-    return value, value - width, value + width
-
-
 def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
     """Return the difference for each site and for all sites.
 
@@ -148,7 +112,10 @@ def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
     if lead not in ("auroc", *BOOTSTRAP_METRICS) or (lead == "c_index" and alone.event is None):
         return []
     places: list[tuple[str, int | None]] = [(run.client(k), k) for k in range(run.clients)]
-    return [_difference(name, lead, alone.at(place), shared.at(place)) for name, place in (*places, ("All", None))]
+    return [
+        _difference(name, lead, alone.select_client(place), shared.select_client(place))
+        for name, place in (*places, ("All", None))
+    ]
 
 
 def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> SiteDifference:

@@ -102,7 +102,7 @@ class Marks(NamedTuple):
     best: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
 
-    def moved(self, by: int) -> Marks:
+    def shift(self, by: int) -> Marks:
         """Return the marks for rows that are shifted down by a number of rows."""
         return Marks(*(frozenset(place + by for place in places) for places in self))
 
