@@ -205,7 +205,7 @@ class Cell:
 
     @cached_property
     def source(self) -> str:
-        """Digest of the code of the method. For a preset, it covers the code of all its parts.
+        """Digest of the code of the method. For a preset, the digest covers the code of all its parts.
 
         Docstrings, descriptions of options and error messages are left out, because they do not affect results.
         """

@@ -8,8 +8,9 @@ validation
 or common is stated. The statistic ``client-K`` stands for the value of client number K alone. WHEN is the last round by
 default.
 WHEN may also be ``validation`` (the round that is best on validation data), ``mean`` (the mean over the evaluated
-rounds, which measures speed), the number of a round, or ``to VALUE``. The last of these is the first evaluated round
-whose validation score reaches the value, for claims about work. If a model never reaches the value, the work of the
+rounds, which measures speed), the number of a round, or ``to VALUE``. The last of these, which is used for claims about
+work, is the first evaluated round whose validation score reaches the value. If a model never reaches the value, the
+work of the
 last round is used, which is a lower bound.
 
 The function `unit` defines how a value is shown: accuracies in percent with differences in points, and bytes as MB.

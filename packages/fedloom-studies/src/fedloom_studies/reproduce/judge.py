@@ -10,7 +10,8 @@ clearly ahead of every rival. A claim does not hold if any rival is clearly ahea
 cannot make up
 for another. A claim
 is tested after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these
-tests (looks) that is clear settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about
+interim tests (looks) with a significant result settles the claim. Claims of equivalence are tested by two one-sided
+tests. Claims about
 standard deviations
 over seeds are judged in the same way, with each value replaced by its distance from the median over seeds (Levene's
 test in the form of Brown and Forsythe). The comparisons with single rivals in single variants are tested separately,
@@ -18,8 +19,8 @@ with
 Holm's correction over the whole recipe. If one of
 them clearly contradicts the claim, the claim holds only in part. Variances, work and traffic are compared by ratios,
 as in the claims of the papers. On this logarithmic scale, a single extreme seed cannot dominate a mean. The interval of
-a
-difference uses the level of its look and of its step in Holm's procedure, so it is the interval that decides the test.
+a difference uses the significance level of its interim test and of its step in Holm's procedure, so it is the interval
+that decides the test.
 Verdicts apply to the samples of the paper, with other seeds.
 """
 
@@ -73,7 +74,7 @@ class Rival:
     Attributes:
         name: name of the side. The name includes the variant only if the variant differs or the claim is about each
             variant.
-        look: test of its differences, one per seed, at the look that settles the claim.
+        look: test of its differences, one per seed, at the interim test that settles the claim.
         clear: True if the difference is significant by Holm's procedure over the rivals of the claim.
     """
 
@@ -216,7 +217,7 @@ def _single(look: Look, clear: bool) -> Look:
 def _rivals(
     recipe: Recipe, claim: Claim, pairs_of_claim: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
 ) -> tuple[Rival, ...]:
-    """Test a claim against its rivals at the first look that settles it, or else at the last look with enough seeds."""
+    """Test a claim against its rivals at the first interim test that settles it, or else at the last one."""
     by_rival: dict[str, list[Mapping[str, float]]] = {}
     for (left, right), lead in pairs_of_claim:
         if lead:
@@ -348,7 +349,7 @@ def _rival(claim: Claim, left: Reference, right: Side) -> str:
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
     """Return the difference for each seed that both sides have, positive in the claimed direction.
 
-    If `Unit.ratio` is true, it is the logarithm of the ratio.
+    If `Unit.ratio` is true, the difference is the logarithm of the ratio.
     """
     a = finite(numbers.get(left.variant, {}).get(str(left), {}))
     b = (

@@ -81,7 +81,7 @@ class LapWork(NamedTuple):
         rounds: number of rounds of the whole run.
         end: round at which the lap ends.
         unit: unit of work, with the path at which the result is published.
-        before: round at which the previous lap of the same arm and seed ended. None if this is the first lap.
+        before: round at which the previous lap of the same candidate and seed ended. None if this is the first lap.
     """
 
     lap: Lap
@@ -322,9 +322,9 @@ class Advisor:
         return self._read(self._entries.document(dict.fromkeys(labels, rounds), arms), self._where)
 
     def _plan(self, arm: Arm) -> int:
-        """Return the number of rounds in an arm's full run.
+        """Return the number of rounds in a full run of a candidate.
 
-        The number is that of the arm's method, unless the arm's rounds differ in cost.
+        The number is that of the candidate's method, unless the rounds of the candidate differ in cost.
         """
         return self._rounds.get((arm.label, arm.number), self._rounds[arm.label, 0])
 

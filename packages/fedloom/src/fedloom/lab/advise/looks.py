@@ -203,7 +203,7 @@ def spend_level(looks: int, level: float = RACE_ERROR_LEVEL) -> list[float]:
 
     Args:
         looks: number of looks, which must be fixed before the first one.
-        level: total significance level of all looks.
+        level: significance level of all looks together.
 
     >>> levels = spend_level(3)
     >>> levels[0] > levels[1] > levels[2], round(sum(levels), 12)

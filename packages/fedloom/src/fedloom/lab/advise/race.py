@@ -72,8 +72,8 @@ class RaceOutcome(NamedTuple):
         racing: labels of the methods still in the race, best first.
         departures: eliminations of the other methods, keyed by label.
         looks: number of interim analyses (looks) that were made.
-        level: one-sided significance level at which one method may eliminate another at the next look, or at the last
-            one if none is left.
+        level: one-sided significance level at which one method may eliminate another at the next interim analysis, or
+            at the last one if none is left.
         spent: number of gradients spent on all laps and on planning their number of rounds.
     """
 
@@ -97,7 +97,8 @@ class LapShares(NamedTuple):
     Attributes:
         early: rounds up to the first comparison.
         middle: rounds up to the second comparison.
-        personal: training of the personal models that are evaluated after one lap. Every lap trains them again.
+        personal: training of the personal models that are evaluated after one lap. The personal models are trained
+            again after every lap.
     """
 
     early: float = EARLY_DEPTH

@@ -177,7 +177,7 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
     """Check that a report and its folder may be written, and return the folder.
 
     Raises:
-        RunDirError: there is a file in place of the folder.
+        RunDirError: there is a file at the path of the folder.
         ConfigError: the page must not be written to this path (see `write_report`).
     """
     if not out.name:

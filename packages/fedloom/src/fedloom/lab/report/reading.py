@@ -214,7 +214,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
 
     If ``coded`` is true, text columns are read in dictionary encoding. ``lacking`` names additional columns that
     earlier
-    versions did not write. If any of them is missing, all of them are skipped.
+    versions did not write. If one of these columns is missing, all of them are skipped.
 
     Raises:
         RunDirError: the file is damaged, or does not contain one of the required columns.

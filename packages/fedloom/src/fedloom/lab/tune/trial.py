@@ -228,7 +228,7 @@ def attempt(
         federations: federations without test data, keyed by seed.
         goal: compute budget of the trial, and the metric by which it is scored.
         trial: trial that Optuna suggested.
-        folder: folder for the checkpoints of the trial. An interrupted trial is resumed from them.
+        folder: folder for the checkpoints of the trial. An interrupted trial is resumed from these checkpoints.
         emitter: function that returns the callback for a run, given the run's name and setting. The callback is called
             after every round.
 

@@ -174,7 +174,7 @@ class Tuning:
     def rounds(self) -> int:
         """Total number of rounds of all trials.
 
-        With equal compute budgets, it is expressed in rounds of plain local training.
+        With equal compute budgets, the number is expressed in rounds of plain local training.
         """
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
@@ -484,7 +484,7 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
     Args:
         experiment: text that `pack_experiment` returned, including the table ``tune``.
         unit: JSON object with the keys ``label`` and ``rounds`` (the number of rounds of a trial).
-        data: bytes that `pack_experiment` returned. Each worker needs them only once.
+        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
 
     Returns:
         A `UnitReply`, encoded as bytes, with the journal of the trials.

@@ -148,7 +148,7 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
     Args:
         experiment: text that `pack_experiment` returned.
         unit: JSON object with the keys ``label`` and ``seed``.
-        data: bytes that `pack_experiment` returned. Each worker needs them only once.
+        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
 
     Returns:
         A `UnitReply`, encoded as bytes.

@@ -55,7 +55,7 @@ class Winner:
         runner_up: index of the best row of another method.
         lead: mean difference from the runner-up over the seeds that both have. The lead is positive and in the units of
             the criterion, before scaling.
-            For metrics that are compared as ratios (`is_ratio`), it is the logarithm of the ratio.
+            For metrics that are compared as ratios (`is_ratio`), the lead is the logarithm of the ratio.
         half: half-width of the confidence interval on which the test is based. NaN if there are fewer than two common
             seeds.
         provisional: True if some runs have not finished.

@@ -109,9 +109,8 @@ def pairs(
             metric is
             compared.
         margin: largest difference that does not matter in practice, in the units of the metric (0.01 is one percentage
-            point of accuracy). For
-            metrics that are compared as
-            ratios, it is the logarithm of the largest ratio that does not matter. None: no methods are called
+            point of accuracy). For metrics that are compared as ratios, the margin is the logarithm of the largest
+            ratio that does not matter. None: no methods are called
             equivalent.
 
     Raises:

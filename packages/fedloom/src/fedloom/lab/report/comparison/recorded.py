@@ -84,8 +84,7 @@ class RecordedComparison:
                 metric
                 is compared.
             margin: largest difference in the metric that does not matter in practice. For a metric that is compared as
-                ratios, it
-                is the logarithm of the largest ratio that does not matter.
+                ratios, the margin is the logarithm of the largest ratio that does not matter.
 
         Returns:
             Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference; for costs
