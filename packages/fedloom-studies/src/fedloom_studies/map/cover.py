@@ -5,8 +5,7 @@ The selected methods form the portfolio that `fedloom advise` compares in a race
 The regret of a selection in a setup is the difference between the best of all methods and the best of the selected
 methods, by mean test scores at equal gradients. Local training and FedAvg are always selected. A greedy algorithm then
 repeatedly adds the method that reduces the mean regret over the setups the most. Ties are broken by the smaller maximum
-regret,
-and then by name.
+regret, and then by name.
 """
 
 from __future__ import annotations

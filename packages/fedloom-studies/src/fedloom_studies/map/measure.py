@@ -98,8 +98,7 @@ def measure_all(
         again: True to rerun each cell with other seeds, to confirm its verdict.
         workers: number of cells to run at the same time.
         join: True to wait for cells that other processes are measuring, and to take over the cells of processes that
-            have died.
-            False to leave the cells of other processes to them.
+            have died. False to leave the cells of other processes to them.
 
     Raises:
         ConfigError: torchrun has started more than one rank.

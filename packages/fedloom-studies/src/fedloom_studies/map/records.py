@@ -22,8 +22,7 @@ from fedloom_studies.store import not_a_record, put, records
 DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
 REUSED_STATUS = "reused"
 """Status of a cell at equal gradients whose method already takes as many gradients as FedAvg at equal rounds. The runs
-would be the same
-under both protocols, so those at equal rounds are reused."""
+would be the same under both protocols, so those at equal rounds are reused."""
 SIGNIFICANT_DIGITS = 6
 """Number of significant digits that records keep."""
 Values = list[float | None]
@@ -34,8 +33,7 @@ class Series(NamedTuple):
 
     Attributes:
         clients: metric on the test part of each client after the last round, ``[n]``. None for a value that is unknown,
-            such
-            as that of an attacker.
+            such as that of an attacker.
         rounds: numbers of the evaluated rounds, ``[k]``.
         mean: mean over clients in each of these rounds.
         gradients: number of samples whose gradients had been computed by each of these rounds.

@@ -24,10 +24,8 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     The advised method is the best of those that are better than the baseline (the better of local training and FedAvg).
     If no method is better than the baseline, the baseline is advised, provided that it is better than the other of the
     two and that the setup would have detected a gain of `DETECTABLE_GAIN`. In all other cases, no method is advised.
-    For tables, training alone stands for the best
-    model
-    that a
-    single client can train, including scikit-learn models. The largest gains come first.
+    For tables, training alone stands for the best model that a single client can train, including scikit-learn models.
+    The largest gains come first.
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:

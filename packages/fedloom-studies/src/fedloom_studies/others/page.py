@@ -1,9 +1,8 @@
 """Page about tables of other programs: every printed value beside fedloom's value, and verdicts of fair tests.
 
 A value is exact if fedloom's mean has the printed digits, and close if it differs by no more than the limit of the
-table. A value beyond
-this limit is explained by the spread over seeds if it lies within two standard errors, or else by a sentence in the
-recipe.
+table. A value beyond this limit is explained by the spread over seeds if it lies within two standard errors, or else by
+a sentence in the recipe.
 """
 
 from __future__ import annotations

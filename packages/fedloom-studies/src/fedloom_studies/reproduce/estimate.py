@@ -2,8 +2,8 @@
 
 For the number of gradients, the first round of each method is run on a tiny federation. This round gives the number of
 gradients per training sample and round. The number of gradients is multiplied by the numbers of rounds, seeds,
-participating clients and samples. For the seconds
-per gradient, FedAvg takes two steps on random data of the same shape, with the same model, batch size and engine.
+participating clients and samples. For the seconds per gradient, FedAvg takes two steps on random data of the same
+shape, with the same model, batch size and engine.
 """
 
 from __future__ import annotations
@@ -164,8 +164,7 @@ def listing(
     """Yield a row for each recipe: its name, title, data, state, stated time budget, and measured time.
 
     For a recipe that has not been run, the time is an estimate for this machine if ``estimated`` is true. To make
-    estimates,
-    each kind of model is timed once.
+    estimates, each kind of model is timed once.
     """
     missing: dict[str, bool] = {}
     for name, recipe in recipes.items():

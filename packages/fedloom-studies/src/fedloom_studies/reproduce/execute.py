@@ -123,9 +123,7 @@ def reproduce(
 
     Returns:
         The summary. The summary is incomplete if the time limit was reached or the user stopped the run. None if there
-        is no
-        result
-        yet.
+        is no result yet.
 
     Raises:
         DataError: the data are missing.

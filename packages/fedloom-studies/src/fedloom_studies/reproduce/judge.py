@@ -1,27 +1,20 @@
 """Verdicts on the claims of papers, based on tests against each rival.
 
 A rival is one of the sides that the subject of the claim is compared with. For each rival, there is one number per
-seed:
-the difference in the claimed direction, as a mean over variants and paired over seeds (with the same seed, data,
+seed: the difference in the claimed direction, as a mean over variants and paired over seeds (with the same seed, data,
 cohorts, initial model and batches are the same). The differences are tested by a t-test with Holm's correction over the
-rivals of the claim. If a claim is about
-each variant, such as every attack, a side counts as a different rival in each variant. A claim holds if the subject is
-clearly ahead of every rival. A claim does not hold if any rival is clearly ahead. A large lead over one rival therefore
-cannot make up
-for another. A claim
-is tested after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these
-interim tests (looks) with a significant result settles the claim. Claims of equivalence are tested by two one-sided
-tests. Claims about
-standard deviations
-over seeds are judged in the same way, with each value replaced by its distance from the median over seeds (Levene's
-test in the form of Brown and Forsythe). The comparisons with single rivals in single variants are tested separately,
-with
-Holm's correction over the whole recipe. If one of
-them clearly contradicts the claim, the claim holds only in part. Variances, work and traffic are compared by ratios,
-as in the claims of the papers. On this logarithmic scale, a single extreme seed cannot dominate a mean. The interval of
-a difference uses the significance level of its interim test and of its step in Holm's procedure, so it is the interval
-that decides the test.
-Verdicts apply to the samples of the paper, with other seeds.
+rivals of the claim. If a claim is about each variant, such as every attack, a side counts as a different rival in each
+variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if any rival is clearly
+ahead. A large lead over one rival therefore cannot make up for another. A claim is tested after 5, 10 and 20 seeds, at
+levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests (looks) with a
+significant result settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about standard
+deviations over seeds are judged in the same way, with each value replaced by its distance from the median over seeds
+(Levene's test in the form of Brown and Forsythe). The comparisons with single rivals in single variants are tested
+separately, with Holm's correction over the whole recipe. If one of them clearly contradicts the claim, the claim holds
+only in part. Variances, work and traffic are compared by ratios, as in the claims of the papers. On this logarithmic
+scale, a single extreme seed cannot dominate a mean. The interval of a difference uses the significance level of its
+interim test and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts apply to the
+samples of the paper, with other seeds.
 """
 
 from __future__ import annotations

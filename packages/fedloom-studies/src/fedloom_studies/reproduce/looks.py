@@ -15,9 +15,7 @@ from fedloom_studies.reproduce.recipe import Claim
 
 LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
 """Numbers of seeds after which a claim is tested, and two-sided significance levels of these interim tests (looks).
-With
-fewer seeds, no claim is
-tested."""
+With fewer seeds, no claim is tested."""
 DETECTION_PROBABILITY = 0.8
 """Probability with which a difference of the detectable size would have been found significant. It is the usual power
 of a study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""

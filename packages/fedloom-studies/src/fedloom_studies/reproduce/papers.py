@@ -2,9 +2,7 @@
 
 The file ``papers.toml`` lists the headline claims. For each, it contains the first words of the corresponding claim in
 the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into its sentences about
-reasons for verdicts.
-Everything else is generated from
-the summaries.
+reasons for verdicts. Everything else is generated from the summaries.
 """
 
 from __future__ import annotations
@@ -280,8 +278,7 @@ def _cell(
     """Return the verdict on a headline claim under one protocol.
 
     The verdict comes from a recipe that is up to date and complete, at full length if possible. Among several, the
-    least
-    favorable verdict is used.
+    least favorable verdict is used.
 
     A recipe whose run is not comparable to the paper's gives no verdict, and the verdict of a stand-in appears only on
     its own page.

@@ -85,8 +85,7 @@ class Claim(Value):
     """Order that the paper claims between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
     If no variant is given, the claim is judged in every variant that contains the methods. The module `figures`
-    describes
-    the figures.
+    describes the figures.
     """
 
     text: str = Field(description="the paper's claim, in its own words if they are short")
@@ -243,8 +242,7 @@ class Recipe:
         Args:
             scale: scale at which the recipe was run.
             samples: number of samples that the run used from every source, keyed by source. If a number is unknown or
-                smaller than in the
-                paper, the protocol is not followed.
+                smaller than in the paper, the protocol is not followed.
         """
         free = {"budget", SENTENCE_KEY, "seeds", "variants", "methods"}
         if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:

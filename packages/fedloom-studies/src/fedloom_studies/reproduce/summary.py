@@ -176,8 +176,7 @@ def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSu
     """Return the summary with values added for methods from another recipe of the same experiment (``rivals``).
 
     In both recipes, the same seed gives the same data, cohorts, initial models and batches. Nothing is added if the
-    other record is of
-    a different experiment or was made with an earlier version of the other recipe.
+    other record is of a different experiment or was made with an earlier version of the other recipe.
     """
     other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
     record = read_summary(folder, other.name, summary.scale) if other else None

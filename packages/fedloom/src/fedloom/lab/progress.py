@@ -107,8 +107,7 @@ class _Runs:
     Attributes:
         rounds: number of rounds keyed by label, or of all runs together under the key "".
         done: number of completed rounds, keyed by label and seed. For a run that has ended, it is the total number of
-            its
-            rounds.
+            its rounds.
         figures: latest metrics of each run as text, keyed by label and seed.
     """
 

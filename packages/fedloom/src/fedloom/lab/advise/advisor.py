@@ -118,9 +118,7 @@ class Advisor:
         margin: largest difference of the metric that does not matter in practice. None: no margin is stated.
         read: function that converts a document to an experiment.
         methods: registered names of the methods that take part. None: the portfolio that is stored with the package.
-            Local training
-            and FedAvg always take
-            part.
+            Local training and FedAvg always take part.
 
     Raises:
         ConfigError: the experiment is invalid, has no validation data, or the budget is too small. Nothing is written
@@ -235,8 +233,7 @@ class Advisor:
         """Train laps and return their results in the same order.
 
         The number of rounds of a method is planned with its first setting. If the rounds of another setting cost much
-        more or
-        less, the first lap of that setting is repeated with an adjusted number of rounds.
+        more or less, the first lap of that setting is repeated with an adjusted number of rounds.
         """
         results = train([self._work_of(lap) for lap in laps])
         firsts = {lap.arm.label: result for lap, result in zip(laps, results, strict=True) if lap.arm.number == 0}

@@ -88,8 +88,7 @@ class Advice(NamedTuple):
             at which it left, the difference on the data of the race, and the reason if the method failed.
         left_out: reason why a method did not take part, keyed by label.
         more: number of additional gradients after which the race would be decided. None if no more are needed, or if
-            even the
-            maximum number of seeds would not decide the race.
+            even the maximum number of seeds would not decide the race.
         needed: total budget that would decide the race, in FedAvg runs. None if ``more`` is None.
         clients: advice for every client.
         cost: cost of one run of the method: rounds, gradients, bytes, and hours. The hours are None if no devices are

@@ -171,8 +171,7 @@ class _Cut:
         """Return a federation in which the given subjects are used to evaluate models.
 
         Subjects of the validation part that are in ``first`` are used for validation or training. The other subjects of
-        the
-        validation part are not used.
+        the validation part are not used.
         """
         fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
         chosen = np.isin(self._who, decide) & rests

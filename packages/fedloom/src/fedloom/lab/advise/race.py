@@ -1,13 +1,11 @@
 """Race: decide which candidates are trained for how long, which settings are kept, and which methods are eliminated.
 
 Every method starts with the same number of settings, each of which is a candidate (arm). After a ninth of the work of a
-whole run, with one seed, about the
-best third of each method's settings are kept. After a third of the work, with two seeds, only the best setting of each
-method is kept. From then on, methods are compared with each other. A method is eliminated if another method is better
-by more
-than chance (`fedloom.lab.advise.looks`). The remaining methods are trained to the end. So are local training and
-FedAvg, as
-references. While the race is undecided, the rest of the budget is spent on more seeds.
+whole run, with one seed, about the best third of each method's settings are kept. After a third of the work, with two
+seeds, only the best setting of each method is kept. From then on, methods are compared with each other. A method is
+eliminated if another method is better by more than chance (`fedloom.lab.advise.looks`). The remaining methods are
+trained to the end. So are local training and FedAvg, as references. While the race is undecided, the rest of the budget
+is spent on more seeds.
 
 The functions in this module choose what to train next and read the results. These functions do not train anything
 themselves, so they can be tested with arbitrary results.
@@ -40,8 +38,7 @@ DEFAULT_BUDGET_RUNS = 16.0
 alone with 8 trials."""
 MOST_ARMS, MOST_STAYING = 16, 4
 """Maximum number of settings per method at the start, and maximum number that is kept after the first comparison. Any
-budget that
-remains is spent on more seeds."""
+budget that remains is spent on more seeds."""
 
 RunLaps = Callable[[Sequence[Lap]], Sequence[LapResult]]
 """Function that trains laps in parallel and returns their results in the order of the laps."""

@@ -74,8 +74,8 @@ class Words(TyperGroup):
     """Command group that rejects arguments that are empty or are not valid text.
 
     An empty argument usually comes from a shell variable that is not set. As a path, it would mean the current folder.
-    Numbers must be written in plain digits, although Python would also accept ``1_0``, digits of other scripts,
-    and spaces.
+    Numbers must be written in plain digits, although Python would also accept ``1_0``, digits of other scripts, and
+    spaces.
     """
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]

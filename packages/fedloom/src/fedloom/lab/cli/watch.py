@@ -53,9 +53,7 @@ def watch(
     """Serve the report of a run that is in progress.
 
     Open it in a browser on this machine. The page includes a table of which process works on which run. Ctrl-C stops
-    the web
-    server but
-    not the run.
+    the web server but not the run.
 
     Example: fedloom watch runs/quickstart
     """

@@ -194,8 +194,8 @@ class Plan:
 
         Raises:
             CheckpointError: the disk is full or refuses a write. Completed work is kept.
-            RunDirError: another process is using the directory, or has started a different experiment in it.
-                This error is also raised if two labels differ only in case and the file system ignores case.
+            RunDirError: another process is using the directory, or has started a different experiment in it. This error
+                is also raised if two labels differ only in case and the file system ignores case.
             ConfigError: ``join`` is combined with ranks or with discarding existing results.
             RunStopped: the user interrupted this process, which had joined the experiment. The other processes
                 continue.

@@ -1,11 +1,9 @@
 """Values computed from recorded metrics: curves, results by seed, and intervals over seeds.
 
 Every interval is the two-sided 95 % Student t interval for the mean over seeds. A statistic over clients is used as it
-was
-recorded. If a statistic was not recorded, it is computed from the values of the clients. A seed whose run failed, or
-diverged
-before its end, has
-no result. The costs of runs that ended early are not combined with those of complete runs.
+was recorded. If a statistic was not recorded, it is computed from the values of the clients. A seed whose run failed,
+or diverged before its end, has no result. The costs of runs that ended early are not combined with those of complete
+runs.
 """
 
 from __future__ import annotations

@@ -159,8 +159,7 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
     Args:
         rows: rows of the results table.
         runs: runs that the rows belong to. The best row of a column is set in bold among rows with equal data and
-            attack, or among
-            all rows if no runs are given.
+            attack, or among all rows if no runs are given.
     """
     columns = columns_of(rows)
     if not columns:

@@ -38,12 +38,10 @@ def result_table(run_dir: Path) -> pa.Table:
     """Return a table with one row for each method and model of a run, with numbers that are neither rounded nor scaled.
 
     The first columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. Three columns follow for
-    each
-    metric: its mean over seeds (``<name>``), the half-width of the 95 % t interval (``<name>_ci95``), and the number of
-    seeds with a finite value (``<name>_seeds``). The metrics are ``<metric>`` (mean over the clients'
-    test parts in the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (in the round that was best on
-    validation data), ``<metric>_common`` (on the common test set), ``loss_variance``, work, traffic in bytes, and
-    seconds.
+    each metric: its mean over seeds (``<name>``), the half-width of the 95 % t interval (``<name>_ci95``), and the
+    number of seeds with a finite value (``<name>_seeds``). The metrics are ``<metric>`` (mean over the clients' test
+    parts in the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (in the round that was best on validation
+    data), ``<metric>_common`` (on the common test set), ``loss_variance``, work, traffic in bytes, and seconds.
 
     Raises:
         RunDirError: ``run_dir`` is not a run directory, or cannot be read.

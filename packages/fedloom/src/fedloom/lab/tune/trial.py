@@ -40,8 +40,7 @@ Params = Mapping[str, Any]
 """Values of settings, keyed by name, such as ``mu`` or ``local.lr``."""
 COMPARISON_POINTS = 5
 """Number of points in a trial at which it is compared with earlier trials. Each point requires an evaluation. With this
-number,
-a trial that has no chance can be stopped after a fifth of its rounds."""
+number, a trial that has no chance can be stopped after a fifth of its rounds."""
 TRIAL_PART: Literal["validation"] = "validation"
 
 

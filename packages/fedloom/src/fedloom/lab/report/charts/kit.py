@@ -23,8 +23,7 @@ MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 HAS_INTERVAL = {"filter": "isValid(datum.low)"}
 """Filters on the rows of a chart: means over seeds, individual seeds, and means with a confidence interval. If there
-are only a few
-seeds, they are shown individually instead of as an interval."""
+are only a few seeds, they are shown individually instead of as an interval."""
 
 HIDDEN_COLUMNS = ("label", "label_narrow", "side", "place", "middle")
 """Columns of chart data that are only used for drawing."""
@@ -44,9 +43,8 @@ class Figure:
         chart: Vega-Lite specification that refers to the named data sets and leaves the colors to a theme.
         data: data sets, keyed by name. The main data set is called ``rows``.
         layout: how the page adapts the chart to the available width. ``facet`` changes the number of columns.
-            ``square`` does
-            the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside`` changes the width
-            of the first of two charts.
+            ``square`` does the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside``
+            changes the width of the first of two charts.
         canvas: True if the page draws the chart as a bitmap because it contains a very large number of marks.
         table: name of the chart's most detailed data set, which readers can view and download.
     """

@@ -17,8 +17,7 @@ Spec = dict[str, Any]
 PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FILE_FONT = f"'DejaVu Sans', Verdana, {PAGE_FONT}"
 """Fonts of charts that are written to files. The width of a text is computed when the chart is rendered, so the first
-font is at least
-as wide as every other common font."""
+font is at least as wide as every other common font."""
 BLUE_COLOR, ORANGE_COLOR, GREY_COLOR = "#3b82f6", "#e0730d", "#808690"
 """Colors with a contrast ratio of at least 3 to 1 on both light and dark backgrounds."""
 INK_COLORS = ("#57606a", "#b1bac4")
@@ -127,8 +126,7 @@ def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VC
     """Build an Altair chart for a notebook. Users can modify it with Altair.
 
     If the notebook includes Vega-Lite, the chart is drawn in the notebook's theme. If the notebook does not include
-    Vega-Lite, an SVG is shown. Nothing
-    is downloaded in either case.
+    Vega-Lite, an SVG is shown. Nothing is downloaded in either case.
     """
     altair = import_charts("altair")
 

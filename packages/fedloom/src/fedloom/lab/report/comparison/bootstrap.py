@@ -2,8 +2,8 @@
 
 Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Each resample uses the
 predictions of both models for the same patients. If the subjects of the samples are known, subjects are resampled
-together
-with all of their samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69, 2007.
+together with all of their samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69,
+2007.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from fedloom.lab.report.run import Numbers
 
 BOOTSTRAP_RESAMPLES = 1000
 """Number of bootstrap resamples. The relative error of a standard error is then about 1 / sqrt(2 * 1000) = 2.2 %. Efron
-and
-Tibshirani (Section 6.4) consider 200 resamples sufficient."""
+and Tibshirani (Section 6.4) consider 200 resamples sufficient."""
 MOST_PAIRS = 10**8
 """Maximum number of pairs (an event and another patient) for which the interval of a C-index is computed."""
 

@@ -1,8 +1,7 @@
 """Gains on test samples, by site: metrics of the local and the federated model, with an interval of the difference.
 
 DeLong's interval is used for the AUROC. The bootstrap standard error is used for all other metrics. If the subjects of
-the samples
-are known, both methods resample or count subjects instead of samples.
+the samples are known, both methods resample or count subjects instead of samples.
 
 Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
 curves", Biometrics 1988, Eq. 5 to 8, computed by mid-ranks as in X. Sun and W. Xu, IEEE Signal Process. Lett. 2014, and

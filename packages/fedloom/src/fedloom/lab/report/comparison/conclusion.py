@@ -74,8 +74,7 @@ def conclude(
             one run.
         compare_model: which of a method's models is compared.
         margin: largest difference that does not matter in practice, in the units of the leading metric. None: no
-            methods are called
-            equivalent.
+            methods are called equivalent.
     """
     lead, conclusions = leading_metric(runs), []
     several = tasks(runs, rows)
