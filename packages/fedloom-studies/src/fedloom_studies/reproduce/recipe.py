@@ -4,18 +4,15 @@ A recipe is an experiment file with these additional keys and tables:
 
 - ``base = "NAME"``: another recipe that this one is based on. Tables are merged key by key. A table with a different
   ``kind`` or ``source`` replaces the table of the base, and values that are not tables always replace those of the
-  base. Columns and cells are
-  replaced as a whole, and new columns also remove the old cells. ``[scale.laptop]``, ``nearest`` and ``rivals`` are not
-  inherited.
+  base. Columns and cells are replaced as a whole, and new columns also remove the old cells. ``[scale.laptop]``,
+  ``nearest`` and ``rivals`` are not inherited.
 - ``[paper]``: source of the printed numbers, and the claims (see `Paper`).
 - ``[variant.NAME]``: changes to the experiment. Each variant has its own run directory. ``options.LABEL`` changes a
   single method. If there are no variants, a single variant is called ``all``. ``variants = [...]`` keeps the variants
-  that
-  it lists, and removes the others of the base.
+  that it lists, and removes the others of the base.
 - ``[scale.NAME]``: changes for the scale smoke, laptop or full, which are applied after those of a variant.
-``variants`` and ``methods``
-  restrict the run to those that they list, ``options.LABEL`` changes a single method, ``budget`` is a limit in
-  core-minutes, and `SENTENCE_KEY` is a sentence for the page.
+  ``variants`` and ``methods`` restrict the run to those that they list, ``options.LABEL`` changes a single method,
+  ``budget`` is a limit in core-minutes, and `SENTENCE_KEY` is a sentence for the page.
 - ``choose = {KEY = [values]}`` in a ``[[method]]``: candidates, of which `fedloom.lab.tune` chooses one on validation
   data (see `choices`).
 """
