@@ -24,12 +24,11 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
         page: path of the page.
         folder: name of the folder for the appendices.
         contents: name and content of every file to write. The page itself has the name "". Links to appendices must
-            start with
-            ``folder/`` in the page, and links back must start with ``../`` in an appendix.
+            start with ``folder/`` in the page, and links back must start with ``../`` in an appendix.
 
     Raises:
-        ConfigError: a file exists that this command did not write. This is a page with a different first line or, if
-            there is no page, a file in the folder.
+        ConfigError: a file exists that this command did not write. Such a file is a page with a different first line
+            or, if there is no page, a file in the folder.
     """
     beside = page.resolve().parent
     in_checkout = beside == DOCS_FOLDER.resolve() and PAGES_FOLDER.is_dir()

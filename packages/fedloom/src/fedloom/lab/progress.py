@@ -107,8 +107,7 @@ class _Runs:
     Attributes:
         rounds: number of rounds keyed by label, or of all runs together under the key "".
         done: number of completed rounds, keyed by label and seed. For a run that has ended, it is the total number of
-            its
-            rounds.
+            its rounds.
         figures: latest metrics of each run as text, keyed by label and seed.
     """
 
@@ -145,7 +144,7 @@ class _Runs:
         return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
     def estimate_remaining(self) -> float | None:
-        """Return the time in seconds until all runs have ended, with the current number of simultaneous runs.
+        """Return the estimated time in seconds until all runs have ended.
 
         As many runs as now are assumed to run at once.
 

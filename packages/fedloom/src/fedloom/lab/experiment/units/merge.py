@@ -46,8 +46,7 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
 
     Args:
         folders: paths of two or more run directories. If several directories contain the same run, it is taken from the
-            first of
-            them.
+            first of them.
         out: path of the new run directory.
 
     Returns:
