@@ -333,7 +333,7 @@ def asked(client: Client, question: Question, step: int = 0, **changes: Any) -> 
     [name] = client.answers._analyses.agreed
     terms = Terms(
         round=1, trains=False, sizes=sizes, cohort=(*range(n),), accepted=(0,) * n, figures=(own,) * n,
-        question=AnalysisStep.of(name, step, question.encode()),
+        question=AnalysisStep.create(name, step, question.encode()),
     )  # fmt: skip
     return client.answers._analyses.answer(terms.with_(**changes))
 
@@ -372,7 +372,7 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
     with pytest.raises(PublicReason, match="reads no models"):
         client.answers._analyses.answer(Terms(
             round=1, trains=False, sizes=((9, 9, 9),) * SITES, cohort=(*range(SITES),), accepted=(0,) * SITES,
-            figures=(client.answers.figures,) * SITES, question=AnalysisStep.of("glm", 1, SPREADS.encode()),
+            figures=(client.answers.figures,) * SITES, question=AnalysisStep.create("glm", 1, SPREADS.encode()),
         ), [b"a model"])  # fmt: skip
     assert asked(client, SPREADS, 1).counters == ANSWERED_COUNTS
 

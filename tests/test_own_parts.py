@@ -22,6 +22,7 @@ from fedloom.errors import CodeError, ConfigError, DataError, PartitionError, Re
 from fedloom.rows.aggregators import AGGREGATORS, Aggregator, Median
 from fedloom.rows.attacks import ALIE, ATTACKS, Attack, Forgery, Poison
 from fedloom.testing import aggregators, attacks, check_aggregator, check_attack, check_partition, partitions
+from fedloom.testing.report import name_law
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "by-column": {"column": "site"},
@@ -379,7 +380,7 @@ def test_a_law_of_attacks_finds_the_mistake(law: str, broken: type[Attack]) -> N
 
 
 def law_names(module: Any) -> list[str]:
-    return [law.__name__ for law in getattr(module, next(name for name in vars(module) if name.endswith("_LAWS")))]
+    return [name_law(law) for law in getattr(module, next(name for name in vars(module) if name.endswith("_LAWS")))]
 
 
 def test_every_law_can_fail() -> None:

@@ -89,7 +89,7 @@ def varying_columns(x: Floats, subjects: NDArray[np.int64], least: int) -> Float
     return flags
 
 
-def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
+def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     """Return flags ``[p]`` of the columns that enough clients reach.
 
     The other columns are omitted, so an omitted level is merged into the first level.
@@ -115,19 +115,19 @@ def kept_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
 
 def columns_of(terms: AnalysisTerms, *, flagged: bool = True) -> list[str]:
     """Return the names of the columns that are kept."""
-    kept = kept_columns(terms, flagged=flagged)
+    kept = select_columns(terms, flagged=flagged)
     return [name for name, one in zip(names_of(terms.schema), kept, strict=True) if one]
 
 
-def left_out_columns(terms: AnalysisTerms) -> str:
+def list_omitted_columns(terms: AnalysisTerms) -> str:
     """Return the names of the columns that too few clients reach, separated by commas."""
-    kept = kept_columns(terms)
+    kept = select_columns(terms)
     return ", ".join(name for name, one in zip(names_of(terms.schema), kept, strict=True) if not one)
 
 
 def ranges_of(terms: AnalysisTerms, *, flagged: bool = True) -> tuple[Floats, Floats]:
     """Return the smallest and the largest agreed value ``[p]`` of each kept column."""
-    kept = kept_columns(terms, flagged=flagged)
+    kept = select_columns(terms, flagged=flagged)
     low, high = _every_range(terms.schema)
     return low[kept], high[kept]
 
@@ -152,7 +152,7 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
         if pair is not None:
             inside &= (target >= pair[0]) & (target <= pair[1])
     rows = whole.nonzero().flatten()[torch.from_numpy(inside)]
-    kept = kept_columns(terms, flagged=flagged)
+    kept = select_columns(terms, flagged=flagged)
     return DesignColumns(x[inside][:, kept], y[inside], len(client) - int(inside.sum()), rows)
 
 

@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Rules, Schema
-from fedloom.analyses.models import outputs_of
+from fedloom.analyses.models import compute_outputs
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
@@ -256,7 +256,7 @@ class Conformal(Analysis):
         They are multiples of the end of the last bin.
         """
         if terms.schema.task == "regression":
-            values = outputs_of(client, self.model_kind, client.inputs) if len(client) else client.y
+            values = compute_outputs(client, self.model_kind, client.inputs) if len(client) else client.y
             return (values - client.y).abs()[:, 0] / self._unit(terms.schema), client.y[:, :0]
         every = 1 - probabilities_of(client, len(terms.schema.classes), self.model_kind)
         return every[torch.arange(len(client)), client.y[:, 0].long()], every
@@ -277,7 +277,7 @@ def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tenso
     """
     if not len(client):
         return torch.zeros(0, classes, dtype=torch.float64)
-    outputs = outputs_of(client, model_kind, client.inputs)
+    outputs = compute_outputs(client, model_kind, client.inputs)
     if classes == 2 and outputs.shape[1] == 1:
         return torch.cat([torch.sigmoid(-outputs), torch.sigmoid(outputs)], 1)
     return outputs.softmax(1)

@@ -23,7 +23,7 @@ from fedloom_clinic.columns import (
     columns_of,
     design_of,
     flag_columns,
-    left_out_columns,
+    list_omitted_columns,
     ranges_of,
     require_columns,
     square,
@@ -199,7 +199,7 @@ class Cox(Penalized):
         crossed = paths if self.strength == "cv" else None
         fit = fit_of_sums(total, agreed, names, len(terms.sizes), crossed)
         table = cox_table(fit, names, agreed)
-        return table.append_column("merged", pa.array([left_out_columns(terms)] * len(table))), None
+        return table.append_column("merged", pa.array([list_omitted_columns(terms)] * len(table))), None
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
@@ -276,7 +276,7 @@ class Cox(Penalized):
                 paths = tensor(*fold_sums(vectors.likelihood_of, betas, fold))
             return paths if bool(paths.isfinite().all()) else None
         try:
-            vector = vectors.at(values["beta"], values.get("metric")).view(np.int64)
+            vector = vectors.encode(values["beta"], values.get("metric")).view(np.int64)
         except DataError:  # a sum that has no room: Newton's step is too long
             return None
         return tensor(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))
@@ -341,7 +341,7 @@ class Cox(Penalized):
 
         none = np.zeros((len(names), len(names))) if self.penalty == "firth" else None
 
-        def at(beta: Floats) -> Likelihood:
+        def evaluate(beta: Floats) -> Likelihood:
             sums = sums_at(beta, none)
             if sums is None:
                 return impossible(len(beta))
@@ -351,13 +351,13 @@ class Cox(Penalized):
             sums = sums_at(beta, inverse)
             return None if sums is None else firth_slope(sums, self.ties, inverse)
 
-        penalized = jeffreys(at, slope) if self.penalty == "firth" else at
+        penalized = jeffreys(evaluate, slope) if self.penalty == "firth" else evaluate
         if isinstance(self.strength, float):
-            penalized = ridged(at, rows * self.strength * np.ones(len(names)))
+            penalized = ridged(evaluate, rows * self.strength * np.ones(len(names)))
         beta, here = newton(penalized, names, penalty=self.penalty)
         unit = spread * (high - low) / 2
         se = np.sqrt(np.linalg.inv(here.information).diagonal())
-        value = here.value if self.penalty == "none" else at(beta).value
+        value = here.value if self.penalty == "none" else evaluate(beta).value
         ridge = Ridge(self.strength) if isinstance(self.strength, float) else None
         fit = CoxFit(beta / unit, se / unit, value, int(events), int(rows), ridge)
         everyone = int(terms.sizes.sum())

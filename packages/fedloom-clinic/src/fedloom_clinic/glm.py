@@ -22,7 +22,7 @@ from fedloom_clinic.columns import (
     columns_of,
     design_of,
     flag_columns,
-    left_out_columns,
+    list_omitted_columns,
     missing_target_range,
     outweighs,
     ranges_of,
@@ -154,7 +154,7 @@ class Glm(Penalized):
         table = pa.table({"column": pa.array(fit.names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}})
         facts = {"family": FAMILY_OF_TASK[terms.schema.task], "rows": fit.rows}
         facts |= {} if fit.ridge is None else {"ridge": fit.ridge.strength}
-        facts["merged"] = left_out_columns(terms)
+        facts["merged"] = list_omitted_columns(terms)
         facts["left_out"] = int(terms.sizes.sum()) - fit.rows
         for name, fact in facts.items():
             table = table.append_column(name, pa.array([fact] * len(table)))
@@ -297,7 +297,7 @@ class Glm(Penalized):
             of_targets = of_targets if numbers is None else float(numbers[1])
             return numbers
 
-        def at(beta: Floats) -> Likelihood:
+        def evaluate(beta: Floats) -> Likelihood:
             numbers = step(beta, np.zeros((size, size)))
             if numbers is None:
                 return impossible(size)
@@ -323,14 +323,14 @@ class Glm(Penalized):
             ridge, beta, here, exact = find_ridge_by_sums(paths, family_weights)
             weights = count * ridge.strength * family_weights
         else:
-            start = at if ridge is None else ridged(at, weights)
-            start = jeffreys(at, slope) if self.penalty == "firth" else start
+            start = evaluate if ridge is None else ridged(evaluate, weights)
+            start = jeffreys(evaluate, slope) if self.penalty == "firth" else start
             beta, here = newton(start, [*labels, *names], intercepts=first, penalty=self.penalty)
         inverse = np.linalg.inv(here.information)
         unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
         scale = 1.0
         if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
-            exact = exact or at(beta)
+            exact = exact or evaluate(beta)
             spent = size if ridge is None else float(np.trace(inverse @ exact.information))
             if count <= spent:
                 raise DataError(

@@ -147,7 +147,7 @@ class KaplanMeier(Analysis):
             left = curve.at_risk - curve.events
             hazard = np.divide(curve.events, curve.at_risk * left, out=np.zeros_like(left), where=left > 0)
             se = float(np.sqrt((later**2 * hazard).sum()))
-            low, high = interval(curve, self.level)
+            low, high = compute_interval(curve, self.level)
             for j, end in enumerate(ends.tolist()):
                 figures = (curve.at_risk, curve.events, curve.censored, curve.survival, low, high)
                 rows.append((
@@ -191,7 +191,7 @@ def curve_of(counts: Floats) -> SurvivalCurve:
     return SurvivalCurve(at_risk, events, censored, factors.cumprod(), np.maximum(lowest, 0).cumprod(), terms.cumsum())
 
 
-def interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats]:
+def compute_interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats]:
     """Return the ends ``[J]`` of intervals on the scale of log(-log S), computed as in lifelines."""
     with np.errstate(divide="ignore", invalid="ignore"):
         log = np.log(curve.survival)

@@ -24,8 +24,8 @@ from fedloom_clinic.columns import (
     Floats,
     Mask,
     design_of,
-    kept_columns,
     names_of,
+    select_columns,
     square,
     triangle,
     varying_columns,
@@ -139,7 +139,7 @@ def divided_clients(terms: AnalysisTerms) -> list[bool]:
     """
     if not merges(terms.rules) or not terms.published:
         return [True] * len(terms.sizes)
-    p, kept = len(names_of(terms.schema)), kept_columns(terms)
+    p, kept = len(names_of(terms.schema)), select_columns(terms)
     flags = [some[-2 * p - 1 : -p].numpy() for some in terms.published]
     able = [bool(some[0] > 0 and (some[1:][kept] > 0).all()) for some in flags]
     needed = terms.rules.min_clients + terms.rules.missing

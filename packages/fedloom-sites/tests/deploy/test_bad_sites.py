@@ -14,7 +14,7 @@ from flwr.app import Message
 from fedloom.errors import Stop
 from fedloom_sites.deploy.secure import integers, shares
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.opened import ANALYSES, read_checked
+from fedloom_sites.deploy.secure.opened import ANALYSES_ENTRY, read_checked
 from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, MOST_STEPS
 from fedloom_sites.deploy.settings import Server
 from tests.deploy.scene import FIRST, Scene, changed, signing_key_of
@@ -150,7 +150,7 @@ def test_a_damaged_list_of_opened_sums_opens_no_old_round(tmp_path: Path) -> Non
         known = read_checked(file)
         assert known is not None
         [experiment] = known["experiments"].values()
-        assert experiment["forgotten"] == {"uploads": 2, "scores": 2, ANALYSES: MOST_STEPS}
+        assert experiment["forgotten"] == {"uploads": 2, "scores": 2, ANALYSES_ENTRY: MOST_STEPS}
         assert [*experiment["opened"]["uploads"]] == ["3", "4"]
         assert known["sites"]["lost"]
 

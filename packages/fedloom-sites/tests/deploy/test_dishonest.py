@@ -225,12 +225,12 @@ def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
 
 
 SCORES = terms_of(3).with_(round=2, trains=False, scored=2, download="", figures=("3", "3", "3"))
-STEP = SCORES.with_(scored=-1, question=AnalysisStep.of("regression", 0, b"0.5"))
+STEP = SCORES.with_(scored=-1, question=AnalysisStep.create("regression", 0, b"0.5"))
 WRONG: dict[str, tuple[Terms, str]] = {
     "a step of a regression that scores too": (STEP.with_(scored=2), "must not ask for anything else"),
     "a step of a regression that trains too": (STEP.with_(trains=True), "must not ask for anything else"),
     "an analysis that is called uploads": (
-        STEP.with_(question=AnalysisStep.of("uploads", 0, b"")), "an analysis"
+        STEP.with_(question=AnalysisStep.create("uploads", 0, b"")), "an analysis"
     ),
     "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must list sites of the agreement"),
     "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must list sites of the agreement"),

@@ -83,7 +83,7 @@ class Federation:
             round=t, trains=kind == "uploads", sizes=((9, 3, 3),) * n, cohort=sorted(present),
             accepted=(0,) * len(present), download=model if kind == "uploads" else "",
             scored=t if kind == "scores" else -1, models=(model,) if kind == "scores" else (),
-            question=AnalysisStep.of("sums", t, b"") if kind == "sums" else None,
+            question=AnalysisStep.create("sums", t, b"") if kind == "sums" else None,
         )  # fmt: skip
         weights = {c: self.weights[c] for c in present}
         try:
@@ -255,15 +255,15 @@ def test_weights_that_change_are_changes_of_a_site() -> None:
     assert reweighted(before, {**before, "d": [5.001]}) == {"d"}
     assert reweighted(before, {c: [w[0] * (1 if c == "a" else 2)] for c, w in before.items()}) == {"a"}
     assert reweighted(before, {**before, "b": [0.0]}) == {"b"}
-    first = Changes({}, 1).after([*before], {"uploads": before})
+    first = Changes({}, 1).add_sum([*before], {"uploads": before})
     assert first.record["changes"] == {}
-    second = first.after([*before], {"uploads": {**before, "d": [6.0]}})
+    second = first.add_sum([*before], {"uploads": {**before, "d": [6.0]}})
     assert second.record["changes"] == {"d": 1}
     with pytest.raises(
         Broken, match="differ in d; a site may leave the sums over the same data, or return, at most 1 times"
     ):
-        second.after([*before], {"uploads": before})
-    assert second.after([*before], {"scores": before}).record["changes"] == {"d": 1}  # a sum of something else
+        second.add_sum([*before], {"uploads": before})
+    assert second.add_sum([*before], {"scores": before}).record["changes"] == {"d": 1}  # a sum of something else
 
 
 # ------------------------------------------------------------------------------------------------- played at real sites

@@ -73,7 +73,7 @@ def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int
     """Return the seeds, up to a given total number, for which a value that the recipe now needs is missing."""
     wanted = recipe.seeds(count)
     lacking = set[int]()
-    for variant, document in recipe.at(summary.scale).items():
+    for variant, document in recipe.make_documents(summary.scale).items():
         recorded = summary.numbers.get(variant, {})
         seeds_known = {int(seed) for by_seed in recorded.values() for seed in by_seed}
         lacking |= {*wanted} - seeds_known
@@ -101,7 +101,7 @@ def add_seeds(
         show: function that shows progress.
     """
     budget, numbers, failures = budget or TimeBudget(), dict(summary.numbers), list(summary.failures)
-    for variant, document in recipe.at(summary.scale, seeds).items():
+    for variant, document in recipe.make_documents(summary.scale, seeds).items():
         choices: Mapping[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
         where, folder = f"recipe {recipe.name}, {variant}", out / file_name(variant)
         plan = Plan(experiment(chosen(document, choices), where, workers), folder, data_dir)

@@ -191,14 +191,14 @@ def test_a_method_that_has_no_result_within_the_work_of_fedavg_has_no_figure_of_
     one = cells[setup.name, "fedavg-ft"]  # its fine-tuning before the first round costs more than all rounds of FedAvg
     costly = {seed: series._replace(gradients=[900.0, 1300.0, 1700.0]) for seed, series in one.seeds.items()}
     cells[setup.name, "fedavg-ft"] = replace(one, seeds=costly)
-    standing = judge(setup, cells).of("fedavg-ft")
+    standing = judge(setup, cells).find("fedavg-ft")
     assert standing is not None
     assert math.isnan(standing.figures["mean_at_fedavg_work"].mean)
     assert "nan" not in dict(pages({"iid": setup}, cells))["iid.md"]
 
 
 def test_figures_of_a_method_by_their_definitions() -> None:
-    found = judged(local=[0.5] * 5, fedavg=[0.8] * 5, ditto=[0.6, 0.7, 0.6, 0.7, 0.6]).of("ditto")
+    found = judged(local=[0.5] * 5, fedavg=[0.8] * 5, ditto=[0.6, 0.7, 0.6, 0.7, 0.6]).find("ditto")
     assert found is not None
     figures = {name: estimate.by_seed[1] for name, estimate in found.figures.items()}
     clients = 0.7 + np.array([-0.02, -0.01, 0.01, 0.02])
@@ -218,7 +218,7 @@ def test_a_method_of_more_gradients_is_also_read_at_those_of_fedavg() -> None:
     costly = record(setup, "ditto", [0.8] * 5)
     costly = replace(costly, seeds={s: one._replace(gradients=[0.0, 800.0, 1600.0]) for s, one in costly.seeds.items()})
     known = {("iid", "ditto"): costly, **{("iid", m): record(setup, m, [0.5] * 5) for m in REFERENCE_METHODS[:2]}}
-    found = judge(setup, known).of("ditto")
+    found = judge(setup, known).find("ditto")
     assert found is not None
     assert found.figures["mean_at_fedavg_work"].mean == pytest.approx(0.72)
     assert found.figures["mean"].mean == pytest.approx(0.8)
@@ -247,12 +247,12 @@ def test_a_second_look_confirms_what_goes_the_same_way_and_nothing_else() -> Non
     ditto = record(setup, "ditto", [0.8, 0.82, 0.81, 0.8, 0.83])
     for again, confirmed in (({}, None), (ditto.seeds, True)):
         both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
-        found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=again)}).of("ditto")
+        found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=again)}).find("ditto")
         assert found is not None
         assert (found.better, found.confirmed) == (True, confirmed)
     other = record(setup, "ditto", [0.5, 0.49, 0.52, 0.53, 0.48]).seeds
     both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
-    found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=other)}).of("ditto")
+    found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=other)}).find("ditto")
     assert found is not None
     assert found.confirmed is False
 

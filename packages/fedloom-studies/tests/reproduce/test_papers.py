@@ -81,7 +81,7 @@ def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, m
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     write_pages(Path("docs/papers.md"), PAPERS_FOLDER, pages(recipes(), ROOT / CHECKOUT_FOLDER))
-    write_pages(Path("docs/others.md"), PAPERS_FOLDER, others.pages(recipes(), ROOT / CHECKOUT_FOLDER))
+    write_pages(Path("docs/others.md"), PAPERS_FOLDER, others.render_pages(recipes(), ROOT / CHECKOUT_FOLDER))
     fresh = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.*")}
     kept = (ROOT / "studies" / "pages" / PAPERS_FOLDER).iterdir()
     assert fresh == {Path("docs/papers.md"), Path("docs/others.md"), *(file.relative_to(ROOT) for file in kept)}
@@ -135,7 +135,7 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
                 assert Reference.create(text, "accuracy").method in {
                     label_of(m) for m in known[name].document["method"]
                 }
-    of_papers = papers.of_papers(known)
+    of_papers = papers.select_papers(known)
     assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in of_papers.values()}
     assert len(of_papers) < len(known)
     for one in known.values():
@@ -263,7 +263,7 @@ def test_a_stand_in_decides_no_headline_and_is_never_called_published(monkeypatc
     page = recipe_page(other, as_run(other))
     assert "This recipe is a stand-in: two convolutions replace ResNet-18. Its verdicts concern the stand-in" in page
     assert "holds" in page
-    for name, recipe in papers.of_papers(recipes()).items():
+    for name, recipe in papers.select_papers(recipes()).items():
         another = re.search(
             r"LeNet|instead of ResNet|network of one hidden|two convolutions", recipe.paper.reduced or ""
         )
@@ -527,7 +527,7 @@ def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_r
     known = recipes()
 
     def sources(name: str) -> set[str]:
-        return {document["data"]["source"] for document in known[name].at("full").values()}
+        return {document["data"]["source"] for document in known[name].make_documents("full").values()}
 
     left_out = []
     for sheet in sheets():
@@ -572,7 +572,7 @@ def test_no_claim_rests_on_a_choice_by_test_data_and_only_tables_show_one() -> N
     assert "The tables show FLAME-HM\nas in the paper, which chooses it on test data" in papers.RULES_FILE.read_text()
     columns = set[str]()
     for name, recipe in recipes().items():
-        chosen = [d for d in recipe.at("full").values() if d.get("evaluate", {}).get("select_on") == "test"]
+        chosen = [d for d in recipe.make_documents("full").values() if d.get("evaluate", {}).get("select_on") == "test"]
         if chosen:
             paper = recipe.paper
             tested = [side for c in paper.claims if not c.construction for side in (c.subject, *c.than)]

@@ -51,7 +51,7 @@ Entrance = Literal["python", "file", "command", "estimator", "flower"]
 
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
-_KEY = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
+_KEY_PATTERN = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
 _FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
 """Ordinary words with which a message may begin. They are not keys, options or code."""
 
@@ -61,7 +61,7 @@ ESTIMATOR_KEYS = {"local.lr": "lr", "local.epochs": "epochs", "local.batch_size"
 """Dotted keys of an experiment file, mapped to the arguments of the scikit-learn estimators that set them."""
 ESTIMATOR_ARGUMENTS = ("rounds", "model", "clients")
 """Other arguments of the estimators whose name is also a key of an experiment file."""
-QUOTES = "'\""
+QUOTE_CHARACTERS = "'\""
 COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
 """Keys that can be set by a command-line flag as well as by ``--set``."""
 
@@ -95,8 +95,8 @@ def worded(text: str) -> str:
     ...     worded("set {local.momentum = 0}"), worded("leave {attack} out")
     ('set [local] momentum = 0', 'leave [attack] out')
     """
-    write = _WRITERS[_current.get() or "python"]
-    return _KEY.sub(lambda match: write(match["table"], match["key"], match["value"]), text)
+    write = _KEY_WRITERS[_current.get() or "python"]
+    return _KEY_PATTERN.sub(lambda match: write(match["table"], match["key"], match["value"]), text)
 
 
 def capitalize(text: str) -> str:
@@ -134,7 +134,7 @@ def _command(table: str, key: str | None, value: str | None) -> str:
         return text
     if dotted in COMMAND_FLAGS:
         return f"{text} ({COMMAND_FLAGS[dotted]} {value})"
-    return text if value.startswith(("{", "[")) else f"{text} (--set {dotted}={value.strip(QUOTES)})"
+    return text if value.startswith(("{", "[")) else f"{text} (--set {dotted}={value.strip(QUOTE_CHARACTERS)})"
 
 
 def _estimator(table: str, key: str | None, value: str | None) -> str:
@@ -170,7 +170,7 @@ def _options(value: str) -> str:
     return ", ".join(f"{key} = {_toml(repr(option))}" for key, option in options.items())
 
 
-_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
+_KEY_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
     "python": _python,
     "file": _file,
     "command": _command,

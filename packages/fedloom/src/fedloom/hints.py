@@ -197,7 +197,7 @@ class Places:
         """Return the name of a table in the form that messages use."""
         return f"[{table}]" if self.file and not self.method else table
 
-    def of_method(self, *keys: str) -> Places:
+    def select_method(self, *keys: str) -> Places:
         """Return the place that describes the table of a method with these keys."""
         return replace(self, keys=keys, method=True, special=no_hint)
 

@@ -114,7 +114,7 @@ def test_kept_states_go_on_where_they_stopped(name: str) -> None:
     for _ in range(2):
         work = Work(oracle, torch.arange(M), torch.full((M, 1), 1 / M), local, memory=memory)
         w = descend(w, work)
-        memory = memory.of(memory.rows)
+        memory = memory.replace_rows(memory.rows)
     share = torch.full((M, 1), 1 / M)
     whole = descend(problem.start, Work(oracle, torch.arange(M), share, local.with_(steps=6)))
     torch.testing.assert_close(w, whole, rtol=0.0, atol=1e-12)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from fedloom.lab.report.comparison.by_patient import interval
+from fedloom.lab.report.comparison.by_patient import estimate_interval
 from fedloom.lab.report.patients import Predicted
 
 Draw = Callable[[np.random.Generator, int], Predicted]
@@ -94,7 +94,7 @@ def coverage(figure: str, subjects: int, sets: int, *, known: bool = True) -> fl
     rng, held = np.random.default_rng([sets, subjects, len(figure)]), 0
     for _ in range(sets):
         samples = draw(rng, subjects)
-        _, low, high = interval(metric, samples if known else samples._replace(subject=None))
+        _, low, high = estimate_interval(metric, samples if known else samples._replace(subject=None))
         held += low <= truth() <= high
     return held / sets
 
@@ -128,9 +128,11 @@ def test_a_subject_of_one_row_changes_no_interval() -> None:
     for metric, draw, _ in FIGURES.values():
         samples = draw(rng, 60)
         alone = samples._replace(subject=rng.permutation(len(samples.target)))
-        assert interval(metric, alone)[:1] == interval(metric, alone._replace(subject=None))[:1]
+        assert estimate_interval(metric, alone)[:1] == estimate_interval(metric, alone._replace(subject=None))[:1]
         if metric == "auroc":
-            np.testing.assert_allclose(interval(metric, alone), interval(metric, alone._replace(subject=None)))
+            np.testing.assert_allclose(
+                estimate_interval(metric, alone), estimate_interval(metric, alone._replace(subject=None))
+            )
 
 
 def test_copies_of_every_row_widen_no_interval_and_narrow_none() -> None:
@@ -140,7 +142,7 @@ def test_copies_of_every_row_widen_no_interval_and_narrow_none() -> None:
         one = draw(rng, 80)
         one = one._replace(subject=np.arange(len(one.target)))
         three = Predicted(*(None if values is None else np.repeat(values, 3) for values in one))
-        np.testing.assert_allclose(interval(metric, three), interval(metric, one), rtol=0.01)
+        np.testing.assert_allclose(estimate_interval(metric, three), estimate_interval(metric, one), rtol=0.01)
 
 
 if __name__ == "__main__":

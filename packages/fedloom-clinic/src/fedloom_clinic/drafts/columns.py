@@ -120,7 +120,7 @@ class Survey:
         ]  # fmt: skip
         sure, doubtful = list[str](), list[str]()
         for column in fit:
-            parts = {word.rstrip("0123456789") for word in words_of(column.name)}
+            parts = {word.rstrip("0123456789") for word in split_words(column.name)}
             if COUNT_OF_PATTERN.search(column.name):
                 continue
             if parts & SITE_WORDS and parts <= SITE_WORDS | NEUTRAL_WORDS:
@@ -162,7 +162,7 @@ class Survey:
 def names_person(name: str) -> bool:
     """Return True if a name can only mean the number of a person, unlike ``stays_in_week_nights``."""
     return all(
-        PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in words_of(name)
+        PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in split_words(name)
     )
 
 
@@ -172,6 +172,6 @@ def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:
     return len({level for level, _ in pairs}) == len(pairs)
 
 
-def words_of(name: str) -> list[str]:
+def split_words(name: str) -> list[str]:
     """Return the words of a name such as ``hospital_id`` or ``hospitalId``, in lower case."""
     return [word.lower() for word in re.findall(r"[^\W\d_a-z]?[^\W\d_A-Z]+|[^\W\d_a-z]+", name)]

@@ -262,7 +262,7 @@ class Draft:
         if option is None and len(sure := split(sure)) > 1:
             question = f"which column names the site of a row? It may be {_list(sure)}"
             flags = " or ".join([*(f"--client-column {outcomes.quoted(name)}" for name in sure), "--client-column ''"])
-            self.questions.append(f"{question}; {outcomes.answer(survey)} {flags}")
+            self.questions.append(f"{question}; {outcomes.start_answer(survey)} {flags}")
             self.report.append(f"site: not clear: {self.questions[-1]}")
         elif option is None:
             self._site = survey.columns[sure[0]] if sure else None

@@ -17,7 +17,7 @@ from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, PERSON_NAME_PAT
 from fedloom.data.survey.people import plain_name, words
 from fedloom.errors import ConfigError
 from fedloom.formats import shorten_list
-from fedloom_clinic.drafts.columns import Survey, words_of
+from fedloom_clinic.drafts.columns import Survey, split_words
 
 TIME_PATTERN = re.compile(
     r"follow.?up|surviv|time.?to|(^|[_\W])(time|days|weeks?|months|hours|duration|tte|futime|ptime|rfstime|t?stop)"
@@ -316,7 +316,7 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
     ends = {next((name for name in survey.names if name not in skipped), ""), survey.names[-1]}
     points, doubtful = dict[str, int](), set[str]()
     for c in fit:
-        plain, parts = plain_name(c.name), {plain_name(word) for word in words_of(c.name)}
+        plain, parts = plain_name(c.name), {plain_name(word) for word in split_words(c.name)}
         few = len(c.levels) <= MAX_FEW_LEVELS
         last = c.name == survey.names[-1]
         score = 0
@@ -376,14 +376,14 @@ def quoted(name: str) -> str:
     return name if re.fullmatch(r"[\w.\-/]+", name) else "'" + name.replace("'", "'\\''") + "'"
 
 
-def answer(survey: Survey) -> str:
+def start_answer(survey: Survey) -> str:
     """Return the start of the sentence on how to answer a question, before the options."""
     return f"answer it by: fedloom init {quoted(str(survey.path))} --force, with"
 
 
 def _answers(survey: Survey, flags: Sequence[str]) -> str:
     """Return the sentence on how to answer a question."""
-    return f"{answer(survey)} {' or '.join(flags[:MAX_SHOWN_CANDIDATES])}"
+    return f"{start_answer(survey)} {' or '.join(flags[:MAX_SHOWN_CANDIDATES])}"
 
 
 def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:

@@ -272,7 +272,7 @@ def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: st
     chosen = [SurvivalSite(*(part[some] for part in site)) for site, some in zip(sites, rows, strict=True)]
     strata = list(_strata(chosen, stratify=stratify))
 
-    def at(beta: Floats) -> Likelihood:
+    def evaluate(beta: Floats) -> Likelihood:
         parts = []
         for group, times in strata:
             first_sums, *other_sums = (risk_sums(site, beta, times) for site in group)
@@ -280,7 +280,7 @@ def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: st
         values, gradients, informations = zip(*parts, strict=True)
         return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))
 
-    return at
+    return evaluate
 
 
 def _slopes(sites: Sequence[SurvivalSite], ties: str, stratify: bool, beta: Floats, metric: Floats) -> Floats:

@@ -237,7 +237,7 @@ class SiteVectors:
         some = SurvivalSite(*(part[rows] for part in self._site))
         return likelihood(risk_sums(some, beta, np.unique(some.time[some.event == 1])), beta, self._terms.ties)
 
-    def at(self, beta: Floats, metric: Floats | None = None) -> Ring:
+    def encode(self, beta: Floats, metric: Floats | None = None) -> Ring:
         """Return the vector at coefficients ``[p]`` of columns in [-1, 1], for a metric ``[p, p]`` of Firth's penalty.
 
         Raises:

@@ -178,11 +178,11 @@ def fit_glm(
 
 
 def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
-    def at(beta: Floats) -> Likelihood:
+    def evaluate(beta: Floats) -> Likelihood:
         values, gradients, informations = zip(*(glm_sums(site, beta, family) for site in sites), strict=True)
         return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))
 
-    return at
+    return evaluate
 
 
 def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:

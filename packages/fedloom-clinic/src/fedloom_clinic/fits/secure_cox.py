@@ -93,7 +93,7 @@ def fit_secure_cox(
     check_terms(terms)
     vectors = [SiteVectors(site, terms) for site in sites]
     return fit_of_sums(
-        lambda beta, metric: total([site.at(beta, metric) for site in vectors]), terms, names, len(sites)
+        lambda beta, metric: total([site.encode(beta, metric) for site in vectors]), terms, names, len(sites)
     )
 
 
@@ -148,7 +148,7 @@ def fit_of_sums(
     if not (spread > sites * terms.step).all():
         raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Leave this column out")
 
-    def at(gamma: Floats) -> Likelihood:
+    def evaluate(gamma: Floats) -> Likelihood:
         """Return the likelihood at coefficients of columns with unit spread."""
         nonlocal last, here
         beta = gamma / spread
@@ -191,8 +191,8 @@ def fit_of_sums(
         weights = ridge.strength * squares
     else:
         weights = (terms.ridge or 0.0) * squares
-        penalized = at if ridge is None else ridged(at, weights / spread**2)
-        penalized = jeffreys(at, slope) if terms.firth else penalized
+        penalized = evaluate if ridge is None else ridged(evaluate, weights / spread**2)
+        penalized = jeffreys(evaluate, slope) if terms.firth else penalized
         penalty: PenaltyKind = "firth" if terms.firth else "none" if ridge is None else "ridge"
         gamma, tilted = newton(penalized, names, penalty=penalty)
     beta, information = gamma / spread, here.likelihood.information + np.diag(weights)

@@ -13,8 +13,8 @@ from fedloom.lab.sections import Row, Run, Section, csv_of, read_columns, scroll
 from fedloom.rundir import analysis_file
 
 COX_TEXT = "Hazard ratios per unit of a column over the rows of all clients, computed from sums only."
-HEADS = ("Column", "Hazard ratio", "95 % from", "to", "Coefficient", "Standard error", "p")
-NAMES = (
+COLUMN_HEADS = ("Column", "Hazard ratio", "95 % from", "to", "Coefficient", "Standard error", "p")
+COLUMN_NAMES = (
     "column", "coefficient", "standard_error", "low", "high", "p", "bound", "likelihood", "rows", "events",
     "late_lost", "rare_lost", "left_out", "bins", "least", "ties",
 )  # fmt: skip
@@ -34,7 +34,7 @@ def cox_tables(runs: list[Run]) -> str:
         if rows:
             label = f"Cox regression{f', {run.label}' if len(runs) > 1 else ''}"
             text += f"<h3>{escape(label)}</h3><p>{escape(cox_words(rows[0]))}</p>"
-            text += scrolling(label, HEADS, [_line(row) for row in rows])
+            text += scrolling(label, COLUMN_HEADS, [_line(row) for row in rows])
     return text
 
 
@@ -42,7 +42,7 @@ def cox_csv(runs: list[Run]) -> str:
     """Return every column of every regression, unscaled."""
     lines = [{"run": run.label, **row} for run in runs for row in _rows(run)]
     return (
-        csv_of(tuple(dict.fromkeys(["run", *NAMES, *(name for line in lines for name in line)])), lines)
+        csv_of(tuple(dict.fromkeys(["run", *COLUMN_NAMES, *(name for line in lines for name in line)])), lines)
         if lines
         else ""
     )
@@ -52,7 +52,7 @@ def _rows(run: Run) -> list[dict[str, Any]]:
     path = run.path / analysis_file("cox")
     if not path.exists():
         return []
-    names = (*NAMES, "ridge") if "ridge" in pq.read_schema(path).names else NAMES
+    names = (*COLUMN_NAMES, "ridge") if "ridge" in pq.read_schema(path).names else COLUMN_NAMES
     table = read_columns(path, names)
     return [] if table is None else table.to_pylist()
 

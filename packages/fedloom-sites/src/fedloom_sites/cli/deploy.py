@@ -153,8 +153,8 @@ def init(
         _write(plan(experiment, sites, **choice), out or Path(file.stem), place)
 
 
-@deploy.command()
-def analyze(
+@deploy.command("analyze")
+def analyze_sites(
     name: Annotated[
         str, typer.Argument(help="name of an analysis based on sums, from 'fedloom list analyses'", show_default=False)
     ],
@@ -284,8 +284,8 @@ def check(
             raise typer.Exit(1)
 
 
-@deploy.command()
-def rehearse(
+@deploy.command("rehearse")
+def rehearse_attacks(
     site: SiteFolder,
     as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
 ) -> None:

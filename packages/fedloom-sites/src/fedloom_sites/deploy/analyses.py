@@ -88,7 +88,7 @@ class AgreedAnalysis:
         """
         rules = self.analysis.rules or Rules()
         agreed = _stated_rules(rules)
-        questions = _most_questions(self.analysis)
+        questions = _limit_questions(self.analysis)
         least = rules.min_subjects if "min_subjects" in agreed else DEFAULT_LEAST
         if self.threshold is not None:
             fewest = max(MIN_SITES, rules.min_clients)
@@ -278,10 +278,10 @@ def agreed_analyses(
 
 def count_questions(experiment: Experiment) -> int:
     """Return the maximum number of questions that a site answers in all analyses of an experiment."""
-    return sum(_most_questions(analysis) for analysis in experiment.analyses if analysis.by_sums)
+    return sum(_limit_questions(analysis) for analysis in experiment.analyses if analysis.by_sums)
 
 
-def _most_questions(analysis: Analysis) -> int:
+def _limit_questions(analysis: Analysis) -> int:
     """Return the agreed number of questions of an analysis, or the default for real sites if none was agreed."""
     rules = analysis.rules or Rules()
     return rules.questions if "questions" in _stated_rules(rules) else analysis.most_questions

@@ -23,7 +23,7 @@ from fedloom.storage import make_folder, read_toml, write_atomic
 from fedloom.storage.files import content_of
 from fedloom_sites.deploy.analyses import DEFAULT_LEAST, agreed_analyses
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked
+from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
 from fedloom_sites.deploy.settings import SNAPSHOTS_FOLDER, Site, read_site
 from fedloom_sites.deploy.site.approval import check_data_name
 from fedloom_sites.deploy.site.local_data import read_data
@@ -75,7 +75,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
         raise ConfigError(f"{source} is no file and no folder. A snapshot copies what [data] of {file} names")
     check_data_name(live.with_(snapshot=None))
     memory = site.memory_folder
-    with in_turn(memory):
+    with lock_folder(memory):
         record = _record(memory)
         earlier: list[dict[str, Any]] = record["snapshots"]
         if earlier and day <= earlier[-1]["day"]:

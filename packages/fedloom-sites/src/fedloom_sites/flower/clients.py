@@ -63,7 +63,7 @@ class FlowerClients(RemoteClients):
         self.scores: dict[int, dict[str, float]] = {}
         self.refusals: dict[int, str] = {}
 
-    def through(self, send: Send) -> FlowerClients:
+    def replace_sender(self, send: Send) -> FlowerClients:
         """Return a copy of these clients with a different function for sending messages."""
         other = copy.copy(self)
         other._send, other.refusals = send, {}

@@ -76,7 +76,7 @@ class Local:
     norm_bound: float | None = None
     analyses: Analyses | None = None
 
-    def with_floor(self, setting: Setting) -> Setting:
+    def add_noise_floor(self, setting: Setting) -> Setting:
         """Return the setting in the server's document, with the node's own noise if the document's noise is weaker.
 
         Raises:

@@ -279,7 +279,7 @@ class _Node:
             setting = setting.with_(
                 engine=setting.engine.with_(device=str(run.local.device), workers=1, clients_per_batch=1)
             )
-            setting = run.local.with_floor(setting)
+            setting = run.local.add_noise_floor(setting)
             fed, initial = seated(run.problem.fed, 0, seat, torch.tensor(values["sizes"])), start.get("start")
             replay = Replay() if initial is None else Replay(initial=initial)
             job, server = make_job(setting, fed, replay=replay)

@@ -211,7 +211,7 @@ class Strategy(FlowerStrategy):
             sent.extend(messages)
             raise _Configured
 
-        self._answers = Remembering(clients.through(note))
+        self._answers = Remembering(clients.replace_sender(note))
         with suppress(_Configured, RunStopped):  # `aggregate_train` reports a round that stops
             run_round(job, self._answers, state)
         for message in sent:
@@ -237,7 +237,7 @@ class Strategy(FlowerStrategy):
         """
         clients, job, before = self._running
         arrived = list(replies)
-        answering = clients.through(lambda _messages: arrived)
+        answering = clients.replace_sender(lambda _messages: arrived)
         replaying = self._answers.replaying(answering)
         try:
             state, events = run_round(job, replaying, before)
@@ -299,7 +299,7 @@ class Strategy(FlowerStrategy):
         arrived = list(replies)
         if not arrived or self._clients is None or self._job is None:
             return None
-        clients = self._clients.through(lambda _messages: arrived)
+        clients = self._clients.replace_sender(lambda _messages: arrived)
         list(clients.score(self._request))
         self.client_metrics[server_round + self._before] = clients.scores
         sizes = {part: self._job.eval_fed.sizes(part).double() for part in ("train", "validation", "test")}

@@ -120,7 +120,7 @@ def reproduce(
         from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 
         if page is not None:
-            contents = (tables.pages if tables_of_others else pages)(recipes(), recorded)
+            contents = (tables.render_pages if tables_of_others else pages)(recipes(), recorded)
             write_pages(page, PAPERS_FOLDER, contents)
             say(f"page: {page}")
             return

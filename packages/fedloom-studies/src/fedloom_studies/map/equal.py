@@ -59,7 +59,7 @@ class BothProtocols(NamedTuple):
         again = [
             name for name, record in self.records.items() if record.status == DONE_STATUS and name not in self.changes
         ]
-        return [name for name in again if self.rounds.of(name) is not None]
+        return [name for name in again if self.rounds.find(name) is not None]
 
     def changed(self, sign: int) -> list[str]:
         """Return the methods with a significant change of this sign, the largest change first."""
@@ -77,9 +77,9 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
     """
     gradients = judge(rounds.setup, fill_reused(second, first))
     recorded = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
-    means, fedavg = {}, rounds.of(REFERENCE_METHODS[1])
+    means, fedavg = {}, rounds.find(REFERENCE_METHODS[1])
     for s in gradients.standings:
-        before, reused = rounds.of(s.method), recorded[s.method].status == REUSED_STATUS
+        before, reused = rounds.find(s.method), recorded[s.method].status == REUSED_STATUS
         if before and not reused and not (fedavg and _same_work(before.record, fedavg.record)):
             means[s.method] = differences(s.figures["mean"], before.figures["mean"])
     return BothProtocols(rounds, gradients, recorded, family(means))
@@ -146,7 +146,7 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
     """
     named = []
     for c in comparisons:
-        fedavg = c.gradients.of(REFERENCE_METHODS[1])
+        fedavg = c.gradients.find(REFERENCE_METHODS[1])
         times = {s.method: s.figures["gradients"].mean / fedavg.figures["gradients"].mean
                  for s in c.gradients.standings if fedavg}  # fmt: skip
         methods = [f"{name} ({significant(share, 2)} times)" for name, share in times.items() if share > 1.1]
@@ -169,9 +169,9 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
             "chosen settings",
         ]
         yield from ("", f"| method | {' | '.join(titles)} | remarks |", f"|{'---|' * (len(titles) + 2)}")
-    fedavg = j.of(REFERENCE_METHODS[1])
+    fedavg = j.find(REFERENCE_METHODS[1])
     for s in j.standings:
-        before, change = c.rounds.of(s.method), c.changes.get(s.method)
+        before, change = c.rounds.find(s.method), c.changes.get(s.method)
         rounds = np.mean([series.rounds[-1] for series in s.record.seeds.values()])
         share = s.figures["gradients"].mean / fedavg.figures["gradients"].mean if fedavg else float("nan")
         shown = [s.method, write_percent(before.figures["mean"] if before else None), write_percent(s.figures["mean"]),
@@ -191,7 +191,7 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
 
 def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
     """Return remarks on a cell: stale, reused, and significant changes and gains."""
-    record, standing, change = c.records[method], c.gradients.of(method), c.changes.get(method)
+    record, standing, change = c.records[method], c.gradients.find(method), c.changes.get(method)
     old = stale(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale ({old})"] if old else []
     remarks += ["reused runs"] if record.status == REUSED_STATUS else []

@@ -108,7 +108,7 @@ class SetupVerdict:
     standings: tuple[Standing, ...]
     records: dict[str, CellRecord]
 
-    def of(self, method: str) -> Standing | None:
+    def find(self, method: str) -> Standing | None:
         """Return the standing of a method, or None if it has no result."""
         return next((s for s in self.standings if s.method == method), None)
 

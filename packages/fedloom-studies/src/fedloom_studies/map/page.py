@@ -263,7 +263,7 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
         cells = [*shown, " / ".join(shares), significant(figures["variance"].mean, 2), *costs, _settings(s.record)]
         yield f"| {s.method} | {s.record.model} | {' | '.join(cells)} | {_notes(setup, s.record, s)} |"
     yield from lines(j, references)
-    rest = [record for record in j.records.values() if j.of(record.method) is None]
+    rest = [record for record in j.records.values() if j.find(record.method) is None]
     yield ""
     for record in rest:
         yield f"- {record.method} is {record.status}: {record.reason}{_notes(setup, record, None, ' (', ')')}"
@@ -301,7 +301,7 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
     rows = []
     for j in verdicts:
         for method in methods:
-            record, s = j.records.get(method), j.of(method)
+            record, s = j.records.get(method), j.find(method)
             row = {"setup": j.setup.name, "method": method, "state": record.status if record else NOT_RUN}
             if s is not None:
                 row |= {
@@ -322,7 +322,7 @@ def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
     rows = []
     for j in verdicts:
         for record in j.records.values():
-            s = j.of(record.method)
+            s = j.find(record.method)
             cell = {
                 "setup": record.setup, "protocol": record.protocol, "method": record.method, "status": record.status,
                 "reason": record.reason,

@@ -26,7 +26,7 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
     cells = []
     for j in verdicts:
         for method in methods:
-            record, standing = j.records.get(method), j.of(method)
+            record, standing = j.records.get(method), j.find(method)
             gain = rounded(100 * standing.gain.mean) if standing and standing.gain else None
             gain = 0.0 if method == j.reference else gain
             status = record.status if record else NOT_RUN

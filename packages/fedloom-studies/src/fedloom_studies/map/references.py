@@ -96,7 +96,7 @@ def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
 
 def lines(j: SetupVerdict, references: References) -> Iterator[str]:
     """Yield the lines of a setup's page on references and on the gain over the best model of a client alone."""
-    rows, local = _rows(j, references), j.of("local")
+    rows, local = _rows(j, references), j.find("local")
     if not j.setup.references:
         return
     if not rows or local is None:
@@ -111,7 +111,7 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
         "seeds.",
     )
     yield from ("", f"| model | {j.standings[0].record.metric} | over {best} |", "|---|---|---|")
-    methods = [s for s in (*j.rivals[:3], j.of("fedavg")) if s is not None and s.method != "local"]
+    methods = [s for s in (*j.rivals[:3], j.find("fedavg")) if s is not None and s.method != "local"]
     shown = rows | {s.method: s.figures["mean"] for s in methods} | {"local": alone["local"]}
     for name, figure in sorted(shown.items(), key=lambda item: -item[1].mean):
         gain = "-" if name == best else _points(Estimate(differences(figure, alone[best])), sign="+")
@@ -120,7 +120,7 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
 
 def models_alone(j: SetupVerdict, references: References) -> dict[str, Estimate]:
     """Return the values of every model that a client trains alone: local training, and references if there are any."""
-    rows, local = _rows(j, references), j.of("local")
+    rows, local = _rows(j, references), j.find("local")
     per_client = {
         name: rows[name] for name, _, protocol in reference_names() if protocol == PER_CLIENT and name in rows
     }

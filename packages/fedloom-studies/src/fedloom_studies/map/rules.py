@@ -138,7 +138,7 @@ def rules_section(records: Records) -> Iterator[str]:
     for name in names:
         cells = []
         for j in verdicts.values():
-            s = j.of(name)
+            s = j.find(name)
             verdict = f", {s.verdict}" if s and s.gain else ", baseline" if s else ""
             cells.append(f"{write_percent(s.figures['mean'])}{verdict}" if s else "-")
         if any(cell != "-" for cell in cells):

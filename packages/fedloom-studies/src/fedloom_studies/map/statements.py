@@ -28,7 +28,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:
-        local, fedavg = (j.of(method) for method in REFERENCE_METHODS[:2])
+        local, fedavg = (j.find(method) for method in REFERENCE_METHODS[:2])
         if local is None or fedavg is None:
             continue
         link, chosen = f"[{j.setup.title}]({MAP_FOLDER}/{j.setup.name}.md)", recommended(j)
@@ -69,7 +69,7 @@ def recommended(j: SetupVerdict) -> Standing | None:
     if better := [s for s in rivals_of(j) if s.better]:
         return better[0]
     gaps = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.method != j.reference]
-    return j.of(j.reference) if j.decides and all(s.worse for s in gaps) else None
+    return j.find(j.reference) if j.decides and all(s.worse for s in gaps) else None
 
 
 def planned(j: SetupVerdict) -> str:
@@ -126,7 +126,7 @@ def sentences(j: SetupVerdict) -> list[str]:
     """
     if not j.reference:
         return [f"Incomplete: {len(j.records)} results, without local training or FedAvg." if j.records else "Not run."]
-    local, fedavg = (j.of(method) for method in REFERENCE_METHODS[:2])
+    local, fedavg = (j.find(method) for method in REFERENCE_METHODS[:2])
     assert local is not None
     assert fedavg is not None
     gain = fedavg.gain or -(local.gain or NO_DIFFERENCE)
@@ -148,7 +148,7 @@ def sentences(j: SetupVerdict) -> list[str]:
     top = j.rivals[0]
     third = (
         f"The method with the best mean is {top.method} ({write_percent(top.figures['mean'])} %)."
-        f"{_pooled(j.of(POOLED_METHOD))}"
+        f"{_pooled(j.find(POOLED_METHOD))}"
     )
     return [first, second, third, *_power(j)]
 

@@ -92,7 +92,7 @@ def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
     return {table: sorted(group, key=lambda r: r.paper.mode != "published") for table, group in by_table.items()}
 
 
-def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
+def render_pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
     """Yield the name and text of every file: "" for the page on all tables, otherwise a recipe's page or figure.
 
     Raises:
@@ -101,7 +101,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
     groups = tables(recipes)
     summaries = {one.name: last(one, results) for group in groups.values() for one in group}
     beside = {COX_TABLE: EXACT_COX_FILE, LOOPS_TABLE: AFL_LOOPS_FILE}
-    yield "", overview(groups, summaries, {t: read_document(results / file, dict) for t, file in beside.items()})
+    yield "", render_overview(groups, summaries, {t: read_document(results / file, dict) for t, file in beside.items()})
     for group in groups.values():
         for one in group:
             yield f"{one.name}.md", recipe_page(one, summaries[one.name])
@@ -112,7 +112,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 Summaries = Mapping[str, RecipeSummary | None]
 
 
-def overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
+def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
     """Render the page on all tables, with additional values next to some of them."""
     lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
     for table, group in groups.items():

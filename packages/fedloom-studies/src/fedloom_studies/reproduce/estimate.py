@@ -47,7 +47,7 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
     Evaluation is not included.
     """
     total = 0.0
-    for number, document in enumerate(recipe.at(scale).values()):
+    for number, document in enumerate(recipe.make_documents(scale).values()):
         plan = experiment(first(document), recipe.name)
         data = NOMINAL_SETS[document["data"]["source"]]
         if recipe.paper.samples is not None and scale != "smoke":
@@ -161,7 +161,7 @@ def listing(
     """
     missing: dict[str, bool] = {}
     for name, recipe in recipes.items():
-        needed = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.at(scale).values()}
+        needed = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.make_documents(scale).values()}
         for source in needed.keys() - missing.keys():
             missing[source] = not _is_there(needed[source], data_dir)
         data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
@@ -182,7 +182,9 @@ def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) ->
     estimates = {}
     for name, recipe in recipes.items():
         if recipe.budget("laptop") is None and last(recipe, results) is None:
-            sources = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.at("full").values()}
+            sources = {
+                d["data"]["source"]: experiment(first(d), name).source for d in recipe.make_documents("full").values()
+            }
             missing = sorted(source for source, one in sources.items() if not _is_there(one, data_dir))
             estimates[name] = Need(rounded(minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
     make_folder(results)

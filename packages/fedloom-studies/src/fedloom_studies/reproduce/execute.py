@@ -126,7 +126,7 @@ def reproduce(
         ModuleNotFoundError: settings must be chosen, and Optuna is not installed.
     """
     check_alone("a recipe")
-    budget, documents = budget or TimeBudget(), recipe.at(scale, seeds, only)
+    budget, documents = budget or TimeBudget(), recipe.make_documents(scale, seeds, only)
     if device != "cpu":
         documents = {name: {**d, "engine": {**d.get("engine", {}), "device": device}} for name, d in documents.items()}
     if scale != "smoke" and any(open_methods(document, {}) for document in documents.values()):
@@ -248,7 +248,7 @@ def verify(
             f"the summary of {recipe.name} belongs to an earlier version of the recipe. Run the recipe again"
         )
     variant, seed = next(iter(summary.numbers)), summary.seeds[0]
-    document = recipe.at(summary.scale, [seed], only)[variant]
+    document = recipe.make_documents(summary.scale, [seed], only)[variant]
     choices: dict[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
     plan = Plan(experiment(chosen(document, choices), f"recipe {recipe.name}, {variant}", workers), folder, data_dir)
     with show(plan.rounds) as listener:

@@ -63,7 +63,7 @@ def published(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
 
 def holds(fact: Fact, recipe: Recipe) -> bool:
     """Return True if every experiment in a recipe, in its current form, has the options that show the use of a fact."""
-    documents = recipe.at("laptop" if "laptop" in recipe.scales else "full").values()
+    documents = recipe.make_documents("laptop" if "laptop" in recipe.scales else "full").values()
     return all(_option(document, key) == value for document in documents for key, value in fact.holds.items())
 
 

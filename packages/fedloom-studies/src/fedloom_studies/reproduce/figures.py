@@ -166,7 +166,7 @@ def _curve(run: Run, key: Key) -> Curve:
         of_clients = run.benign(key._replace(metric=base))
         if of_clients is None:
             return EMPTY_CURVE
-        of_client = of_clients.at(of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC)))
+        of_client = of_clients.select(of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC)))
         return Curve(of_client.round, of_client.value)
     if "/" not in key.metric:
         curve_points = curve(run, key, "mean")
@@ -207,13 +207,13 @@ def _value_at(run: Run, reference: Reference, seed: int, points: Curve, when: st
             learned = points.value[points.round > 0]
             return float(learned.mean()) if len(learned) else math.nan
         case "validation":
-            return points.at(_best_round(run, reference, seed))
+            return points.read_round(_best_round(run, reference, seed))
         case _ if when.isdecimal():
-            return points.at(int(when))
+            return points.read_round(int(when))
         case _ if re.fullmatch(r"to \d*\.?\d+", when):
             rounds, scores, sign = _validation(run, reference, seed)
             reached = np.flatnonzero(scores >= sign * float(when.removeprefix("to ")))
-            return points.at(int(rounds[reached[0]])) if len(reached) else points.last
+            return points.read_round(int(rounds[reached[0]])) if len(reached) else points.last
     raise ConfigError(
         f"{reference.figure}: after @ comes validation, mean, a round's number or 'to VALUE', got {when!r}"
     )

@@ -322,7 +322,7 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     scale = summary.scale if summary else "laptop"
     choices = summary.choices if summary and not earlier(recipe, summary) else {}
     titles, rows = ["clients", "method", "options searched", "trials", "chosen", "values at an edge"], []
-    for variant, document in recipe.at(scale).items():
+    for variant, document in recipe.make_documents(scale).items():
         for method in document["method"]:
             label, grid = label_of(method), method.get("choose", {})
             options = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in grid.items())

@@ -113,7 +113,7 @@ def sheets() -> tuple[Sheet, ...]:
     return tuple(Sheet(**one) for one in document["paper"])
 
 
-def of_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+def select_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
     """Return the recipes except those for other programs' tables, which have a separate page."""
     return {name: one for name, one in recipes.items() if not one.paper.table}
 
@@ -125,7 +125,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
         RunDirError: a file in ``results`` is not a summary.
         ConfigError: a sentence in ``papers.toml`` depends on a difference that is not clear.
     """
-    recipes = of_papers(recipes)
+    recipes = select_papers(recipes)
     summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
     yield "", overview(recipes, summaries, needed)
     yield from marks.draw_marks().items()
@@ -144,7 +144,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 
 def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
     """Render the page on all papers."""
-    recipes = of_papers(recipes)
+    recipes = select_papers(recipes)
     papers = [(sheet, [_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in sheets()]
     lines = [PAPERS_TEXT, '<div class="narrow" markdown="1">', ""]
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
@@ -322,7 +322,9 @@ def _current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeS
 
 def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
     """Return True if a summary has as many rounds and as much data as the paper."""
-    return recipe.paper.reduced is None and {d["rounds"] for d in recipe.at("full").values()} == {summary.rounds}
+    return recipe.paper.reduced is None and {d["rounds"] for d in recipe.make_documents("full").values()} == {
+        summary.rounds
+    }
 
 
 def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.JudgedClaim | None:

@@ -239,7 +239,7 @@ class Recipe:
         free = {"budget", SENTENCE_KEY, "seeds", "variants", "methods"}
         if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
             return False
-        used = {document["data"]["source"] for document in self.at(scale).values()}
+        used = {document["data"]["source"] for document in self.make_documents(scale).values()}
         papers = {
             source: NOMINAL_SETS[source].train + NOMINAL_SETS[source].test for source in used & NOMINAL_SETS.keys()
         }
@@ -259,9 +259,11 @@ class Recipe:
 
     def protocol(self, scale: Scale) -> str:
         """Return the digest of a scale's experiments, by which results are matched to this recipe."""
-        return digest_of(self.at(scale))
+        return digest_of(self.make_documents(scale))
 
-    def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    def make_documents(
+        self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()
+    ) -> dict[str, dict[str, Any]]:
         """Return the experiment document for every variant, with ``choose`` still in the methods.
 
         Raises:

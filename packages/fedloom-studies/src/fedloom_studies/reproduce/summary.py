@@ -180,8 +180,8 @@ def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSu
     if other is None or record is None or record.protocol != other.protocol(summary.scale):
         return summary
     numbers = dict(summary.numbers)
-    for variant, document in recipe.at(summary.scale).items():
-        beside = other.at(summary.scale).get(variant, {})
+    for variant, document in recipe.make_documents(summary.scale).items():
+        beside = other.make_documents(summary.scale).get(variant, {})
         if variant in numbers and _experiment(document) == _experiment(beside):
             numbers[variant] = {**record.numbers.get(variant, {}), **numbers[variant]}
     return replace(summary, numbers=numbers)

@@ -37,18 +37,18 @@ from fedloom.values import FACTOR_PATTERN, Value, factor_of, or_derived
 
 AS_IT_IS = PlainSerializer(lambda value: value, return_type=float | str | None)
 """Serialization of a derived option: a number, or text for a multiple of the derived value."""
-_MULTIPLE = {"type": "string", "pattern": f"^{FACTOR_PATTERN}$"}
+_MULTIPLE_SCHEMA = {"type": "string", "pattern": f"^{FACTOR_PATTERN}$"}
 
 Derived = Annotated[
     float, Gt(0), WrapValidator(or_derived), AS_IT_IS,
-    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, _MULTIPLE]}),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, _MULTIPLE_SCHEMA]}),
 ]  # fmt: skip
 """Type of a positive option with a derived default. If the option is None, `Algorithm.derived` sets it before the first
 round. "2x" means twice the derived value."""
 
 DerivedFrom0 = Annotated[
     float, Ge(0), WrapValidator(or_derived), AS_IT_IS,
-    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _MULTIPLE]}),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _MULTIPLE_SCHEMA]}),
 ]  # fmt: skip
 """Type of an option with a derived default that may also be 0."""
 

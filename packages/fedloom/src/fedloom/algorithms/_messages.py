@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
-from fedloom.rows.proxes import Form, made_by
+from fedloom.rows.proxes import Form, find_form
 from fedloom.values import Value
 
 
@@ -275,7 +275,7 @@ def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]
             where = f"{kind.__name__}: prox of the field {name!r}"
             raise ConfigError(f"{where} is {s.prox!r}; {nearest(str(s.prox), proxes)}")
     return {
-        name: s if s.prox is None else replace(s, encoding=made_by(proxes.get(s.prox)), prox=None)
+        name: s if s.prox is None else replace(s, encoding=find_form(proxes.get(s.prox)), prox=None)
         for name, s in sent.items()
     }
 
@@ -285,8 +285,10 @@ def primary_field(algorithm: type[Value]) -> str:
     return next(name for name, kind in upload_fields(algorithm).items() if kind.primary)
 
 
-def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, down: Any, rows: Any) -> tuple[Any, Any]:
-    """Replace the model ``[m, .]`` in the upload and the state of clients that take no step.
+def replace_model(
+    algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, down: Any, rows: Any
+) -> tuple[Any, Any]:
+    """Replace the model ``[m, .]`` in the upload and rows of clients that take no step.
 
     If the model is sent as the difference from a field of the client's state, this field becomes the model.
 

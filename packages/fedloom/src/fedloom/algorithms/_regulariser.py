@@ -12,15 +12,17 @@ from fedloom.local import Ctx
 from fedloom.local.inexact import LyapunovParts
 from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
-from fedloom.rows.proxes import L1, AnyProx, Form, Nuclear, Prox, made_by
+from fedloom.rows.proxes import L1, AnyProx, Form, Nuclear, Prox, find_form
 from fedloom.values import Value
 
 
 def _has_prox(f: Value | None) -> Value | None:
     if f is not None and not isinstance(f, Prox):
         raise ValueError(f"a regularizer needs f, prox and convex, got {type(f).__name__}")
-    if made_by(f) not in get_args(Form):
-        raise ValueError(f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {made_by(f)!r}")
+    if find_form(f) not in get_args(Form):
+        raise ValueError(
+            f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {find_form(f)!r}"
+        )
     return f
 
 

@@ -25,7 +25,7 @@ class Theorem(NamedTuple):
 
 _EVERY_CLIENT_DRAWN = "every client drawn with positive probability"
 
-THEOREMS = {
+THEOREM_TABLE = {
     "ditto": Theorem(
         "the personal models converge to the minima of their problems at the rate of the global model",
         "among others strongly convex smooth losses, a global model that converges, and personal step sizes that follow"

@@ -90,7 +90,7 @@ class Preset:
         return PresetMethod(make(self.algorithm), make(self.sampler), make(self.weigher), self.pooled)
 
 
-CENTRALIZED = Preset(
+CENTRALIZED_PRESET = Preset(
     """Centralized: one model trained on all clients' data in one place, evaluated on the original clients.
 
 Problem: min over x of the mean loss of the pooled data.
@@ -196,7 +196,7 @@ Use it to gain speed from clients that lag behind; its limit is biased towards t
     sampler=PowerOfChoice,
 )
 
-FAIRFED = Preset(
+FAIRFED_PRESET = Preset(
     """FairFed: clients whose metric is far from the global one count less.
 
 Problem: min over x of sum_i omega_i f_i(x), with weights omega_i that follow the gaps of a metric.
@@ -229,9 +229,9 @@ Use it as a baseline of client reweighing; with beta = 0 it is FedAvg weighed by
 )
 
 PRESETS: dict[str, Preset] = {
-    "centralized": CENTRALIZED,
+    "centralized": CENTRALIZED_PRESET,
     "equitable-fl": EQUITABLE_FL,
     "clustered-sampling": CLUSTERED_SAMPLING,
     "power-of-choice": POWER_OF_CHOICE,
-    "fairfed": FAIRFED,
+    "fairfed": FAIRFED_PRESET,
 }

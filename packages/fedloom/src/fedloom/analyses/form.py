@@ -424,7 +424,7 @@ class Analysis(Value):
         """True if the analysis works by sums."""
         return type(self).answer is not Analysis.answer
 
-    def named(self) -> str:
+    def find_name(self) -> str:
         """Return the name in files, for user code without the module."""
         return kind_of(self).rpartition(":")[2]
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses.form import Analysis, AnalysisTerms, Bounds, Info, Question
-from fedloom.analyses.models import models_of, outputs_of
+from fedloom.analyses.models import compute_outputs, models_of
 from fedloom.analyses.rows import ClientRows
 from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data.federation import DATA_PARTS, Federation
@@ -116,7 +116,7 @@ class PooledImportance(Analysis):
 
     def _scores(self, rows: ClientRows, inputs: Tensor, classes: int) -> Tensor:
         """Return the number of hits, and the sum of squared errors of probabilities (halved for two classes)."""
-        outputs, label = outputs_of(rows, self.model_kind, inputs), rows.y[:, 0].long()
+        outputs, label = compute_outputs(rows, self.model_kind, inputs), rows.y[:, 0].long()
         if classes == 2 and outputs.shape[1] == 1:
             outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
         p = outputs.softmax(1)

@@ -58,7 +58,7 @@ def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tens
     return lambda client: {kind: function_of(kind, client) for kind in kinds}
 
 
-def outputs_of(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
+def compute_outputs(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
     """Return outputs ``[N, k]`` of a model for inputs ``[N, *shape]`` of a client's rows, float64.
 
     They are computed with the rows ordered by their cells. Otherwise, float32 sums over a batch would depend on the

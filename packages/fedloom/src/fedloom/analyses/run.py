@@ -101,9 +101,8 @@ class AnalysisResult:
 
     def __repr__(self) -> str:
         count = f", {len(self.log)} questions" if self.analysis.by_sums else ""
-        return (
-            f"AnalysisResult({self.analysis.named()}: {self.table.num_rows} rows of {self.table.column_names}{count})"
-        )
+        name = self.analysis.find_name()
+        return f"AnalysisResult({name}: {self.table.num_rows} rows of {self.table.column_names}{count})"
 
 
 @default_to_cpu()

@@ -69,18 +69,18 @@ class Mixer(Value, ABC):
                 attended = (models != start).any(1).cpu().index_fill(0, ctx.ids, value=True)
             models, place, ids = models[attended.to(models.device)], (attended.cumsum(0) - 1)[ctx.ids], ids[attended]
         if rule is None:
-            return self.moved(models[place], self.mixtures(models, place, start, ctx), ctx)
+            return self.move_models(models[place], self.mixtures(models, place, start, ctx), ctx)
         rows = list[Tensor]()
         for last_model, weights in zip(models[place], self.weights(models, start, ctx)[place], strict=True):
             mixed = weights > 0
             rows.append(rule(last_model, models[mixed], weights[mixed, None], ids[mixed.cpu()]))
-        return self.moved(models[place], torch.stack(rows), ctx)
+        return self.move_models(models[place], torch.stack(rows), ctx)
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """Return the mixtures ``[m, d]`` for clients at positions ``place [m]`` in the attended ``models [k, d]``."""
         return self.weights(models, start, ctx)[place] @ models
 
-    def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
+    def move_models(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
         """Return the models that clients receive whose last models are ``last_models [m, d]``.
 
         By default, these are their mixtures.
@@ -128,7 +128,7 @@ class Attention(Mixer):
         None, gt=0, le=1, description="cosine above which models count as copies of one model (None: no limit)"
     )
 
-    def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
+    def move_models(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
         """Eq. 4, or Eq. 3 if ``lam`` is given."""
         alpha = 1.0 if self.lam is None else self.lam * ctx.local.lr_at(max(ctx.round, 1))
         return (

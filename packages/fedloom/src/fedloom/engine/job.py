@@ -85,7 +85,7 @@ class Job(JobFacts):
         fixed_batches, projection = self.replay.fixed_batches(round, ids) if trains else None, self.replay.projection
         memory = None
         if trains and self.memory is not None:
-            memory = self.memory.of(self.optimizer.read(ids)[0].to(self.oracle.device, copy=True))
+            memory = self.memory.replace_rows(self.optimizer.read(ids)[0].to(self.oracle.device, copy=True))
         return Work(
             self.oracle,
             ids,

@@ -147,7 +147,7 @@ class _Loop:
             if last:
                 return Stop.DONE, ""
             if self.state.round > self._begun:
-                stopped, interrupted, save = self._job.ranks.any(
+                stopped, interrupted, save = self._job.ranks.combine_flags(
                     sentence is not None, hooks.interrupted(), self._checkpoints.is_due()
                 )
                 if stopped:

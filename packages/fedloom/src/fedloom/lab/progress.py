@@ -85,7 +85,7 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
                 left = runs.remaining_of(event)
                 words = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
                 bars.update(rows[key], completed=event.round, line=", ".join(filter(None, words)))
-            left = runs.left()
+            left = runs.estimate_remaining()
             line_of_all = runs.after or ("" if left is None else f"about {duration(left / 60)} left")
             bars.update(everything, completed=sum(runs.done.values()), line=line_of_all)
 
@@ -142,7 +142,7 @@ class _Runs:
         """Work in progress after all runs have ended, or "" before."""
         return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
-    def left(self) -> float | None:
+    def estimate_remaining(self) -> float | None:
         """Return the time in seconds until all runs have ended, with the current number of simultaneous runs.
 
         None while this time is unknown.
@@ -182,7 +182,7 @@ class _Lines:
         if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._waits(now)):
             return
         self._ended |= {key} if end or event.status else set()
-        self._last, left, left_of_run = now, self._runs.left(), self._runs.remaining_of(event)
+        self._last, left, left_of_run = now, self._runs.estimate_remaining(), self._runs.remaining_of(event)
         parts = [f"round {event.round}/{event.rounds}", self._runs.figures.get(key, "")]
         parts += [event.status] if event.status and not end else []
         if left is not None and left >= 0.5:
@@ -231,7 +231,7 @@ class _NotebookLine:
             self._show(Line(escape(self._runs.after), self._runs.after))
         if now - self._last < NOTEBOOK_INTERVAL_SECONDS or self._runs.after:
             return
-        self._last, left = now, self._runs.left()
+        self._last, left = now, self._runs.estimate_remaining()
         done, total = sum(self._runs.done.values()), sum(self._runs.rounds.values())
         words = [
             f"{_name(event)}, round {event.round}/{event.rounds}",

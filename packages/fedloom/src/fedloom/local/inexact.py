@@ -154,7 +154,7 @@ def _passes(
     def slope(rows: _Pass, work: Work) -> Tensor:
         return work.add_full_grad_(torch.add(rows.shift, rows.w - rows.y, alpha=beta), rows.w)
 
-    def once(rows: _Pass, work: Work) -> _Pass:
+    def run_pass(rows: _Pass, work: Work) -> _Pass:
         stream = ("local", work.k) if work.k else "local"
         new = rows._replace(
             w=descend(rows.w, work, ((beta, rows.y),), rows.shift, stream=stream, lr=lr), done=rows.done + 1
@@ -164,7 +164,7 @@ def _passes(
     zero = torch.zeros(m, 1, dtype=torch.long, device=w.device)
     first = _Pass(w, torch.zeros_like(w), zero, zero > 0, each_client(pull[1], m), each_client(shift, m))
     first = first._replace(start=slope(first, work))
-    return iterate(once, first, work, limit, batches=0, until=lambda rows, _work: rows.met)
+    return iterate(run_pass, first, work, limit, batches=0, until=lambda rows, _work: rows.met)
 
 
 class LyapunovParts(NamedTuple):

@@ -80,7 +80,7 @@ def _sorted(
         if not alive:
             break
         drawn = [plan.batch(k * batches + j) for j in range(batches)] if plan else []
-        now = work.at(k)
+        now = work.move_to_step(k)
         if drawn:
             now.count_steps()
         rows = step(rows, now, *drawn)

@@ -60,7 +60,7 @@ class OptimizerStates:
         name = str(stream[0] if isinstance(stream, tuple) else stream)
         return name if self._calls[stream] == 1 else f"{name} {self._calls[stream]}"
 
-    def of(self, rows: Tensor) -> OptimizerStates:
+    def replace_rows(self, rows: Tensor) -> OptimizerStates:
         """Return an object for other rows, which belong to other clients or to another round."""
         return OptimizerStates(rows, self.slots, self.streams)
 

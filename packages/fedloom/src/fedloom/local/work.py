@@ -362,7 +362,7 @@ class Work:
         """Return the same work with new counters and without optimizer states."""
         return self.with_(counts=Counts.zeros(self.m), memory=None)
 
-    def at(self, k: int) -> Work:
+    def move_to_step(self, k: int) -> Work:
         """Return the same work at step ``k``."""
         return self.with_(k=k)
 

@@ -337,10 +337,10 @@ class Mark(NamedTuple):
     parts: tuple[Mark, ...]
 
     @classmethod
-    def of(cls, value: object) -> Mark:
+    def record(cls, value: object) -> Mark:
         """Mark the current state of a value."""
         version = value._version if isinstance(value, Tensor) else 0
-        return cls(value, version, tuple(map(cls.of, _parts(value))))
+        return cls(value, version, tuple(map(cls.record, _parts(value))))
 
     def is_same(self, now: object) -> bool:
         """Return True if a value is still the same."""
@@ -366,7 +366,7 @@ class Values:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: Mark.of(value) for name, value in values_of(module).items()}
+        self._before = {name: Mark.record(value) for name, value in values_of(module).items()}
 
     def changed(self) -> list[str]:
         """Return the names of values that were replaced or changed in place."""

@@ -252,7 +252,7 @@ class LocalClients:
     def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
         return self._workers.call_once(ids, call)
 
-    def through(self, wrap: Callable[[Workers], Workers]) -> LocalClients:
+    def wrap_workers(self, wrap: Callable[[Workers], Workers]) -> LocalClients:
         """Return the same clients, with chunks computed by ``wrap(workers)``."""
         return LocalClients(self._handlers, wrap(self._workers), self._chunk)
 

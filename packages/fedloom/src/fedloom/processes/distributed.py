@@ -62,7 +62,7 @@ def join_ranks() -> Iterator[Ranks]:
         with _ended_by_signal():
             group = _join(watch)
             yield group
-            group.any()
+            group.combine_flags()
             with _translated(watch.rank):
                 dist.destroy_process_group()
     except Exception as error:
@@ -161,7 +161,7 @@ class Group:
 
     def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
         self.rank, self.size = rank, size
-        all_own = not self.any(not own_gpu)[0]
+        all_own = not self.combine_flags(not own_gpu)[0]
         self._nccl = dist.new_group(backend="nccl", timeout=RANK_WAIT_TIME) if all_own else None
         machines = self._numbers(machine)
         self.machines = [sorted(set(machines)).index(m) for m in machines]
@@ -176,7 +176,7 @@ class Group:
         name = self.share(f"fedloom-{secrets.token_hex(8)}")
         self.memory: Memory = _Memory(rank, neighbours[here][0], groups[here], f"{name}-{here}")
 
-    def any(self, *flags: bool) -> list[bool]:
+    def combine_flags(self, *flags: bool) -> list[bool]:
         flags_by_rank = self._numbers(sum(flag << k for k, flag in enumerate(flags)))
         return [any(number >> k & 1 for number in flags_by_rank) for k in range(len(flags))]
 

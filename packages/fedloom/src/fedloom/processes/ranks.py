@@ -43,7 +43,7 @@ class Ranks(Protocol):
         """Memory that the ranks of this machine share, or None if this process shares nothing."""
         ...
 
-    def any(self, *flags: bool) -> list[bool]:
+    def combine_flags(self, *flags: bool) -> list[bool]:
         """Return for each flag whether some rank has set it. Return after all ranks have called this method."""
         ...
 
@@ -73,7 +73,7 @@ class Alone:
     rank, size, memory = 0, 1, None
     machines = [0]  # noqa: RUF012 (never written)
 
-    def any(self, *flags: bool) -> list[bool]:
+    def combine_flags(self, *flags: bool) -> list[bool]:
         return list(flags)
 
     def share(self, value: object) -> Any:

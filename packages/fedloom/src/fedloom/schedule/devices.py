@@ -162,10 +162,17 @@ class Classes(Devices):
         else:
             member = member[torch.randperm(n, generator=generator(seed, purpose=("devices", "classes")))]
 
-        def of(name: str) -> Tensor:
+        def read_numbers(name: str) -> Tensor:
             return torch.tensor([getattr(one, name) for one in kinds], dtype=torch.float64)[member]
 
-        return Fleet(1 / of("speed"), of("up"), of("down"), of("latency"), tuple(self.classes), member)
+        return Fleet(
+            1 / read_numbers("speed"),
+            read_numbers("up"),
+            read_numbers("down"),
+            read_numbers("latency"),
+            tuple(self.classes),
+            member,
+        )
 
 
 class Trace(Devices):

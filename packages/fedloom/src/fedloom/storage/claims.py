@@ -159,7 +159,7 @@ class Claims:
             return sorted(path.name for path in self.folder.iterdir() if path.is_dir())
         return []
 
-    def left_behind(self, unit: str) -> Path | None:
+    def find_abandoned(self, unit: str) -> Path | None:
         """Return the state of a unit whose owner is known to have ended. None without one."""
         newest = self._newest(unit)
         attempt = self.folder / unit / str(newest)

@@ -60,12 +60,12 @@ class LawUploads(NamedTuple):
         return self._replace(**changes)
 
 
-def runs(s: LawUploads) -> None:
+def _runs(s: LawUploads) -> None:
     """Check that the rule combines two rounds of rows."""
     s.combined(s.combined()[1])
 
 
-def shapes(s: LawUploads) -> None:
+def _shapes(s: LawUploads) -> None:
     """Check that the result is one finite vector per field, in the rows' dtype, and the state is a dict of tensors."""
     for dtype in (torch.float64, torch.float32):
         uploads = LawUploads.create(s.rule, len(s.ids), dtype)
@@ -85,7 +85,7 @@ def shapes(s: LawUploads) -> None:
         demand(tensors, f"the state must be a dict of tensors, got {state!r:.80}")
 
 
-def arguments_unmodified(s: LawUploads) -> None:
+def _arguments_unmodified(s: LawUploads) -> None:
     """Check that the rule does not change the rows, weights or state that it receives."""
     state = s.combined()[1]
     arguments = (dict(s.rows), s.weights, dict(state))
@@ -165,9 +165,9 @@ def small_cohorts(s: LawUploads) -> None:
 
 
 AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
-    runs: "repair this line",
-    shapes: ("return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state"),
-    arguments_unmodified: "clone before an in-place operation, and return tensors of your own",
+    _runs: "repair this line",
+    _shapes: ("return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state"),
+    _arguments_unmodified: "clone before an in-place operation, and return tensors of your own",
     repeatable: "draw from ctx.rng(purpose), and keep what a later round needs in the state, not on self",
     resume: "keep all that a round needs from the one before in the state",
     permutation: "use ctx.ids, never a client's place in the cohort; if the rule groups clients by place, as bucketing "

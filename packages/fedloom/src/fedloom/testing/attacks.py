@@ -74,7 +74,7 @@ class AttackScene(NamedTuple):
         return [generator(ATTACK_SEED, 1, i, "attack") for i in range(len(self.base))]
 
 
-def runs(s: AttackScene) -> None:
+def _runs(s: AttackScene) -> None:
     """Check that the attack runs if honest models are known, if they are not, and with a single client of each kind."""
     s.results()
     AttackScene.create(s.attack, h=1, b=1).results()
@@ -89,7 +89,7 @@ def attackers(s: AttackScene) -> None:
     agree(s.attack.attackers(CLIENT_COUNT, ATTACK_SEED), got, "the attackers of the same seed")
 
 
-def shapes(s: AttackScene) -> None:
+def _shapes(s: AttackScene) -> None:
     """Forged models must be finite rows [b, d] in the dtype of the models.
 
     Labels must stay labels, and samples must keep their shape.
@@ -118,7 +118,7 @@ def shapes(s: AttackScene) -> None:
     agree(sent[~forges], activations[~forges], "activations of clients that do not attack")
 
 
-def arguments_unmodified(s: AttackScene) -> None:
+def _arguments_unmodified(s: AttackScene) -> None:
     """No argument may change or share memory with the result."""
     before = [t.clone() for t in s[1:]]
     for result in s.results()[:-1]:
@@ -151,10 +151,10 @@ def knowledge(s: AttackScene) -> None:
 
 
 ATTACK_LAWS: dict[Callable[[Any], None], str] = {
-    runs: "repair this line; honest is None where the honest models are not known",
+    _runs: "repair this line; honest is None where the honest models are not known",
     attackers: "leave attackers as it is, or draw ids with fl.seeds.generator(seed, purpose=...) and sort them",
-    shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
-    arguments_unmodified: "clone before an in-place operation, and return a tensor of your own",
+    _shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
+    _arguments_unmodified: "clone before an in-place operation, and return a tensor of your own",
     repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
     knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
-from fedloom.algorithms._messages import base_of, with_model
+from fedloom.algorithms._messages import base_of, replace_model
 from fedloom.local.rows import map_rows, name_tensors
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, begin, mixed, personal_models
 from fedloom.testing.problems import Problem
@@ -191,7 +191,7 @@ def encoding(s: Subject) -> None:
     message = a.encode(model, scene.down, scene.rows, scene.work())
     if message is None:
         idle = a.client(scene.down, scene.rows, scene.work(0))
-        message = with_model(type(a), idle, model, scene.down, scene.rows)
+        message = replace_model(type(a), idle, model, scene.down, scene.rows)
     for name, kind in fields.items():
         mask = 1.0 if kind.part is None else a.part(kind.part, scene.problem.layout)
         agree(
@@ -210,7 +210,7 @@ def translation(s: Subject) -> None:
     scene = Scene(s)
     assert isinstance(scene.problem, Problem)
     a, t = s.algorithm, torch.linspace(-2, 3, scene.problem.d, dtype=torch.float64)
-    translated = scene.problem.moved(t)
+    translated = scene.problem.shift(t)
     fed = scene.fed._replace(oracle=translated.oracle(noise=0.5))
     here, moved = begin(a, scene.fed, scene.problem.x0), begin(a, fed, translated.x0)
     ids = list(scene.ids)

@@ -18,7 +18,7 @@ from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.algorithms._messages import base_of, primary_field
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.rows import map_rows
-from fedloom.testing.trees import picked, received_by
+from fedloom.testing.trees import picked, select_download
 
 if TYPE_CHECKING:
     from fedloom.choose import Weigher
@@ -137,7 +137,7 @@ def play(
     answers: dict[int, Any] = {}
     for group in [[i] for i in ids] if alone else [ids]:
         places = [ids.index(i) for i in group]
-        got = received_by(down, places)
+        got = select_download(down, places)
         work = fed.work(round, group)
         before = picked(state.rows, group)
         up, rows = algorithm.client(got, before, work)

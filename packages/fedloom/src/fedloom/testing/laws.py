@@ -48,7 +48,7 @@ from fedloom.testing.scene import (
     demand,
     law_problem,
 )
-from fedloom.testing.trees import distance, locate_difference, picked, received_by, reload_from_checkpoint
+from fedloom.testing.trees import distance, locate_difference, picked, reload_from_checkpoint, select_download
 
 
 def row_independence(s: Subject) -> None:
@@ -57,7 +57,7 @@ def row_independence(s: Subject) -> None:
     together = s.algorithm.client(scene.down, scene.rows, scene.work())
     for k, i in enumerate(scene.ids):
         row = slice(k, k + 1)
-        alone = s.algorithm.client(received_by(scene.down, row), picked(scene.rows, row), scene.work(ids=[i]))
+        alone = s.algorithm.client(select_download(scene.down, row), picked(scene.rows, row), scene.work(ids=[i]))
         agree(picked(together, row), alone, f"row {k} of the cohort and that client by itself", TIGHT_TOLERANCE)
     rounds = [*COHORT_HISTORY, SCENE_COHORT]
     agree(
@@ -72,7 +72,7 @@ def permutation(s: Subject) -> None:
 
     a, state = s.algorithm, scene.state
     down = a.down(state.server, mixed(a, state.kept, ids), scene.ctx(ids))
-    agree(down, received_by(scene.down, order), "the download", TIGHT_TOLERANCE)
+    agree(down, select_download(scene.down, order), "the download", TIGHT_TOLERANCE)
     up, rows = a.client(scene.down, scene.rows, scene.work())
     got = a.client(down, picked(scene.rows, order), scene.work(ids=ids))
     agree(got, picked((up, rows), order), "the clients' answers", TIGHT_TOLERANCE)
@@ -88,12 +88,12 @@ def arguments_unmodified(s: Subject) -> None:
     rows = picked(state.rows, slice(3))
     down, work = scene.down, scene.work()
 
-    def received() -> Any:
+    def collect_inputs() -> Any:
         return scene.problem.tensors, tuple(state[1:]), down, rows
 
-    first = map_rows(torch.clone, received())
+    first = map_rows(torch.clone, collect_inputs())
     up, new = a.client(down, rows, work)
-    agree(received(), first, "client changed an argument")  # also one that a second call would write alike
+    agree(collect_inputs(), first, "client changed an argument")  # also one that a second call would write alike
     whole = scene.aggregate(up)
 
     def arguments() -> Any:

@@ -49,7 +49,7 @@ class Case:
         return self.partition(self.data, PARTITION_SEED)
 
 
-def runs(s: Case) -> None:
+def _runs(s: Case) -> None:
     """Check that the partition draws clients, and that a federation can be built from them."""
     demand(isinstance(s.drawn, Draw), f"draw must return fl.partitions.Draw, got {type(s.drawn).__name__}")
     demand(s.fed.n > 0, "there are no clients")
@@ -123,7 +123,7 @@ def seeded(s: Case) -> None:
     demand(s.partition.model_dump() == before, f"the partition changed from {before} to {s.partition.model_dump()}")
 
 
-def arguments_unmodified(s: Case) -> None:
+def _arguments_unmodified(s: Case) -> None:
     """Drawing must not change the pool or the data set."""
     data = replace(s.data, x=s.data.x.clone(), y=s.data.y.clone())
     pool = Pool(data, s.pool.index.copy(), None if s.pool.y is None else s.pool.y.copy())
@@ -159,13 +159,13 @@ def prepared(s: Case) -> None:
 
 
 PARTITION_LAWS: dict[Callable[[Any], None], str] = {
-    runs: "repair this line",
+    _runs: "repair this line",
     declared: "give int64 arrays, and one entry per client in all that a draw has",
     pool_only: "deal entries of pool.index; positions within the pool are no positions in the data set",
     disjoint: "deal every sample once; if clients are meant to overlap, leave the law out: without=['disjoint']",
     tested_apart: "leave the samples of Draw.test out of Draw.dealt",
     seeded: "draw from fl.seeds.numpy_generator(seed, purpose=...) and keep nothing on self",
-    arguments_unmodified: "copy before an in-place operation",
+    _arguments_unmodified: "copy before an in-place operation",
     prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
 }
 """All laws of a partition, each with the usual fix."""
@@ -192,12 +192,12 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
     for where, data_set in cases.items():
         case = Case(partition, data_set)
         try:
-            runs(case)
+            _runs(case)
         except ConfigError as refusal:
             refusals.append(str(refusal))
             continue
         except Exception:
-            hold({runs: PARTITION_LAWS[runs]}, case, partition, Partition, where=f" on {where}")
+            hold({_runs: PARTITION_LAWS[_runs]}, case, partition, Partition, where=f" on {where}")
             raise
         hold(PARTITION_LAWS, case, partition, Partition, without, f" on {where}")
     if len(refusals) == len(cases):

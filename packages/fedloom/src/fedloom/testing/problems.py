@@ -114,7 +114,7 @@ class Problem:
         fields = ("hessian", "minimiser", "alpha", "x0")
         return replace(self, **{name: getattr(self, name).to(dtype) for name in fields})
 
-    def moved(self, t: Tensor) -> Problem:
+    def shift(self, t: Tensor) -> Problem:
         """Move minimizers and initial model by t ``[d]``, which gives the same problem with a different origin."""
         return replace(self, minimiser=self.minimiser + t, x0=self.x0 + t)
 

@@ -65,6 +65,11 @@ def broken(law: str, part: object, error: Exception, stage: str | None, cure: st
     return AssertionError(f"law {law}{where}, {part!r}: {what}; {cure}")
 
 
+def name_law(law: Callable[[Any], None]) -> str:
+    """Return the name of a law, as in `without` and in messages."""
+    return law.__name__.lstrip("_")
+
+
 def hold(
     laws: Mapping[Callable[[Any], None], str],
     subject: Any,
@@ -89,12 +94,12 @@ def hold(
     """
     stages = {name for name in dir(part) if not name.startswith("_")}
     for law, cure in laws.items():
-        if law.__name__ in without:
+        if name_law(law) in without:
             continue
         try:
             law(subject)
         except Exception as error:
-            raise broken(law.__name__, part, error, stage_of(error, base, stages), cure, where) from error
+            raise broken(name_law(law), part, error, stage_of(error, base, stages), cure, where) from error
 
 
 def check_arguments(
@@ -107,7 +112,7 @@ def check_arguments(
     """
     if not isinstance(part, base):
         raise ConfigError(f"{base.__name__.lower()} must be a value such as {example}, got {part!r:.80}")
-    names = [law.__name__ for law in laws]
+    names = [name_law(law) for law in laws]
     for name in without:
         if name not in names:
             raise unknown("law", name, names)

@@ -18,7 +18,7 @@ def picked(tree: object, clients: Index) -> Any:
     return map_rows(lambda t: t[clients], tree)
 
 
-def received_by(down: object, clients: Index) -> Any:
+def select_download(down: object, clients: Index) -> Any:
     """Return a download for the clients at ``clients`` in the cohort: their rows, and the complete shared fields."""
     return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
 

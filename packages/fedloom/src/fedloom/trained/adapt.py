@@ -99,7 +99,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
         memory = OptimizerStates(like.new_zeros(1, 0), slots_of(side.local, oracle.layout, like))
     try:
         for k in range(1, rounds + 1):
-            memory = memory and memory.of(memory.rows)
+            memory = memory and memory.replace_rows(memory.rows)
             down = _download(side, first_row, ctx)
             work = Work(oracle, torch.tensor([0]), weight[-1:], side.local, seed=seed, round=t + k, memory=memory)
             up, rows = algorithm.client(down, rows, work)

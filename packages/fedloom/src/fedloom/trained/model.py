@@ -189,7 +189,7 @@ class Model:
     @default_to_cpu()
     def scores(self, x: Tensor) -> NDArray[np.float64]:
         """Return probabilities ``[N, C]`` or values ``[N, k]`` for raw samples."""
-        decisions: NDArray[np.float64] = self.raw().after(self.outputs(x)).numpy()
+        decisions: NDArray[np.float64] = self.raw().convert_outputs(self.outputs(x)).numpy()
         return decisions
 
     @default_to_cpu()

@@ -223,7 +223,7 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
     model = choice.groups[0][1]
     facts = model.recipe.facts
     present = (rows.x != 0).numpy() if facts.each and facts.vocabulary else None
-    scores = model.raw().after(choice.outputs(rows.x)).numpy()
+    scores = model.raw().convert_outputs(choice.outputs(rows.x)).numpy()
     notes = (*rows.notes, *meanings(model), *choice.notes, *choice.uncalibrated(), *choice.strange(rows.x))
     far = choice.find_far(rows.x)
     return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.kept, far=far)

@@ -56,14 +56,14 @@ class RawModel(nn.Module):
 
     def forward(self, samples: Tensor) -> Tensor:
         """Probabilities or values."""
-        return self.after(self.outputs(samples))
+        return self.convert_outputs(self.outputs(samples))
 
     def outputs(self, samples: Tensor) -> Tensor:
         """Compute outputs of the module: ``[b, k]``, or ``[b, L, k]`` with a label per position."""
         out: Tensor = self.module(self.before(samples).to(self.takes))
         return out if self.line is None else recalibrated(out, self.line)
 
-    def after(self, out: Tensor) -> Tensor:
+    def convert_outputs(self, out: Tensor) -> Tensor:
         """Return probabilities or values from the module's outputs."""
         if self.task == "survival":
             return out.double() if self.line is None else -torch.expm1(-out.double().exp())

@@ -66,7 +66,7 @@ def _is_end(line: Mapping[str, Any], name: str) -> bool:
     return what == name or re.sub(r"^no (\S+) regression$", r"\1", what).lower() == name
 
 
-def words_of(state: Mapping[str, Any]) -> str:
+def describe_analysis(state: Mapping[str, Any]) -> str:
     """Describe the state of an analysis in words."""
     if state["state"] == "done":
         return f"done, {state['rows']} rows, {state['sums']} sums"

@@ -25,7 +25,7 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.disk import regular
 from fedloom.storage.locks import is_in_use
 from fedloom_sites.deploy.audit import lines_of
-from fedloom_sites.deploy.ops.analyses import analysis_states, words_of
+from fedloom_sites.deploy.ops.analyses import analysis_states, describe_analysis
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.table import mean_table, site_table
 from fedloom_sites.deploy.settings import Server, read_server
@@ -189,7 +189,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         cost = f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}"
         inside = status["epsilon_sites"]
         texts.append(cost if inside is None else f"{cost}, and {inside:.4g} against all other sites of a smallest sum")
-    texts += [f"analysis {one['name']}: {words_of(one)}" for one in status["analyses"]]
+    texts += [f"analysis {one['name']}: {describe_analysis(one)}" for one in status["analyses"]]
     texts += status["counted"]
     for row in status["means"]:
         figures = [f"{k} {row[k]:.4g}" for k in SUMMARY_METRICS if k in row] + (

@@ -298,7 +298,7 @@ def _ask_questions(site: RehearsedSite, rogue: RogueServer) -> Iterator[tuple[st
         contents = [b"", b"{}", bytes(64), b"[" * 4096]
         if name in agreed:
             one = agreed[name]
-            terms = one.terms(rogue.terms(1, question=AnalysisStep.of(name, 0, b"")))
+            terms = one.terms(rogue.terms(1, question=AnalysisStep.create(name, 0, b"")))
             question = one.analysis.question(one.analysis.start(terms))
             assert question is not None
             for scale in (1.0, 1e9, -1e300, 0.0):
@@ -306,7 +306,7 @@ def _ask_questions(site: RehearsedSite, rogue: RogueServer) -> Iterator[tuple[st
                 contents.append(Question(question.name, values).encode())
             contents += [question.encode(), Question("unknown", question.values).encode()]
         for k, content in enumerate([*contents, *contents[-2:]]):
-            step = AnalysisStep.of(name, max(0, k - len(contents)), content)
+            step = AnalysisStep.create(name, max(0, k - len(contents)), content)
             yield _ask_analysis(site, rogue, step)
 
 

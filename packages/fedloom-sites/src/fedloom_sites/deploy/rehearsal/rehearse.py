@@ -17,7 +17,7 @@ from fedloom_sites.deploy.rehearsal.samples import SAMPLE_ATTACKS
 from fedloom_sites.deploy.rehearsal.sums import SUM_ATTACKS
 from fedloom_sites.deploy.settings import Site
 
-ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]] = (
+REHEARSED_ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]] = (
     *SUM_ATTACKS,
     *SAMPLE_ATTACKS,
     *MESSAGE_ATTACKS,
@@ -46,7 +46,7 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
         if not copies.sizes[0]:
             raise ConfigError(f"site {site.site} has no training samples, so the rehearsal cannot attack any samples")
         _ = copies.copy().trainer.job
-        for name, attack in ATTACKS:
+        for name, attack in REHEARSED_ATTACKS:
             yield AttackRow(name, _play(copies, attack))
 
 

@@ -18,11 +18,11 @@ from fedloom_sites.deploy.protocol.lengths import absolute
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, Inapplicable, judge
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer
-from fedloom_sites.deploy.rehearsal.sums import play
+from fedloom_sites.deploy.rehearsal.sums import play_session
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
 from fedloom_sites.deploy.secure.vectors import UploadVector
 
-QUESTIONS, QUESTION_SECONDS = 24, 90.0
+QUESTION_COUNT, QUESTION_SECONDS = 24, 90.0
 """Maximum number of crafted models that are tried, and time in seconds after which no further model is tried."""
 BUDGET_SETTINGS: dict[str, Any] = {"models_per_round": 10**6, "models_in_run": 10**6}
 """Settings without a budget, for attacks that need more answers than an agreement allows."""
@@ -153,7 +153,7 @@ def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tens
     """
     job = rogue.trainer.job
     if site.site.secure is not None:
-        session, terms = play(site, rogue, 1, download)
+        session, terms = play_session(site, rogue, 1, download)
         if not session.is_open or site.client not in session.vectors:
             return None
         vector = UploadVector(job, rogue.trainer.forms.idle)
@@ -221,8 +221,8 @@ def craft_questions(rogue: RogueServer, rows: Tensor | None) -> Iterator[bytes]:
     first, draws = down[0].double(), torch.Generator().manual_seed(1)
     noise = torch.randn(first.shape, generator=draws, dtype=torch.float64)
     units = torch.arange(first.numel()).reshape(first.shape)
-    for k in range(QUESTIONS):
-        how, power = k % 6, 10.0 ** (-300 + 600 * k / QUESTIONS)
+    for k in range(QUESTION_COUNT):
+        how, power = k % 6, 10.0 ** (-300 + 600 * k / QUESTION_COUNT)
         if how == 0:
             yield rogue.write(noise * power)
         elif how == 1:

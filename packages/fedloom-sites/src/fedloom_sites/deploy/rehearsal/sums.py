@@ -42,7 +42,7 @@ def agreed_of(site: RehearsedSite) -> Secure:
     return site.site.secure
 
 
-def play(
+def play_session(
     site: RehearsedSite,
     rogue: RogueServer,
     t: int,
@@ -116,7 +116,7 @@ def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
     """
     agreed_of(site)
     rogue = site.rogue()
-    session, _ = play(site, rogue, 1, rogue.download())
+    session, _ = play_session(site, rogue, 1, rogue.download())
     tried = f"one honest round of {site.clients} sites"
     if session.is_open:
         return AttackOutcome(
@@ -138,7 +138,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
             sizes = {c: site.sizes if k < full - 1 else empty for k, c in enumerate(site.other_clients)}
             rogue = site.rogue(sizes=sizes)
             models: tuple[Any, ...] = (None, rogue.model()) if scores else (rogue.download(),)
-            session, _ = play(site, rogue, 1, *models)
+            session, _ = play_session(site, rogue, 1, *models)
             opened += [full] if session.is_open and site.client in session.vectors else []
     return judge(
         bool(opened),
@@ -154,10 +154,10 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
     for count in range(1, agreed.threshold):
         rogue = site.rogue()
         few = sorted([site.client, *site.other_clients[: count - 1]])
-        session, _ = play(site, rogue, 1, rogue.download(), survivors=few)
+        session, _ = play_session(site, rogue, 1, rogue.download(), survivors=few)
         learned_sums += [f"the sum of {count} sites"] if session.is_open else []
     rogue = site.rogue()
-    session, _ = play(site, rogue, 1, rogue.download())
+    session, _ = play_session(site, rogue, 1, rogue.download())
     first, session.told, session.shown = session.is_open, {}, {}
     confirm(session, site.other_clients)
     for c in site.other_clients:
@@ -180,7 +180,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
         rest = max(1, int(count * (1 - share) / share / max(1, site.clients - 1)))
         sizes = dict.fromkeys(site.other_clients, (rest, rest, rest))
         rogue = site.rogue(sizes=sizes)
-        session, terms = play(site, rogue, 1, rogue.download())
+        session, terms = play_session(site, rogue, 1, rogue.download())
         weights = terms.weights(terms.weighed(rogue.trainer.job, site.site.samples))
         shares = [column[site.client] / sum(column) for column in zip(*weights.values(), strict=True) if sum(column)]
         if session.is_open and max(shares, default=0.0) > MAX_SAFE_SHARE:
@@ -188,7 +188,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
         if site.copy().trainer.scoring != "masked":
             continue
         rogue = site.rogue(sizes=sizes)
-        session, terms = play(site, rogue, 1, None, rogue.model())
+        session, terms = play_session(site, rogue, 1, None, rogue.model())
         vector = ScoreVector(rogue.trainer.job)
         heavy = [terms.is_dominated(part, agreed.threshold, MAX_SAFE_SHARE) for part in vector.parts]
         rows = session.total(terms)[: vector.length].reshape(len(heavy), -1) if session.is_open else np.zeros((0, 4))
@@ -212,8 +212,8 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
         if what == "scores" and rogue.trainer.scoring != "masked":
             continue
         models: tuple[Any, ...] = (rogue.download(),) if what == "uploads" else (None, rogue.model())
-        first, _ = play(site, rogue, 1, *models)
-        second, _ = play(site, rogue, 2, *models, clients=site.other_clients)
+        first, _ = play_session(site, rogue, 1, *models)
+        second, _ = play_session(site, rogue, 2, *models, clients=site.other_clients)
         learned_sums += [what] if first.is_open and second.is_open else []
     return judge(
         bool(learned_sums),
@@ -242,7 +242,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
     for k, clients in enumerate(cohorts):
         if k and k % rounds == 0:
             rogue = site.later_rogue(k // rounds, memory)
-        session, _ = play(site, rogue, k % rounds + 1, rogue.write(move_little(first, k)), clients=clients)
+        session, _ = play_session(site, rogue, k % rounds + 1, rogue.write(move_little(first, k)), clients=clients)
         rows += [{("uploads", c): 1.0 for c in clients}] if session.is_open else []
         if time.monotonic() > end:
             break
@@ -287,8 +287,8 @@ def begin_again(site: RehearsedSite) -> AttackOutcome:
     memory = site.folder / "again"
     rogue = site.later_rogue(0, memory)
     download = rogue.download()
-    before, _ = play(site, rogue, 1, download)
-    after, _ = play(site, site.later_rogue(1, memory), 1, download, clients=site.other_clients)
+    before, _ = play_session(site, rogue, 1, download)
+    after, _ = play_session(site, site.later_rogue(1, memory), 1, download, clients=site.other_clients)
     return judge(
         before.is_open and after.is_open,
         "another experiment on the same data and model, without this site",

@@ -74,8 +74,8 @@ class Changes(NamedTuple):
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
-    def after(self, sites: Collection[str], weights: Weights) -> Changes:
-        """Return a copy of this record that includes a new sum.
+    def add_sum(self, sites: Collection[str], weights: Weights) -> Changes:
+        """Return the updated record after a sum.
 
         Args:
             sites: sites in the new sum.

@@ -117,7 +117,7 @@ class SessionMember:
             advert = secure.write_adverts([secure.advertise(name, self._client, secrets, self._key)])
             record = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
             self._save(record)
-        progress_of(record).after("keys")
+        progress_of(record).advance("keys")
         return self._bytes(record, "advert")
 
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
@@ -377,7 +377,7 @@ class SessionMember:
         """Check that the session's stage permits an answer to this kind of message, and return the session's record."""
         record = self._load()
         same = record.get("name") == secure.session_name(self._agreement, round, nonce).hex()
-        (progress_of(record) if same else Progress()).after(kind)
+        (progress_of(record) if same else Progress()).advance(kind)
         return record
 
     def _store_once(self, record: dict[str, Any], name: str, value: object) -> None:

@@ -36,7 +36,7 @@ The sites in the latest sum are remembered across all experiments.
 OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
 """Ending of the name of the file in which a site records each step of an analysis before it answers that step."""
-ANALYSES = "analyses"
+ANALYSES_ENTRY = "analyses"
 """Key of the entry that applies to every analysis without an entry of its own."""
 
 
@@ -90,7 +90,7 @@ class OpenedSums:
             Broken: a site has left or returned too often. The message contains the site's name.
         """
         with self._open() as record:
-            self._changes(record).after(*self._counting(clients, weights))
+            self._changes(record).add_sum(*self._counting(clients, weights))
 
     def stays_neutral(self) -> bool:
         """Return True if uploads must stay neutral, because switching twice more would exceed the agreed changes.
@@ -132,7 +132,7 @@ class OpenedSums:
             for what, t in sums.items():
                 opened: dict[str, Any] = experiment["opened"].setdefault(what, {})
                 forgotten = experiment["forgotten"]
-                if t <= forgotten.get(what, -1 if what in ("uploads", "scores") else forgotten.get(ANALYSES, -1)):
+                if t <= forgotten.get(what, -1 if what in ("uploads", "scores") else forgotten.get(ANALYSES_ENTRY, -1)):
                     raise Broken(
                         f"round {t} is too long ago: fedloom no longer knows whether the {what} of "
                         "this round were already summed"
@@ -159,7 +159,7 @@ class OpenedSums:
                     del opened[oldest]
                     experiment["forgotten"][what] = int(oldest)
             if is_new and weights is not None:
-                changes = self._changes(record).after(*self._counting(bases, weights))
+                changes = self._changes(record).add_sum(*self._counting(bases, weights))
                 record |= {"sites": changes.record}
             if is_new and "uploads" in sums and any(counts[:2]):
                 is_neutral = tuple(counts[:2]) == NEUTRAL_COUNTS[:2]
@@ -208,7 +208,7 @@ class OpenedSums:
         sum covered. In that case, the next sum fixes the sites, and from then on no site may leave or return.
         """
         had_folder = self._memory.is_dir()
-        with in_turn(self._memory):
+        with lock_folder(self._memory):
             values = read_checked(self._memory / OPENED_FILE)
             if values is None:
                 lost = had_folder and any(_summed_rounds(f.parent) for f in self._folder.parent.glob(f"*/{SENT_FILE}"))
@@ -237,7 +237,7 @@ class OpenedSums:
         newest = max([*rounds, *_summed_rounds(self._folder)], default=-1)
         answered = [read_checked(path) or {} for path in self._folder.glob(f"*{STEPS_FILE_END}")]
         untouched = bool(answered) and all(one.get("whole") is True and not one["steps"] for one in answered)
-        steps = {} if newest < 0 or untouched else {ANALYSES: MOST_STEPS}
+        steps = {} if newest < 0 or untouched else {ANALYSES_ENTRY: MOST_STEPS}
         document = {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
         record["experiments"][self._folder.name] = document
         self._write(record)
@@ -245,7 +245,7 @@ class OpenedSums:
 
 
 @contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Wait until no other process works on a folder's files, and create the folder if it is missing.
 
     Raises:

@@ -102,7 +102,7 @@ class PendingSums:
         except (KeyError, TypeError, AttributeError):
             return -1, ""
 
-    def of(self, sums: Mapping[str, int]) -> PendingSum | None:
+    def find_match(self, sums: Mapping[str, int]) -> PendingSum | None:
         """Return the stored sum that matches one of the given kinds and rounds, or None if there is none."""
         matches = (pending for what, t in sums.items() if self.about(what)[0] == t and (pending := self.newest(what)))
         return next(matches, None)

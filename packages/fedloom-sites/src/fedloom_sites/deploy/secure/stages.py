@@ -76,8 +76,8 @@ class Progress(NamedTuple):
             )
         return self
 
-    def after(self, kind: Kind) -> Progress:
-        """Return the progress after a message of the given kind.
+    def advance(self, kind: Kind) -> Progress:
+        """Return the stage after a message of a kind.
 
         Raises:
             Broken: the session has not reached the stage for this message, or has ended.

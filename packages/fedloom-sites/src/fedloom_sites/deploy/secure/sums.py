@@ -86,7 +86,7 @@ class SecureSums:
 
     def find_repeated(self, sums: Mapping[str, int]) -> PendingSum | None:
         """Return the previously requested sum for one of these kinds and rounds, or None if there is none."""
-        return self._unmasked.of(sums)
+        return self._unmasked.find_match(sums)
 
     def sum(
         self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
@@ -111,7 +111,7 @@ class SecureSums:
             RunStopped: fewer sites than the threshold participate.
             GivenUp: the sum was requested too often, or a vector is wrong.
         """
-        pending = None if again else self._unmasked.of(terms.sums)
+        pending = None if again else self._unmasked.find_match(terms.sums)
         if pending is None:
             pending = self._collected(terms, weights, request, length, counted)
             self._enter_change(terms, weights, pending.clients)
@@ -304,7 +304,7 @@ class SecureSums:
         if self._is_noisy:
             return
         try:
-            self._changes.after(*self._counting(terms, weights, clients))
+            self._changes.add_sum(*self._counting(terms, weights, clients))
         except Broken as error:
             raise RunStopped(
                 Stop.TOO_FEW, f"round {terms.round}: {error}. The run continues when the sites of that sum are back"
@@ -316,7 +316,7 @@ class SecureSums:
             return
         counting, before = self._counting(terms, weights, clients), self._changes
         changed = before.changed(*counting)
-        self._changes = before.after(*counting)
+        self._changes = before.add_sum(*counting)
         if self._changes != before:
             write_checked(self._changes_path, self._changes.record)
         if changed:
@@ -437,7 +437,7 @@ class SecureSums:
         wanted: Collection[int] = (),
     ) -> tuple[_Course, dict[int, Any]]:
         """Carry out a step of a session, and return the new progress and the sites' answers, keyed by client."""
-        progress = course.progress.after(kind)
+        progress = course.progress.advance(kind)
 
         def reader(c: int) -> Callable[[bytes], Any]:
             return lambda message: read(c, message)

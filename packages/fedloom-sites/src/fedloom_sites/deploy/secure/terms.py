@@ -56,7 +56,7 @@ class AnalysisStep(Value):
     )
 
     @classmethod
-    def of(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
+    def create(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
         """Build a step of an analysis from the bytes of its question."""
         return cls(analysis=analysis, step=step, content=content.hex())
 

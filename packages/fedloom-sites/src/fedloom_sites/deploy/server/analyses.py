@@ -104,7 +104,7 @@ class AnalysisServer:
             if not may_retry:
                 raise
             return nothing, Info(len(clients), 0, len(clients), 0), clients  # too long a step, which no site is asked
-        terms = common.with_(question=AnalysisStep.of(name, place, question.encode()))
+        terms = common.with_(question=AnalysisStep.create(name, place, question.encode()))
         got = self._sites.analysis_sum(terms, form, self._request, clients)
         if got.total is None:
             silent = got.counts.silent or len(got.clients) - got.counts.answered

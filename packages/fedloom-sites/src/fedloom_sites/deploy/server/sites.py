@@ -166,7 +166,7 @@ class Sites(StreamedClients):
             round=self._job.setting.rounds, trains=False, sizes=tuple(map(tuple, transport.sizes.tolist())),
             cohort=tuple(cohort), accepted=tuple(self._place(c)["accepted"] for c in cohort), models=digests,
             common=request is not None and request.model is not None, figures=tuple(transport.figures),
-            question=AnalysisStep.of(name, 0, b""),
+            question=AnalysisStep.create(name, 0, b""),
         )  # fmt: skip
 
     def analysis_sum(

@@ -40,7 +40,7 @@ from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, SILENT_COUNTS
-from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, in_turn, read_checked, write_checked
+from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, lock_folder, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.site.local_data import part_sizes
@@ -244,7 +244,7 @@ class SiteAnalyses:
         """
         site = self._trainer.site
         most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
-        with in_turn(site.memory_folder):
+        with lock_folder(site.memory_folder):
             record = self._memory()
             fits = record["asked"].setdefault(one.name, [])
             if site.fingerprint in fits:
@@ -261,7 +261,7 @@ class SiteAnalyses:
     def _are_apart(self, one: AgreedAnalysis, terms: AnalysisTerms) -> bool:
         """Return True if the analysis may sum its row sets in addition to earlier analyses, and record the decision."""
         sets = one.analysis.row_sets(self._rows, terms)
-        with in_turn(self._trainer.site.memory_folder):
+        with lock_folder(self._trainer.site.memory_folder):
             record = self._memory()
             salt, columns = bytes.fromhex(record["salt"]), columns_digest(one.schema)
             name = f"{self._trainer.site.fingerprint} {one.name}"

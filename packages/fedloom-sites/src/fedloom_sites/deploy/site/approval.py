@@ -15,7 +15,7 @@ from pathlib import Path
 from fedloom.errors import ConfigError, Refused
 from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.disk import regular
-from fedloom_sites.deploy.secure.opened import OPENED_FILE, in_turn, read_checked
+from fedloom_sites.deploy.secure.opened import OPENED_FILE, lock_folder, read_checked
 from fedloom_sites.deploy.settings import Site
 
 APPROVAL_FILE, NAMES_FILE = "approved.json", "data-names.json"
@@ -78,7 +78,7 @@ def check_data_name(site: Site) -> None:
         return
     folder, place = site.memory or site.state, str(site.data.get("path", site.data["source"]))
     source = hashlib.sha256(str(Path(place).resolve() if Path(place).exists() else place).encode()).hexdigest()
-    with in_turn(folder):
+    with lock_folder(folder):
         path = folder / NAMES_FILE
         try:
             names = json.loads(regular(path).read_bytes()) if path.exists() else {}

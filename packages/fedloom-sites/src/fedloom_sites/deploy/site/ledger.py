@@ -30,7 +30,7 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import append_line, create_file
 from fedloom_sites.deploy.audit import entry_of
 from fedloom_sites.deploy.noise import remaining_noise
-from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked
+from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
 
 LEDGER_FILE, SPENT_FILE = "ledger.jsonl", "epsilon.json"
 """Files with an experiment's releases, and with the epsilon of every experiment on the same data."""
@@ -165,7 +165,7 @@ class Ledger:
         Raises:
             Spent: all ledgers together would exceed the limit, or their epsilon is unknown.
         """
-        with in_turn(memory):
+        with lock_folder(memory):
             path = memory / SPENT_FILE
             record = read_checked(path)
             if record is None and path.exists():

@@ -169,7 +169,7 @@ def masses(ctx: Ctx, by: Masses) -> Tensor:
     return ctx.sizes[:, 0].cpu().long() if by == "samples" else torch.ones(ctx.n, dtype=torch.long)
 
 
-def some(n: int, k: int, generator: torch.Generator) -> Tensor:
+def draw_distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
     """Return the first ``k`` elements of ``torch.randperm(n)``, without shuffling all n if k is small."""
     if 16 * k > n:
         return torch.randperm(n, generator=generator)[:k]

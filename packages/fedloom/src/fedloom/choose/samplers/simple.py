@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.choose.samplers._base import Sampler, SizedSampler, draw, masses, some
+from fedloom.choose.samplers._base import Sampler, SizedSampler, draw, draw_distinct, masses
 from fedloom.local import Ctx, Nothing
 
 
@@ -20,7 +20,7 @@ class Uniform(SizedSampler):
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
         """Draw m of n clients."""
         m = self.size(ctx.n)
-        return some(ctx.n, m, ctx.rng("cohort")).sort().values, state
+        return draw_distinct(ctx.n, m, ctx.rng("cohort")).sort().values, state
 
 
 class Bernoulli(Sampler):

@@ -68,7 +68,7 @@ class Pool(NamedTuple):
             )
         return self.y
 
-    def by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
+    def group_by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
         """Return the positions of the samples of each class in the data set, each list in random order."""
         labels, order = self.labels(kind), rng.permutation(len(self))
         order = order[np.argsort(labels[order], kind="stable")]
@@ -105,7 +105,7 @@ class Draw(NamedTuple):
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def without_tested(self, trains: NDArray[np.bool_]) -> Draw:
+    def keep_trained(self, trains: NDArray[np.bool_]) -> Draw:
         """Return the draw restricted to the clients that train ``[n]``.
 
         The rows of the other clients become the common test set.
@@ -335,7 +335,7 @@ class Partition(Value):
             raise PartitionError(
                 f"{self.kind}: every row of {data.name} is marked as a test row, so no training row is left"
             )
-        return draw if trains.all() else draw.without_tested(trains)
+        return draw if trains.all() else draw.keep_trained(trains)
 
     def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
         """Return a note if a test fraction has no effect because the partition or the data determine the test parts."""
@@ -398,7 +398,7 @@ class Partition(Value):
         """Choose `test_count` official test samples per client, with the label shares of its training part."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
-        lists, n = Pool.create(data, data.test.numpy()).by_class(self.kind, rng), len(train.offsets) - 1
+        lists, n = Pool.create(data, data.test.numpy()).group_by_class(self.kind, rng), len(train.offsets) - 1
         cells = owners(train) * len(lists) + data.y.numpy()[train.index]
         counts = np.bincount(cells, minlength=n * len(lists)).reshape(n, -1)
         wanted = round_to_total(counts / counts.sum(1, keepdims=True), self.test_count)

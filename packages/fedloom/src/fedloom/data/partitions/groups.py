@@ -65,7 +65,7 @@ class ByColumn(Partition):
         return _draw_by_level(self, pool, data.columns[self.column].numpy(), data.levels[self.column], seed)
 
 
-_LEVELS = {"natural": "natural clients", "by-column": "values of the column"}
+_LEVEL_NOUNS = {"natural": "natural clients", "by-column": "values of the column"}
 
 
 def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tuple[str, ...], seed: int) -> Draw:
@@ -76,7 +76,7 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
     notes: list[str] = []
     if small := int(((np.bincount(codes, minlength=len(names)) > 0) & (counts < part.min_size)).sum()):
         what = "no training sample" if part.min_size == 1 else f"fewer than {part.min_size} samples"
-        notes.append(f"{small} of {len(names)} {_LEVELS[part.kind]} have {what} and are left out")
+        notes.append(f"{small} of {len(names)} {_LEVEL_NOUNS[part.kind]} have {what} and are left out")
     each = part.per_client or (1 if part.clients is None else None)
     n = part.clients or len(levels) // (each or 1)
     if n == 0 or n * (each or 1) > len(levels):
@@ -89,7 +89,7 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
         levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
     group = np.repeat(np.arange(n), even(len(levels), n)) if each is None else np.repeat(np.arange(n), each)
     if len(group) < len(levels):
-        notes.append(f"{len(levels) - len(group)} of {len(levels)} {_LEVELS[part.kind]} belong to no client")
+        notes.append(f"{len(levels) - len(group)} of {len(levels)} {_LEVEL_NOUNS[part.kind]} belong to no client")
     client = np.full(len(names), n)
     client[levels[: len(group)]] = group
     label = tuple(names[level] for level in levels) if n == len(levels) else ()
@@ -133,7 +133,7 @@ class Clusters(Partition):
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Assign blocks of classes to blocks of clients."""
         data, n = pool.data, sum(self.sizes)
-        lists = pool.by_class(self.kind, numpy_generator(seed, purpose="clusters"))
+        lists = pool.group_by_class(self.kind, numpy_generator(seed, purpose="clusters"))
         if sum(self.classes) > len(lists):
             raise PartitionError(
                 f"clusters: needs {sum(self.classes)} classes, but {data.name} has {len(lists)}. Use fewer classes"

@@ -98,7 +98,7 @@ class Shards(Sized):
         self.fits(pool)
         q, n, classes = self.labels_per_client, self.clients, len(pool.data.classes)
         rng = numpy_generator(seed, purpose="shards")
-        lists = pool.by_class(self.kind, rng)
+        lists = pool.group_by_class(self.kind, rng)
         if q > classes:
             raise PartitionError(
                 f"shards: labels_per_client = {q}, but {pool.data.name} has {classes} classes. Use at most {classes}"
@@ -167,7 +167,7 @@ class FemnistFedProx(Sized):
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Draw sizes, then assign the next samples of each user's classes."""
         rng = numpy_generator(seed, purpose="few")
-        lists = pool.by_class(self.kind, rng)
+        lists = pool.group_by_class(self.kind, rng)
         held = np.array([len(class_index) for class_index in lists])
         if self.labels_per_client > len(lists):
             raise PartitionError(
@@ -237,7 +237,7 @@ class Dirichlet(Sized):
         """Draw counts per client and class, then draw samples at random."""
         self.fits(pool)
         rng = numpy_generator(seed, purpose="dirichlet")
-        lists = pool.by_class(self.kind, rng)
+        lists = pool.group_by_class(self.kind, rng)
         held = np.array([len(class_index) for class_index in lists])
         if self.by == "class":
             what = f"dirichlet: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}"

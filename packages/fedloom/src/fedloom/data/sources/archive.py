@@ -331,7 +331,7 @@ class GrowingRows:
             self._data.resize((max(self.size, len(self._data) * 33 // 32), *self._data.shape[1:]), refcheck=False)
         return self._data[start : self.size]
 
-    def at(self, start: int, count: int) -> NDArray[np.generic]:
+    def reserve(self, start: int, count: int) -> NDArray[np.generic]:
         """Return `count` rows to write into, beginning with row `start`. Missing rows are added."""
         self.room(max(start + count - self.size, 0))
         return self._data[start : start + count]

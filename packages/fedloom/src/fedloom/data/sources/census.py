@@ -189,7 +189,7 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
                     what = f"row {1 + piece.start + bad[0]}, column {piece.column!r}: unknown {kind} {cells[0]!r}"
                     cure = f"the schema has {', '.join(codes)}. Fetch the file again"
                     problems.add("level", piece.column, what, cells, cure)
-            table.at(piece.start, len(values))[:, list(schema).index(piece.column)] = values
+            table.reserve(piece.start, len(values))[:, list(schema).index(piece.column)] = values
         if sentences := problems.sentences():
             refuse(entry.where, sentences)
         if table.size == 0:

@@ -138,7 +138,7 @@ def as_dataset(
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
-    options = {key: _named(value) if key in COLUMN_OPTIONS else value for key, value in options.items()}
+    options = {key: _name_columns(value) if key in COLUMN_OPTIONS else value for key, value in options.items()}
     if is_hub(obj):  # whose rows may come through a transform
         some = range(min(len(obj), REREAD_SAMPLES))
         for _ in steady((obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name):
@@ -185,7 +185,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     table_options = {"target": target, "task": task or "auto", **options}
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
     problems = Problems(name, first=0)
-    return read_table(spec, name, names, spec.with_days(names, frame_cells(obj), problems), problems)
+    return read_table(spec, name, names, spec.convert_dates(names, frame_cells(obj), problems), problems)
 
 
 def _check_kinds(name: str, task: object, options: dict[str, Any]) -> None:
@@ -212,11 +212,11 @@ def _check_kinds(name: str, task: object, options: dict[str, Any]) -> None:
             raise ConfigError(f"{name}: {key} must be {what}, got {value!r:.60}")
 
 
-def _named(value: Any) -> Any:
+def _name_columns(value: Any) -> Any:
     """Return the names of columns as text. pandas numbers columns without names, so that 0 is a name."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return str(value)
-    return [*map(_named, value)] if isinstance(value, list | tuple) else value
+    return [*map(_name_columns, value)] if isinstance(value, list | tuple) else value
 
 
 class HubData(Source):

@@ -103,18 +103,18 @@ def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T],
     """
     places = np.unique(np.linspace(0, count - 1, min(count, REREAD_SAMPLES)).round().astype(int)).tolist()
 
-    def drawn(places: Sequence[int] | None) -> T:
+    def draw(places: Sequence[int] | None) -> T:
         with as_global(generator(0, purpose="samples"), torch.device("cpu")):
             return read(places)
 
-    if key(drawn(places)) != key(drawn(places)):
+    if key(draw(places)) != key(draw(places)):
         raise DataError(
             f"{name}: samples change at random, but not by the global generators of torch, numpy or "
             "Python, so no run could be repeated: draw from torch.rand, numpy.random or random in "
             f"__getitem__, or {AUGMENT_HINT}; or, to keep one draw of each sample on purpose, pass "
             "[d[i] for i in range(len(d))] of the data set d"
         )
-    return drawn(None)
+    return draw(None)
 
 
 def is_picture(value: object) -> bool:

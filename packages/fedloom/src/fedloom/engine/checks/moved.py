@@ -167,12 +167,12 @@ def _place_of(place: str, name: str) -> str | None:
 
     Return None if no key of these tables was ever renamed.
     """
-    if place in ("", "method", "grid") and name in _TABLES:
+    if place in ("", "method", "grid") and name in _TABLE_NAMES:
         return name
     if (place, name) == ("analysis", "rules"):
         return "rules"
     return place if place == "partition" and name in ("base", "first_partition", "second_partition") else None
 
 
-_TABLES = {"grid", "method", *(place.partition(" ")[0] for place in RENAMED_KEYS)} - {""}
+_TABLE_NAMES = {"grid", "method", *(place.partition(" ")[0] for place in RENAMED_KEYS)} - {""}
 """Tables of an experiment document that contain renamed keys."""

@@ -23,7 +23,9 @@ from fedloom.values import kind_of
 
 _WITH_FIX = re.compile(r"(?P<why>.*)(?:; |\. (?=[A-Z]))(?P<fix>.*)", re.DOTALL)
 """Pattern of a message that ends with advice: the reason, followed by the fix."""
-_DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
+_DOTTED_KEY_PATTERN = re.compile(
+    r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?"
+)
 
 
 @contextmanager
@@ -39,7 +41,7 @@ def ruled(rule: str) -> Iterator[None]:
         if not error.rule:
             sentence = _WITH_FIX.fullmatch(str(error))
             why, cure = (sentence["why"], sentence["fix"]) if sentence else ("", str(error))
-            error.rule, error.fix = rule, _DOTTED.sub(lambda match: f"{{{match[0]}}}", cure)
+            error.rule, error.fix = rule, _DOTTED_KEY_PATTERN.sub(lambda match: f"{{{match[0]}}}", cure)
             error.args = (f"{why}. {capitalize(worded(error.fix))}" if why else worded(error.fix),)
         raise
 

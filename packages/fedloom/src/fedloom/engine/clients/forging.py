@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedloom.algorithms._messages import with_model
+from fedloom.algorithms._messages import replace_model
 from fedloom.engine.clients.chunk import ClientOutput, Inputs, accept, client_step, decoded, inputs_of, output_of
 from fedloom.engine.job import Job
 from fedloom.errors import attribute_error
@@ -60,4 +60,4 @@ def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):
         message = job.algorithm.encode(models, down, rows, work.uncounted())
-    return with_model(type(job.algorithm), idle, models, down, rows) if message is None else message
+    return replace_model(type(job.algorithm), idle, models, down, rows) if message is None else message

@@ -91,7 +91,7 @@ class RemoteClients(ABC):
         for k, c in enumerate(request.ids.tolist()):
             task = TrainTask(request.round, *(row[k : k + 1] for row in (request.place, request.ids, request.share)))
             if c in outputs:
-                output = self.with_model(outputs.pop(c), received[c])
+                output = self.add_model(outputs.pop(c), received[c])
                 yield accept(self._job, request.server, task, received[c], output)
             else:
                 nothing = torch.zeros(1, len(CLIENT_COUNTS), dtype=torch.long)
@@ -138,7 +138,7 @@ class RemoteClients(ABC):
             except ConfigError as error:
                 raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
 
-    def with_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
+    def add_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
         """Add the client's model to the output if the server's side reads it."""
         name = self._job.model_field
         if not name or self._job.fields[name].base.startswith("rows."):

@@ -19,7 +19,7 @@ from fedloom.metrics import METRICS, leading
 from fedloom.processes.clients import CLIENT_COUNTS, Scores, ScoreTask
 from fedloom.rows.attacks import Backdoor
 from fedloom.rows.layout import Layout
-from fedloom.rows.proxes import made_by
+from fedloom.rows.proxes import find_form
 from fedloom.tasks.calibration import recalibrated
 
 WORK_KEY = ("", "")
@@ -249,7 +249,7 @@ def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Te
     two more measures follow: ``rank`` is the sum of the numerical ranks of a model's matrices, and ``factorised`` is
     the number of parameters if each matrix is stored as two thin factors whenever this is smaller.
     """
-    forms = {made_by(value) for value in algorithm.proxes().values()}
+    forms = {find_form(value) for value in algorithm.proxes().values()}
     if not forms:
         return {}
     figures = {"nonzeros": rows.count_nonzero(1).double().cpu()}

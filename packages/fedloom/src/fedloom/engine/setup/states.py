@@ -174,7 +174,7 @@ def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> Optim
             rule="method-optimizer",
             fix="set {local.optimizer = 'sgd'}",
         )
-    return memory.of(memory.rows * 0) if local.optimizer_state == "persistent" else None
+    return memory.replace_rows(memory.rows * 0) if local.optimizer_state == "persistent" else None
 
 
 def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype) -> Fields:

@@ -78,16 +78,16 @@ class Flight(NamedTuple):
         """Return the row indices in the tensors of clients that are given by their positions."""
         return np.searchsorted(self.places, places)
 
-    def without(self, places: Ids) -> Flight:
+    def drop_landed(self, places: Ids) -> Flight:
         """Return the flight without the clients at these positions."""
         stays = np.ones(len(self.places), dtype=bool)
         stays[self.rows(places)] = False
         left, index = self.places[stays], torch.from_numpy(stays.nonzero()[0])
 
-        def some(name: str, t: Tensor) -> Tensor:
+        def select_rows(name: str, t: Tensor) -> Tensor:
             return t if name.startswith("received.") and t.dim() == 1 else t[index]
 
-        return self._replace(places=left, fields={name: some(name, t) for name, t in self.fields.items()})
+        return self._replace(places=left, fields={name: select_rows(name, t) for name, t in self.fields.items()})
 
 
 def flatten_results(computed: Computed) -> dict[str, Tensor]:
@@ -251,7 +251,7 @@ class Clock:
         elif 2 * len(landed_places) < held:
             back[number] = landed_places
         else:
-            flights[number] = flights[number].without(np.array(sorted(landed_places)))
+            flights[number] = flights[number].drop_landed(np.array(sorted(landed_places)))
 
 
 class UploadCounts(NamedTuple):

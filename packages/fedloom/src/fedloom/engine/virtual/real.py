@@ -87,7 +87,7 @@ class RealVersion(Version):
             flight = self._flights[number]
             if client in outputs:
                 received = self._read_downloads(flight)
-                output = clients.with_model(outputs[client], received)
+                output = clients.add_model(outputs[client], received)
                 server = self._state.server if flight.version == self._state.round else None
                 fields = flatten_results(computed(self._job, server, torch.from_numpy(flight.ids), received, output))
                 self._flights[number] = flight._replace(fields=fields)

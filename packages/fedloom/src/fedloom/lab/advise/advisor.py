@@ -333,7 +333,7 @@ class Advisor:
                     plan = self._budget.plan(lap_setting(setting, self.seeds[0], setting.rounds), self.fed)
             self._rounds[label, 0] = plan.rounds
             self._planned += plan.spent
-            shares.append(LapShares.of(plan.rounds, min(1.0, plan.personal / self._budget.samples)))
+            shares.append(LapShares.compute(plan.rounds, min(1.0, plan.personal / self._budget.samples)))
         return shares
 
     def _unit(self, lap: Lap, rounds: int) -> WorkUnit:

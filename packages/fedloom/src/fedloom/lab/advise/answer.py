@@ -32,7 +32,7 @@ from fedloom.storage.files import write_atomic
 
 ANSWER_FILES = ADVISED_FILE, ADVICE_FILE, CLIENTS_FILE = "advised.toml", "advice.json", "clients.csv"
 """Files of an answer: the experiment with the advised method, the answer for programs, and the advice for clients."""
-MAX_NAMED_CLIENTS = 6
+MAX_LISTED_CLIENTS = 6
 """Largest number of clients that a line lists."""
 
 
@@ -218,7 +218,7 @@ class Advice(NamedTuple):
         by_choice = {choice: [one.name for one in self.clients if one.choice is choice] for choice in Choice}
         so_far = "no difference is certain, as predicted so far: " if self.verdict is Verdict.UNDECIDED else ""
         return so_far + "; ".join(
-            f"{len(names)} {choice} ({shorten_list(names, MAX_NAMED_CLIENTS)})"
+            f"{len(names)} {choice} ({shorten_list(names, MAX_LISTED_CLIENTS)})"
             for choice, names in by_choice.items()
             if names
         )

@@ -99,7 +99,7 @@ class LapShares(NamedTuple):
     personal: float = 0.0
 
     @classmethod
-    def of(cls, rounds: int, personal: float) -> LapShares:
+    def compute(cls, rounds: int, personal: float) -> LapShares:
         """Return the shares of a run with this number of rounds and this share of personal models."""
         early, middle = (last_round(depth, rounds) / rounds * (1 - personal) for depth in (EARLY_DEPTH, MIDDLE_DEPTH))
         return cls(early, middle, personal)

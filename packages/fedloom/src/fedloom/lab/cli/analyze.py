@@ -21,8 +21,8 @@ def _names() -> Iterator[str]:
     yield from ANALYSES
 
 
-@app.command(rich_help_panel="Statistics")
-def analyze(
+@app.command("analyze", rich_help_panel="Statistics")
+def analyze_file(
     name: Annotated[
         str,
         typer.Argument(

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod
-from fedloom.algorithms._theorems import THEOREMS
+from fedloom.algorithms._theorems import THEOREM_TABLE
 from fedloom.analyses import ANALYSES
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, SharesWeigher
 from fedloom.data.partitions import PARTITIONS
@@ -104,9 +104,9 @@ def theory(name: str) -> list[str]:
 
     The list is empty without a theorem.
     """
-    if name not in THEOREMS:
+    if name not in THEOREM_TABLE:
         return []
-    theorem = THEOREMS[name]
+    theorem = THEOREM_TABLE[name]
     lost = [words for kind, (words, _) in THEOREM_EXAMPLES.items() if kind in loses(name)]
     sentences = [f"Theory: {theorem.proves}.", f"It needs {theorem.needs}.", theorem.defaults]
     sentences += [f"The theorem does not hold, although the run works, with {', '.join(lost[:-1])} or {lost[-1]}."]
@@ -132,7 +132,7 @@ def loses(name: str) -> tuple[str, ...]:
             return False
         return True
 
-    return tuple(kind for kind in THEOREM_EXAMPLES if kind not in THEOREMS[name].covers and is_taken(kind))
+    return tuple(kind for kind in THEOREM_EXAMPLES if kind not in THEOREM_TABLE[name].covers and is_taken(kind))
 
 
 def _paper(entry: type[Algorithm] | Preset) -> list[str]:

@@ -329,7 +329,7 @@ class Plan:
                     Emitter(hear, method.label, method.setting.with_(seed=seed)).end(None, "failed")
                     continue
                 outcomes.append(self._run_one(method, seed, hear, workers, advance=not interrupted))
-                interrupted |= self.ranks.any(stop_requested())[0] or outcomes[-1].status == "interrupted"
+                interrupted |= self.ranks.combine_flags(stop_requested())[0] or outcomes[-1].status == "interrupted"
         return outcomes
 
     def _run_one(

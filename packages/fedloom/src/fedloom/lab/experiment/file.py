@@ -214,7 +214,7 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
 def _methods(
     entries: Sequence[object], local: object, common: Setting, defaults: Constants, where: str, way: Places
 ) -> tuple[Method, ...]:
-    way, methods = way.of_method("label", "defaults", *Setting.per_method), []
+    way, methods = way.select_method("label", "defaults", *Setting.per_method), []
     for number, entry in enumerate(entries, 1):
         declared = table(entry, f"{where}: [[method]] {number}", way.form)
         place = f"[[method]] {number}" if way.file else str(declared.get("label"))

@@ -275,7 +275,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     settings = {m.label: m.settings() for m in experiment.methods}
 
     @cache
-    def opened() -> tuple[MlflowClient, str]:
+    def open_client() -> tuple[MlflowClient, str]:
         """Return the client and its experiment number. A run creates its directory when it begins."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
@@ -296,7 +296,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
         return client, existing.experiment_id
 
     def make(label: str, seed: int) -> Writer:
-        client, id = opened()
+        client, id = open_client()
         origin = f"{out.resolve()}#{label}#{seed}"
         return MLflow(client, id, f"{label}-{seed}", origin, {"seed": seed, **settings[label]})
 

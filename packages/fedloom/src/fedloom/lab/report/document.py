@@ -179,7 +179,7 @@ def document(
         policy=CONTENT_POLICY,
         title_end=REPORT_TITLE_END,
         style=_asset("page.css"),
-        answer=overview.answer(conclusions),
+        answer=overview.render_answer(conclusions),
         facts=overview.facts(runs, rows),
         notes=overview.note_list(runs, rows),
         sections=[{"id": id, "title": name, "lead": words, "body": body} for id, (name, words, body) in parts.items()],

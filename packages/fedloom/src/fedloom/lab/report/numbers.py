@@ -56,7 +56,7 @@ class Curve(NamedTuple):
         """Value at the last recorded round, NaN without rounds."""
         return float(self.value[-1]) if len(self.value) else math.nan
 
-    def at(self, round: int) -> float:
+    def read_round(self, round: int) -> float:
         """Return the value at a round, or NaN if it was not recorded."""
         hit = np.flatnonzero(self.round == round)
         return float(self.value[hit[0]]) if len(hit) else math.nan
@@ -391,4 +391,4 @@ def _chosen(validation: Curve, test: Curve, name: str) -> float:
         return math.nan
     sign = 1 if metric(name).higher else -1
     best = np.argmax(np.where(finite, sign * validation.value, -np.inf))
-    return test.at(int(validation.round[best]))
+    return test.read_round(int(validation.round[best]))

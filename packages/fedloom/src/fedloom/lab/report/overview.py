@@ -37,7 +37,7 @@ TIE_TOLERANCE = 1e-6
 """Relative difference below which results are called equal."""
 
 
-def answer(conclusions: Sequence[Conclusion]) -> str:
+def render_answer(conclusions: Sequence[Conclusion]) -> str:
     """Return the conclusions as the top of the page: the winner, the lead, the compared models, and their cost."""
     parts = []
     for one in conclusions:

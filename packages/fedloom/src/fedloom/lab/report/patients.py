@@ -35,7 +35,7 @@ class Predicted(NamedTuple):
     event: Numbers | None = None
     subject: NDArray[Any] | None = None
 
-    def at(self, client: int | None) -> Predicted:
+    def select_client(self, client: int | None) -> Predicted:
         """Select the predictions of one client. None selects all."""
         if client is None:
             return self

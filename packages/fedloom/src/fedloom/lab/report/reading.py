@@ -83,7 +83,7 @@ def _read(path: Path, label: str) -> Run:
         of_clients = points.client != FEDERATION_CLIENT
         for target, rows in ((series, of_clients), (totals, ~of_clients)):
             if rows.any():
-                target[key] = points if rows.all() else points.at(rows)
+                target[key] = points if rows.all() else points.select(rows)
     summary, seconds = _summary(path / SUMMARY_FILE), _seconds(path / TIMINGS_FILE)
     declare(summary.metrics)
     partitions, names = _partitions(path / PARTITION_FILE)
@@ -287,9 +287,9 @@ def _split(table: pa.Table) -> dict[Key, Points]:
         for name in reversed(Key._fields):
             number, place = divmod(number, len(categories[name]))
             parts.append(categories[name][place])
-        series = points.at(slice(start, end))
+        series = points.select(slice(start, end))
         later = np.diff(series.round)
         if not ((later > 0) | ((later == 0) & (np.diff(series.client) >= 0))).all():
-            series = series.at(np.lexsort((series.client, series.round)))
+            series = series.select(np.lexsort((series.client, series.round)))
         groups[Key(*reversed(parts))] = series
     return groups

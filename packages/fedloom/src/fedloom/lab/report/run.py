@@ -34,7 +34,7 @@ class Points(NamedTuple):
     client: Integers
     value: Numbers
 
-    def at(self, rows: Any) -> Points:
+    def select(self, rows: Any) -> Points:
         """Select points by positions, a slice or a mask."""
         return Points(self.round[rows], self.client[rows], self.value[rows])
 
@@ -141,7 +141,7 @@ class Run:
         attackers = self.attackers(key.seed)
         if points is None or not attackers:
             return points
-        return points.at(~np.isin(points.client, list(attackers)))
+        return points.select(~np.isin(points.client, list(attackers)))
 
     def client(self, id: int) -> str:
         """Return the name of a client, or its number if no name was recorded."""

@@ -327,7 +327,7 @@ class Tuning:
         claims.check_ended()
         for study in self.studies:
             name = file_name(study.method.label)
-            for state in (claims.left_behind(name), claims.folder / name / "done"):
+            for state in (claims.find_abandoned(name), claims.folder / name / "done"):
                 if state is not None and self._log(study, state).exists():
                     write_atomic(self._log(study, self.out), self._log(study, state).read_bytes())
         claims.forget()

@@ -95,7 +95,7 @@ def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
     same.
     """
     probe = _probe(module, fed)
-    marks = {name: (Mark.of(p), p.detach().clone()) for name, p in trainable(probe).items()}
+    marks = {name: (Mark.record(p), p.detach().clone()) for name, p in trainable(probe).items()}
     with forked(fed.device):
         _tried(probe, fed)
     now = trainable(probe)

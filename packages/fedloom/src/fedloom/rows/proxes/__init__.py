@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from fedloom.rows.proxes._base import Form, Prox, made_by
+from fedloom.rows.proxes._base import Form, Prox, find_form
 from fedloom.rows.proxes.nonconvex import MCP, SCAD
 from fedloom.rows.proxes.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
 from fedloom.rows.proxes.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
@@ -43,5 +43,5 @@ __all__ = [
     "Simplex",
     "SquaredL2",
     "Total",
-    "made_by",
+    "find_form",
 ]

@@ -43,7 +43,7 @@ class Prox(Protocol):
         ...
 
 
-def made_by(f: object) -> Form:
+def find_form(f: object) -> Form:
     """Return the form of the vectors that the prox of ``f`` produces, which is ``f.makes``. The default is "dense"."""
     form: Form = getattr(f, "makes", "dense")
     return form

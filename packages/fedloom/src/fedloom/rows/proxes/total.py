@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, norm
 from fedloom.rows.layout import Layout
-from fedloom.rows.proxes._base import Form, Prox, made_by
+from fedloom.rows.proxes._base import Form, Prox, find_form
 from fedloom.rows.proxes.nonconvex import MCP, SCAD
 from fedloom.rows.proxes.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
 from fedloom.rows.proxes.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
@@ -93,7 +93,7 @@ class Total(Value):
     @property
     def makes(self) -> Form:
         """Form of the vectors that the prox produces, which is the first form of a term that is not "dense"."""
-        return next((form for form in map(made_by, self.parts) if form != "dense"), "dense")
+        return next((form for form in map(find_form, self.parts) if form != "dense"), "dense")
 
     @property
     def _functions(self) -> list[Prox]:

@@ -168,7 +168,7 @@ class DesignReading:
         """Add a piece of the time column."""
         if piece.column != self.order:
             return
-        rooms = [cast("NDArray[np.float64]", rows.at(piece.start, len(missing))) for rows in self._moments]
+        rooms = [cast("NDArray[np.float64]", rows.reserve(piece.start, len(missing))) for rows in self._moments]
         for room in rooms:
             room[:] = np.nan
         for k in np.flatnonzero(~missing).tolist():

@@ -210,9 +210,9 @@ class TableSource(DesignOptions):
             ConfigError: a column named in ``days_since`` is missing.
         """
         with self.open_file(data_dir) as raw:
-            yield raw._replace(cells=self.with_days(raw.names, raw.cells, raw.problems))
+            yield raw._replace(cells=self.convert_dates(raw.names, raw.cells, raw.problems))
 
-    def with_days(self, names: Sequence[str], cells: Iterator[Piece], problems: Problems) -> Iterator[Piece]:
+    def convert_dates(self, names: Sequence[str], cells: Iterator[Piece], problems: Problems) -> Iterator[Piece]:
         """Yield the cells with the columns in ``days_since`` replaced by days."""
         if not self.days_since:
             return cells
@@ -337,7 +337,7 @@ class _Reading:
         roles = (self.codes, self.numeric, self.agreed, self.measured, self.design.columns)
         if not any(column in columns for columns in roles):
             return
-        rows, missing = self.x.at(start, len(block)), is_missing(block, self.markers)
+        rows, missing = self.x.reserve(start, len(block)), is_missing(block, self.markers)
         if self.unmatched and missing.any():
             holes = [cell for cell, hole in zip(block, missing, strict=True) if hole]
             self.unmatched = [text for text in self.unmatched if not any(map(markers_of((text,)).hold, holes))]
@@ -360,7 +360,7 @@ class _Reading:
         if column in self.measured and self.numeric_label:
             if column == self.event and self.spec.event_levels:
                 piece = piece._replace(cells=self._events(block))
-            self.measured[column].at(start, len(block))[:] = numbers(piece, missing, self.problems)
+            self.measured[column].reserve(start, len(block))[:] = numbers(piece, missing, self.problems)
 
     def _events(self, cells: Cells) -> list[float]:
         """Return 1 for cells that count as the event, and 0 for all others."""

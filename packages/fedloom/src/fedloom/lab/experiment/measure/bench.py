@@ -207,12 +207,12 @@ def _measured_rounds(
     """
     by_worker: list[MeasuredWorkers] = []
 
-    def through(workers: Workers) -> Workers:
+    def record_workers(workers: Workers) -> Workers:
         before()
         by_worker.append(MeasuredWorkers(workers))
         return by_worker[-1]
 
-    measured = measure_rounds(setting, fed, rounds + 1, through=through)
+    measured = measure_rounds(setting, fed, rounds + 1, through=record_workers)
     return [(_seconds(r) - w.work - w.passing, w) for r, w in zip(measured.rounds, by_worker, strict=True)][1:]
 
 

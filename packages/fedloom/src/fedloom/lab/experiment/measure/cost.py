@@ -51,7 +51,7 @@ class RoundCost(NamedTuple):
     simulated: float | None = None
 
     @classmethod
-    def between(cls, before: State, after: State, seconds: float | None) -> RoundCost:
+    def measure(cls, before: State, after: State, seconds: float | None) -> RoundCost:
         """Return the mean cost of a round between two states of a run."""
         rounds = max(1, after.round - before.round)
         counts = dict(
@@ -167,8 +167,8 @@ def play(
         state = initial_state(job, server)
         while True:
             before, start = state, clock()
-            state, _ = run_round(job, clients.through(through), before)
-            yield Round(RoundCost.between(before, state, clock() - start), state, job, clients)
+            state, _ = run_round(job, clients.wrap_workers(through), before)
+            yield Round(RoundCost.measure(before, state, clock() - start), state, job, clients)
 
 
 def measure_rounds(
@@ -216,7 +216,7 @@ def run_cost(setting: Setting, fed: Federation) -> RunCost:
         0.0 if recorded is None else float(recorded[0] - result.state.totals[CLIENT_COUNTS.index("samples_backward")])
     )
     other = OtherCost(searches["samples_backward"] + personal, searches["bytes_up"], searches["bytes_down"])
-    return RunCost(setting.rounds, RoundCost.between(start, result.state, pace), result.job.oracle.layout.d, other)
+    return RunCost(setting.rounds, RoundCost.measure(start, result.state, pace), result.job.oracle.layout.d, other)
 
 
 def _is_tried(state: State) -> str | None:

@@ -142,12 +142,12 @@ def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _Block | N
     """
     timed: list[TimedWorkers] = []
 
-    def through(workers: Workers) -> Workers:
+    def time_workers(workers: Workers) -> Workers:
         timed.append(TimedWorkers(workers))
         return timed[-1]
 
     alone = setting.with_(engine=setting.engine.with_(workers=1))
-    with closing(play(alone, fed, time.process_time, through)) as game:
+    with closing(play(alone, fed, time.process_time, time_workers)) as game:
         measured_rounds: list[Round] = [*islice(game, rounds + 1)]
     totals = measured_rounds[-1].state.totals - measured_rounds[0].state.totals
     counts = dict(zip(CLIENT_COUNTS, totals.tolist(), strict=False))

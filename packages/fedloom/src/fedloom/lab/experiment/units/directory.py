@@ -161,7 +161,7 @@ class ExperimentDirectory:
         claims.check_ended()
         for method, seed in self.runs:
             folder = self.folder(CHECKPOINTS_FOLDER, method, seed)
-            if (state := claims.left_behind(folder.name)) is not None:
+            if (state := claims.find_abandoned(folder.name)) is not None:
                 publish(state, folder)
         claims.forget()
 

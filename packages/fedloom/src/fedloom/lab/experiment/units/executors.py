@@ -131,7 +131,7 @@ def compute_units(
         for call in ended:
             k, had_data = calls.pop(call)
             try:
-                reply = UnitReply.of(call.result())
+                reply = UnitReply.decode(call.result())
             except FedloomError:
                 raise
             except Exception as error:  # of the engine: a worker has died

@@ -122,7 +122,7 @@ def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
     """Return the cost of a run, estimated from a second round, or a nominal cost if no second round can be played."""
     by_round: list[MeasuredWorkers] = []
 
-    def through(workers: Workers) -> Workers:
+    def record_workers(workers: Workers) -> Workers:
         by_round.append(MeasuredWorkers(workers))
         return by_round[-1]
 
@@ -131,7 +131,7 @@ def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
     alone = setting.with_(engine=setting.engine.with_(workers=1))
     few = alone.with_(sampler=Uniform(clients=min(TRIED_CLIENTS, cohort)))
     try:
-        seconds = measure_rounds(few, fed, 2, through=through).rounds[1].seconds or 0.0
+        seconds = measure_rounds(few, fed, 2, through=record_workers).rounds[1].seconds or 0.0
     except FedloomError:  # a method that needs all clients, or whose first round fails
         return Load(0.0, float(setting.rounds), chunks)
     work, clients = by_round[-1].work, max(1, by_round[-1].clients)

@@ -83,7 +83,7 @@ class UnitReply(NamedTuple):
         return head + b"\n" + archive.getvalue()
 
     @classmethod
-    def of(cls, content: bytes) -> UnitReply:
+    def decode(cls, content: bytes) -> UnitReply:
         """Decode a reply and return it.
 
         Raises:

@@ -101,7 +101,7 @@ def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row,
         if best is None or samples is None or not is_binary(run, samples):
             continue
         sites = (
-            [(run.titled_client(k), samples.at(k)) for k in range(run.clients)]
+            [(run.titled_client(k), samples.select_client(k)) for k in range(run.clients)]
             if run.clients <= MAX_LISTED_SITES
             else []
         )

@@ -16,7 +16,7 @@ from fedloom.lab.report.naming import METRICS, metric, titled
 from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
-MAX_NAMED_CLIENTS, WORST_CLIENTS_SHOWN = 60, 40
+MAX_LABELED_CLIENTS, WORST_CLIENTS_SHOWN = 60, 40
 """Largest number of clients that are all shown individually, and number of worst clients that are shown otherwise."""
 MAX_NUMBERED_CLIENTS = 8
 """Largest number of clients for which numbers are written into the cells."""
@@ -62,7 +62,7 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
 
     With many clients, only the worst clients of the best row are shown. Return None without data.
     """
-    many = max(run.clients for run in runs) > MAX_NAMED_CLIENTS
+    many = max(run.clients for run in runs) > MAX_LABELED_CLIENTS
     wanted = np.sort(order[:WORST_CLIENTS_SHOWN]) if many else None
     data = [cell for row in rows for cell in _cells(run_of(runs, row), row, name, wanted)]
     if not data:

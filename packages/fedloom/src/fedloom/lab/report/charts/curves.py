@@ -120,8 +120,8 @@ def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: di
     for t in (
         rounds[np.unique(np.linspace(0, len(rounds) - 1, most).round().astype(int))].tolist() if len(rounds) else []
     ):
-        result_mean = Estimate({seed: result.at(t) for seed, result in results.items()})
-        spent = Estimate({seed: cost.at(t) for seed, cost in costs.items()} if costs else {0: float(t)})
+        result_mean = Estimate({seed: result.read_round(t) for seed, result in results.items()})
+        spent = Estimate({seed: cost.read_round(t) for seed, cost in costs.items()} if costs else {0: float(t)})
         if result_mean.finite and spent.finite:
             tags = {"method": row.name, "model": row.model, "round": t}
             across = rounded(spent.mean * CURVE_AXES[axis][2])

@@ -194,7 +194,7 @@ def panels(
     }
 
 
-def drawn_filters(rows: Rows) -> list[Spec]:
+def select_filters(rows: Rows) -> list[Spec]:
     """Return those of the filters `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select any rows."""
     return [
         MEAN_FILTER,
@@ -214,7 +214,7 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
     grey = {**place, "detail": [{"field": "method"}, {"field": "model"}]}
     pale = {"strokeWidth": 0.8, "opacity": 0.45 if len(order) < 9 else 0.2, "style": "ghost"}
     ghosts = mark("line", grey, MEAN_FILTER, data="rows", clip=True, tooltip=None, **pale)
-    shown = drawn_filters(data)
+    shown = select_filters(data)
     layers = [
         mark("area", ends, HAS_INTERVAL, opacity=0.16, clip=True, tooltip=None),
         mark("line", {**place, "color": tint, "detail": seeds}, SEED_FILTER, strokeWidth=1, opacity=0.5, clip=True),

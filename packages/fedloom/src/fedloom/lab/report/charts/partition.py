@@ -247,7 +247,7 @@ def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
             run.series[Key(row.method, seed, "", "", SHARE_FIGURE)],
             _evenly(run.clients, MAX_CLUSTERED_CLIENTS),
         )
-        shown = points.at(
+        shown = points.select(
             np.isin(points.round, _evenly(np.unique(points.round), MAX_CLUSTER_ROUNDS)) & np.isin(points.client, chosen)
         )
         cells += [

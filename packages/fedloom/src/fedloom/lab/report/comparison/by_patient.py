@@ -101,7 +101,7 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
     return areas, variance
 
 
-def interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -> tuple[float, float, float]:
+def estimate_interval(metric: str, samples: Predicted, level: float = CONFIDENCE_LEVEL) -> tuple[float, float, float]:
     """Return a metric of one model, and the lower and upper ends of its interval.
 
     All three are NaN without an interval.
@@ -143,7 +143,10 @@ def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
     if lead not in ("auroc", *BOOTSTRAP_METRICS) or (lead == "c_index" and alone.event is None):
         return []
     places: list[tuple[str, int | None]] = [(run.client(k), k) for k in range(run.clients)]
-    return [_difference(name, lead, alone.at(place), shared.at(place)) for name, place in (*places, ("All", None))]
+    return [
+        _difference(name, lead, alone.select_client(place), shared.select_client(place))
+        for name, place in (*places, ("All", None))
+    ]
 
 
 def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> SiteDifference:

@@ -149,7 +149,7 @@ def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tu
 def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points | None:
     """Return the clients' values after the last evaluated round, or None without values."""
     points = run.benign(Key(row.method, seed, row.model, part, name))
-    return None if points is None or not len(points.round) else points.at(points.round == points.round[-1])
+    return None if points is None or not len(points.round) else points.select(points.round == points.round[-1])
 
 
 def same(one: Row, other: Row) -> bool:

@@ -100,7 +100,7 @@ class Marks(NamedTuple):
     best: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
 
-    def moved(self, by: int) -> Marks:
+    def shift(self, by: int) -> Marks:
         """Return the marks shifted to rows further down."""
         return Marks(*(frozenset(place + by for place in places) for places in self))
 

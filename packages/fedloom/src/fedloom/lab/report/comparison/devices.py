@@ -90,14 +90,14 @@ def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target:
     classes = run.series.get(Key(row.method, seed, "", "", "device_class"))
     if scores is None or classes is None or seed in row.lost:
         return {}
-    scores = scores.at(np.isin(scores.client, classes.client[classes.value == place]))
+    scores = scores.select(np.isin(scores.client, classes.client[classes.value == place]))
     if not len(scores.round):
         return {}
     clients = np.unique(scores.client)
 
     def last(name: str) -> Numbers:
         points = run.series[Key(row.method, seed, "", "", name)]
-        return points.at((points.round == points.round[-1]) & np.isin(points.client, clients)).value
+        return points.select((points.round == points.round[-1]) & np.isin(points.client, clients)).value
 
     higher = figure(lead).higher
     mean, uploads, stale, idle = (

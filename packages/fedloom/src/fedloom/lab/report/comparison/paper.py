@@ -23,7 +23,7 @@ def results_latex(
     for _, own_runs, task_rows in tasks(runs, rows):
         part, ratio = contenders(own_runs, task_rows, models), max(run.ratio for run in own_runs)
         for name, column_marks in marks(part, printed(rows, columns), ratio).items():
-            places.setdefault(name, []).append(column_marks.moved(len(shown)))
+            places.setdefault(name, []).append(column_marks.shift(len(shown)))
         shown += part
     joint = {name: Marks.union(column_marks) for name, column_marks in places.items()}
     return latex(shown, title(runs), columns, joint)
