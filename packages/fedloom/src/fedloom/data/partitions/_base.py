@@ -21,7 +21,7 @@ from fedloom.data.partitions.deal import (
     owners,
     round_to_total,
 )
-from fedloom.data.partitions.parts import check_dealt, cut_parts
+from fedloom.data.partitions.parts import check_draw, cut_parts
 from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
@@ -131,12 +131,8 @@ class Partition(Value):
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
         self._check_design(data)
         pool = self.pool_of(data)
-        globally = as_global(generator(seed_of_draw, purpose="global draws"), torch.device("cpu"))  # of a user's code
-        with attribute_error("partition", self, f"draw, seed {seed}"), globally:
-            draw = self.draw(pool, seed_of_draw)
-            if not isinstance(draw, Draw):
-                raise ValueError(f"draw must return fl.partitions.Draw, got {type(draw).__name__}")
-            check_draw(draw, len(data), len(data.classes))
+        with attribute_error("partition", self, f"draw, seed {seed}"):
+            draw, is_unseeded = self._drawn(pool, seed_of_draw)
         draw = self._complete_subjects(draw, data, pool)
         held = draw.dealt if draw.test is None else concatenate_dealt(draw.dealt, draw.test)
         self._check(draw, held, data)
@@ -193,14 +189,21 @@ class Partition(Value):
         )
 
     def _drawn(self, pool: Pool, seed: int) -> tuple[Draw, bool]:
-        """Return the draw. If the class is a user's, also return whether a second draw with this seed differs.
+        """Return the draw, and True if the class is a user's and a second draw with this seed differs.
 
         The global generators are seeded, because a user's code may draw from them.
+
+        Raises:
+            ValueError: the user's code returned invalid values.
         """
         draws = list[Draw]()
         for _ in range(1 if type(self).__module__.startswith("fedloom.") else 2):
             with as_global(generator(seed, purpose="user code"), torch.device("cpu")):
-                draws.append(self.draw(pool, seed))
+                draw = self.draw(pool, seed)
+            if not isinstance(draw, Draw):
+                raise ValueError(f"draw must return fl.partitions.Draw, got {type(draw).__name__}")
+            check_draw(draw, len(pool.data), len(pool.data.classes))
+            draws.append(draw)
         first, last = draws[0].dealt, draws[-1].dealt
         return draws[0], any(not np.array_equal(getattr(first, n), getattr(last, n)) for n in ("index", "offsets"))
 
