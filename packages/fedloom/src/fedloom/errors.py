@@ -15,6 +15,7 @@ FedloomError
 ├── CheckpointError               no checkpoint could be read, or none could be written
 │   └── DamagedCheckpoint         the saved state of one run is damaged. Other runs are not affected
 ├── CodeError                     code of a part failed, or gave an invalid result: part, round and cause are named
+│   ├── FunctionError             a user's loss or metric failed, or did not return a number
 │   └── ClientError               code of a client failed: round, client and stage are named
 ├── GivenUp                       a round of a deployment whose only effect is its privacy cost
 └── RunStopped                    a run that ended early, with its `Stop` reason
@@ -108,6 +109,40 @@ def capitalize(text: str) -> str:
     return text[:1].upper() + text[1:] if _FIRST_WORD.match(text) else text
 
 
+_ADJECTIVES = (
+    "benign|different|empty|equal|evaluated|evaluation|fewer|finite|further|gradient|labeled|local|missing|more|new|"
+    "numeric|other|personal|scored|sending|short|summed|test|training|unusable|usable|used|validation"
+)
+_NOUNS = (
+    "answer|attacker|batche|candidate|cell|channel|character|classe|client|cluster|column|core|epoch|error|event|"
+    "experiment|factor|failure|feature|figure|file|fold|gradient|group|hospital|image|interval|label|layer|level|line|"
+    "machine|message|method|model|name|network|node|number|output|parameter|part|partition|patient|point|position|"
+    "prediction|processe|question|record|residual|round|row|run|sample|score|second|seed|sentence|server|setting|shard|"
+    "share|site|step|stratum|subject|table|token|trial|unit|upload|value|visit|word|worker"
+)
+_ONE_THING = re.compile(
+    rf"(?<![\w.,'\"/^-])(?<!- )1 ((?:(?:{_ADJECTIVES}) )*)(?:({_NOUNS})s|(entr|categor)ies|(analys)es)\b"
+    r"( (?:are|have|were|do|need)\b)?"
+)
+_SINGULAR_VERBS = {" are": " is", " have": " has", " were": " was", " do": " does", " need": " needs"}
+
+
+def write_singular(text: str) -> str:
+    """Return a sentence in which nouns and verbs agree with the number 1.
+
+    >>> write_singular("1 clients have no test part, 1 training samples, 1 classes"), write_singular("21 rows")
+    ('1 client has no test part, 1 training sample, 1 class', '21 rows')
+    """
+
+    def write(match: re.Match[str]) -> str:
+        adjectives, noun, in_y, in_is, verb = match.groups(default="")
+        noun = noun.removesuffix("e") if noun in ("batche", "classe", "processe") else noun
+        noun += f"{in_y}y" if in_y else f"{in_is}is" if in_is else ""
+        return f"1 {adjectives}{noun}{_SINGULAR_VERBS.get(verb, '')}"
+
+    return _ONE_THING.sub(write, text)
+
+
 def _python(table: str, key: str | None, value: str | None) -> str:
     if table == "method" and key:
         return f"{key} in the method" if value is None else f"{key}={value} in the method"
@@ -161,6 +196,9 @@ def _flower(table: str, key: str | None, value: str | None) -> str:
 
 
 def _toml(value: str) -> str:
+    if value.startswith("{"):
+        options = ast.literal_eval(value).items()
+        return f"{{ {', '.join(f'{key!r} = {_toml(repr(option))}' for key, option in options)} }}"
     return {"True": "true", "False": "false"}.get(value, value)
 
 
@@ -181,6 +219,9 @@ _KEY_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = 
 
 class FedloomError(Exception):
     """Base class of every error that fedloom raises on purpose."""
+
+    def __str__(self) -> str:
+        return write_singular(super().__str__())
 
 
 class ConfigError(FedloomError, ValueError):
@@ -211,6 +252,28 @@ class ConfigError(FedloomError, ValueError):
         error = copy(self)
         error.args = (f"{where}: {self}",)
         return error
+
+
+class Note(str):
+    """Note on data or a setting that also has the id of its check.
+
+    Attributes:
+        rule: id of the check, such as ``"parts-share-rows"``. The id is the same at every entry point and release.
+    """
+
+    rule: str
+
+    @classmethod
+    def create(cls, text: str, rule: str) -> Note:
+        """Return a note with the id of its check."""
+        note = cls(text)
+        note.rule = rule
+        return note
+
+
+def place_note(where: str, note: str) -> str:
+    """Return a note with its location in front. The id of its check is kept."""
+    return Note.create(f"{where}: {note}", note.rule) if isinstance(note, Note) else f"{where}: {note}"
 
 
 class InvalidValue(ConfigError):
@@ -291,6 +354,10 @@ class CodeError(FedloomError):
     """
 
 
+class FunctionError(CodeError):
+    """Failure of a user's loss or metric, or a result that is not one number."""
+
+
 class ClientError(CodeError):
     """Error raised by the code of one client.
 
@@ -317,7 +384,7 @@ def cause_of(error: BaseException) -> str:
         f for f in frames if "site-packages" not in f.filename and Path(__file__).parent not in Path(f.filename).parents
     ]
     at = f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})" if user_frames else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{': '.join(filter(None, (type(error).__name__, str(error))))}{at}"
 
 
 def sentence_of(error: Exception) -> str:
@@ -409,7 +476,7 @@ class Stop(Enum):
     DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
     UNUSABLE = "too few uploads can be used"
     UNCHANGED = "nothing was trained: no model has changed"
-    FAILED = "a client's code failed"
+    FAILED = "failed"
 
     @property
     def status(self) -> Literal["done", "interrupted", "diverged", "failed"]:

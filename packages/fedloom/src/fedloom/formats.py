@@ -9,7 +9,7 @@ import math
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, write_singular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -167,7 +167,7 @@ def folded(notes: Iterable[str]) -> list[str]:
         start = re.match(r"round (\d+)\b", note)
         key = (True, note[start.end() :]) if start else (False, note)
         rounds.setdefault(key, []).append(start[1] if start else "")
-    return [_folded(text, of_rounds, counted) for (of_rounds, text), counted in rounds.items()]
+    return [write_singular(_folded(text, of_rounds, counted)) for (of_rounds, text), counted in rounds.items()]
 
 
 def _folded(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:

@@ -198,6 +198,8 @@ def list_functions(value: object, rule: str) -> list[Any]:
         functions = [None]
     if not all(map(callable, functions)):
         raise ConfigError(f"{rule}, as [print], got {value!r:.200}")
+    if idle := [f for f in functions if inspect.iscoroutinefunction(f) or inspect.isgeneratorfunction(f)]:
+        raise ConfigError(f"{rule}, but a call of {idle[0].__name__} runs no code. Use def without async and yield")
     return functions
 
 

@@ -153,7 +153,7 @@ class Draft:
             ended = int(np.nansum(self._event.values))
             self._say(self._event, f"1 for an event: {ended} of {survey.rows} rows, the others are censored")
         if target.missing:
-            self._say(target, f"{target.missing} rows have no target and are left out")
+            self._say(target, f"without a target, and therefore left out: {target.missing} rows")
         if not measured and (rare := {name: count for name, count in classes.items() if count < MIN_FEDERATION_ROWS}):
             names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:MAX_SHOWN_NAMES])
             self._say(

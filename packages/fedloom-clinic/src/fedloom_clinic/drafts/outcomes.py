@@ -374,7 +374,7 @@ def _flags(target: str, event: str) -> str:
 
 
 def _targets(names: Sequence[str]) -> list[str]:
-    return [f"--target {quoted(name)}" for name in names]
+    return [f"--target {quoted(name)}" for name in names if name]
 
 
 def quoted(name: str) -> str:
@@ -395,6 +395,7 @@ def _answers(survey: Survey, flags: Sequence[str]) -> str:
 def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
     """Return the text of a question with its candidates."""
     shown = shorten_list([*map(repr, names)], MAX_SHOWN_CANDIDATES)
+    shown += " (to choose the column without a name, write a name for it in the header)" if "" in names else ""
     return f"{what}? It may be {shown}; {_answers(survey, [f'{flag} {more}'.strip() for flag in _targets(names)])}"
 
 

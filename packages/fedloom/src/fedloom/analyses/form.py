@@ -17,7 +17,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from fedloom.analyses.rows import ClientRows, Schema, schema_of
-from fedloom.errors import ConfigError, Refused, WireError
+from fedloom.errors import CodeError, ConfigError, Refused, WireError
 from fedloom.values import Value, kind_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,24 @@ class Question:
 
     def __hash__(self) -> int:
         return hash(self.encode())
+
+    def check_form(self, forms: Mapping[str, Mapping[str, int]]) -> None:
+        """Raise if clients at real sites could not read the question.
+
+        Args:
+            forms: fields of each question with their numbers of dimensions (see `Analysis.questions`).
+
+        Raises:
+            CodeError: the question has another form, or a number is not finite.
+        """
+        got, form = {name: value.dim() for name, value in self.values.items()}, forms.get(self.name)
+        if form is None or [*got.items()] != [*form.items()]:
+            raise CodeError(
+                f"the question {self.name!r} has the fields {got} (with numbers of dimensions), but the declared "
+                f"questions are { ({name: dict(one) for name, one in forms.items()}) }"
+            )
+        if broken := [name for name, value in self.values.items() if not bool(value.isfinite().all())]:
+            raise CodeError(f"{broken[0]} of the question {self.name!r} is not finite, but sites read finite numbers")
 
     def encode(self) -> bytes:
         """Return the question as bytes: a JSON header with the name and shapes, followed by little-endian numbers."""
@@ -371,7 +389,10 @@ class Analysis(Value):
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Names of the questions in the order in which they are asked. Only the last question may be repeated."""
+        """Names of the questions, in the order in which they are asked.
+
+        The last question may be repeated if it is in `retried`.
+        """
         return tuple(self.questions)
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:

@@ -33,6 +33,12 @@ class Case:
 
     partition: Partition
     data: Dataset
+    original: Dataset
+
+    @classmethod
+    def create(cls, partition: Partition, data: Dataset) -> Case:
+        """Return a case whose data set may be changed by the partition."""
+        return cls(partition, replace(data, x=data.x.clone(), y=data.y.clone()), data)
 
     @cached_property
     def pool(self) -> Pool:
@@ -135,8 +141,8 @@ def _arguments_unmodified(s: Case) -> None:
     for name, got, want in (
         ("pool.index", pool.index, s.pool.index),
         ("pool.y", pool.y, s.pool.y),
-        ("the features", data.x.numpy(), s.data.x.numpy()),
-        ("the targets", data.y.numpy(), s.data.y.numpy()),
+        ("the features", data.x.numpy(), s.original.x.numpy()),
+        ("the targets", data.y.numpy(), s.original.y.numpy()),
     ):
         demand(_same(got, want), f"draw changed {name}")
 
@@ -196,7 +202,7 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
     cases = _data() if data is None else {"the data": Dataset.create(data)}
     refusals = []
     for where, data_set in cases.items():
-        case = Case(partition, data_set)
+        case = Case.create(partition, data_set)
         try:
             _runs(case)
         except ConfigError as refusal:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, write_singular
 from fedloom.trained.model import Model, score_outputs
 from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
 from fedloom.trained.raw import check_threshold, labels_of
@@ -219,7 +219,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
         else "the global model, scaled as at each site"
     ]
     notes += [f"not a client of the run, so the global model predicts: {unknown_sites}"] if strange else []
-    return Assignment(groups, owners, tuple(notes))
+    return Assignment(groups, owners, tuple(map(write_singular, notes)))
 
 
 @default_to_cpu()
