@@ -27,14 +27,23 @@ FILE_COLUMNS = 120
 
 Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
 SiteFolder = Annotated[Path, typer.Argument(help="folder of a site, with its site.toml", show_default=False)]
+SiteCount = Annotated[
+    int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
+]
+OwnData = Annotated[
+    bool,
+    typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
+]
+Threshold = Annotated[
+    int | None,
+    typer.Option(help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"),
+]
 
 
 @deploy.command()
 def init(
     file: FileArgument,
-    sites: Annotated[
-        int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
-    ] = None,
+    sites: SiteCount = None,
     names: Annotated[
         str | None, typer.Option(help="names of the sites, separated by commas (default: site-0, site-1, ...)")
     ] = None,
@@ -73,10 +82,7 @@ def init(
     home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
     days: Annotated[int, typer.Option(help="validity of certificates, in days")] = 365,
-    own_data: Annotated[
-        bool,
-        typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
-    ] = False,
+    own_data: OwnData = False,
     fixed_data: Annotated[
         bool,
         typer.Option(
@@ -86,12 +92,7 @@ def init(
     secure_aggregation: Annotated[
         bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums, and no single upload")
     ] = False,
-    threshold: Annotated[
-        int | None,
-        typer.Option(
-            help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"
-        ),
-    ] = None,
+    threshold: Threshold = None,
     changes: Annotated[
         int | None,
         typer.Option(
@@ -165,26 +166,16 @@ def analyze_sites(
     rules: Annotated[
         list[str] | None, typer.Option("--rule", help="an agreed limit, such as min_subjects=5 (may be repeated)")
     ] = None,
-    sites: Annotated[
-        int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
-    ] = None,
+    sites: SiteCount = None,
     names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,
     out: Annotated[
         Path | None, typer.Option(help="directory to write (default: named after the file and the analysis)")
     ] = None,
-    own_data: Annotated[
-        bool,
-        typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
-    ] = False,
+    own_data: OwnData = False,
     secure_aggregation: Annotated[
         bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums")
     ] = False,
-    threshold: Annotated[
-        int | None,
-        typer.Option(
-            help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"
-        ),
-    ] = None,
+    threshold: Threshold = None,
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
@@ -273,7 +264,7 @@ def check(
     """
     with errors():
         from fedloom_sites.deploy.ops.check import check_site
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
 
         refused = 0
         for finding in check_site(read_site(site / "site.toml"), offline=offline):
@@ -300,7 +291,7 @@ def rehearse_attacks(
     with errors():
         from fedloom.lab.printing import print_texts
         from fedloom_sites.deploy.rehearsal.rehearse import rehearse as play
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
 
         settings = read_site(site / "site.toml")
         rows = [row.as_record() for row in play(settings)]
@@ -384,7 +375,7 @@ def status(
 
         if (folder / "site.toml").exists():
             from fedloom_sites.deploy.alarms import site_status
-            from fedloom_sites.deploy.settings import read_site
+            from fedloom_sites.deploy.setting_files import read_site
 
             here = site_status(read_site(folder / "site.toml"))
             facts = (f"{what}: {here[what]}" for what in ("site", "messages", "refused", "repeated", "last"))
@@ -439,7 +430,7 @@ def verify_log(
         from fedloom_sites.deploy.audit import SENT_FILE
         from fedloom_sites.deploy.audit import verify_log as check_log
         from fedloom_sites.deploy.ops.status import server_of
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
 
         logs = [place]
         if (place / "site.toml").exists():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -54,6 +54,7 @@ MAX_VERDICTS = 1024
 MIN_APART_SUBJECTS = 2
 """Minimum number of subjects in which two sets must differ, regardless of the agreed minimum."""
 SUBJECT_BYTES = 8
+"""Number of bytes in the digest of a subject."""
 
 
 class TooLarge(Refused):
@@ -150,6 +151,11 @@ class AgreedAnalysis:
         if step >= self.rules.questions:
             raise Broken(
                 f"the analysis {self.name} has at most {self.rules.questions} steps, so there is no step {step}"
+            )
+        if step >= len(order) and order[-1] not in analysis.retried:
+            raise Broken(
+                f"the analysis {self.name} asks each question once (a repeated question must be named in retried), so "
+                f"there is no step {step}"
             )
         question, wanted = Question.decode(message, analysis.questions), order[min(step, len(order) - 1)]
         if question.name != wanted:
@@ -398,10 +404,20 @@ def columns_digest(schema: Schema) -> str:
 def _subject_digests(rows: ClientRows, salt: bytes) -> list[str]:
     """Return the digest of each subject, computed from all its rows regardless of their order."""
     cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1).numpy()
-    order, states = np.lexsort((*cells.T, rows.subjects.numpy())), dict[int, Any]()
-    for k in order.tolist():
-        state = states.setdefault(int(rows.subjects[k]), hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES))
-        state.update(cells[k].tobytes())
+    order = np.lexsort((*cells.T, rows.subjects.numpy())).tolist()
+    return digest_subjects(((int(rows.subjects[k]), cells[k].tobytes()) for k in order), salt)
+
+
+def digest_subjects(rows: Iterable[tuple[int, bytes]], salt: bytes) -> list[str]:
+    """Return the digest of each subject, with a secret key.
+
+    Args:
+        rows: subject and content of each row. The order of a subject's rows matters.
+        salt: key for the digests, which only the site knows.
+    """
+    states = dict[int, Any]()
+    for subject, content in rows:
+        states.setdefault(subject, hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES)).update(content)
     return [state.hexdigest() for state in states.values()]
 
 

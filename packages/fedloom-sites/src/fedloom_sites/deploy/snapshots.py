@@ -21,18 +21,17 @@ from fedloom.data import Dataset
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage import make_folder, read_toml, write_atomic
 from fedloom.storage.files import content_of
-from fedloom_sites.deploy.analyses import DEFAULT_LEAST, agreed_analyses
+from fedloom_sites.deploy.analyses import DEFAULT_LEAST, agreed_analyses, digest_subjects
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
-from fedloom_sites.deploy.settings import SNAPSHOTS_FOLDER, Site, read_site
+from fedloom_sites.deploy.setting_files import SNAPSHOTS_FOLDER, read_site
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import check_data_name
 from fedloom_sites.deploy.site.local_data import read_data
 from fedloom_sites.deploy.site.state import SAMPLES_FILE
 
 RECORD_FILE = "snapshots.json"
 """File in the site's memory of the data, with the date, digest and subjects of every snapshot."""
-SUBJECT_BYTES = 8
-"""Number of bytes in the digest of a subject."""
 
 
 class Declared(NamedTuple):
@@ -175,9 +174,5 @@ def _subjects(data: Dataset, salt: str) -> list[str]:
     """Return the digest of every subject, computed from all its rows regardless of their order."""
     design = data.design
     of = torch.arange(len(data)) if design is None or design.subject is None else design.subject
-    rows = dict[int, list[bytes]]()
-    for k, subject in enumerate(of.tolist()):
-        content = data.x[k].contiguous().numpy().tobytes() + data.y[k].contiguous().numpy().tobytes()
-        rows.setdefault(subject, []).append(content)
-    key = bytes.fromhex(salt)
-    return [hashlib.blake2b(b"".join(sorted(r)), key=key, digest_size=SUBJECT_BYTES).hexdigest() for r in rows.values()]
+    contents = (b"".join(part[k].contiguous().numpy().tobytes() for part in (data.x, data.y)) for k in range(len(of)))
+    return digest_subjects(sorted(zip(of.tolist(), contents, strict=True)), bytes.fromhex(salt))

@@ -77,7 +77,7 @@ class Local:
     analyses: Analyses | None = None
 
     def add_noise_floor(self, setting: Setting) -> Setting:
-        """Return the setting in the server's document, with the node's own noise if the document's noise is weaker.
+        """Return the setting in the server's document, with at least the node's own noise.
 
         Raises:
             ConfigError: the channel is not a noise channel.

@@ -36,7 +36,10 @@ def with_prox(f: object) -> Prox | None:
 
 
 def unregularised(method: Any, then: str = "makes models without zeros", c: float = 0.01) -> list[str]:
-    """Return a note if a composite method has no regularizer. It names the equivalent method and the option to set."""
+    """Return a note if a composite method has no regularizer.
+
+    The note names the equivalent method and the option to set.
+    """
     if method.regulariser is not None:
         return []
     name = type(method).__name__
@@ -51,15 +54,6 @@ def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:
 def penalty(f: object, x: Tensor, layout: Layout) -> Tensor:
     """Return f(x), ``[m, 1]`` for ``[m, d]`` and a scalar for ``[d]``. If f is None, return 0."""
     return f.f(x, layout) if isinstance(f, Prox) else algebra.total(torch.zeros_like(x))
-
-
-def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: Layout) -> Tensor:
-    """Return ||x - prox_{t f}(x - t gradient)|| / t, ``[..., 1]``.
-
-    For convex f, it is 0 only if 0 is in gradient + df(x).
-    """
-    gap = x - proximal(f, x - t * gradient, t, layout)
-    return algebra.norm(gap) / t
 
 
 def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ctx) -> dict[str, float]:

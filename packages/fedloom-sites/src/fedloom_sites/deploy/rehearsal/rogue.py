@@ -241,22 +241,3 @@ def has_counters(terms: Terms, trainer: Trainer) -> bool:
     if terms.question is not None or (terms.scored >= 0 and trainer.scoring == "masked"):
         return True
     return terms.trains and UploadVector(trainer.job, trainer.forms.idle).is_counted
-
-
-def sum_honestly(
-    rogue: RogueServer,
-    t: int,
-    download: bytes | None,
-    *models: bytes,
-    clients: Collection[int] | None = None,
-    **more: Any,
-) -> RogueSession:
-    """Carry out all steps of a session as an honest server does, and return the session."""
-    clients = range(len(rogue.sites)) if clients is None else clients
-    more |= {} if download is not None else {"scored": t, "common": True}
-    session, terms = rogue.begin(t, clients), rogue.terms(t, download, models, cohort=clients, **more)
-    for c in clients:
-        session.vector(c, terms, download, *models)
-    for c in clients:
-        session.open(c)
-    return session

@@ -1,4 +1,4 @@
-"""Images in folders: Medical MNIST, Tiny-ImageNet, and any folder or archive with one folder per class."""
+"""Images in folders: Medical MNIST, Tiny-ImageNet, and any folder or archive with a folder of images for each class."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def is_image(name: str) -> bool:
 
 
 class _Pictures:
-    """Reader that stores images of the same size in one array.
+    """Collector of images of the same size in one array.
 
-    Unless size and channels are given, the first image determines them.
+    The first image determines the size and the channels, unless they are given.
     """
 
     def __init__(self, rgb: bool | None, side: int | None) -> None:
@@ -93,7 +93,7 @@ def _read(
     std: tuple[float, ...] | None,
     wanted: Callable[[str], bool] = is_image,
 ) -> Dataset:
-    """Return all images whose path determines a class. Classes are numbered in the order of their names."""
+    """Load all images, whose paths determine their classes. Classes are numbered in the order of their names."""
     labels: list[str] = []
     in_test: list[bool] = []
     for entry in entries(place, wanted):
@@ -131,9 +131,9 @@ def _read(
 
 
 class ImageFolder(SampleSource):
-    """Folder, zip or tar that contains one folder of images per class.
+    """Folder, zip or tar with one folder of images per class.
 
-    Images below `test` or `val` are stored separately.
+    Images below a folder `test` or `val` form the test set.
     """
 
     rgb: bool | None = Field(default=None, description="number of channels, 3 or 1 (default: as in the first image)")
@@ -147,13 +147,13 @@ class ImageFolder(SampleSource):
     std: tuple[float, ...] | None = Field(default=None, description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all images. The images below `test` or `val` are the official test set."""
+        """Load all images. Those below a folder `test` or `val` are the official test set."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         return _read(place.name, place, _parent, _below_test, pictures, self.mean, self.std)
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str]]:
-        """Return all images, whatever folder they are in."""
+        """Return all images, regardless of the folder that contains them."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         names = []
@@ -172,7 +172,10 @@ def _below_test(path: PurePosixPath) -> bool:
 
 
 class MedicalMnist(FileSource):
-    """Medical MNIST (MedNIST): 58,954 gray images of 64x64 pixels in six classes. A subset is also accepted."""
+    """Medical MNIST (MedNIST): 58,954 gray images of 64x64 pixels in six classes.
+
+    A subset of the images is accepted, too.
+    """
 
     rgb: bool = Field(
         default=False, description="repeat the channel three times, as FLAME's CNN expects (206,678 parameters)"
@@ -183,7 +186,7 @@ class MedicalMnist(FileSource):
     std: tuple[float, ...] | None = Field(default=(0.3,), description="divisor of pixels after the subtraction (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all images. There is no official test set."""
+        """Load all images. There is no official test set."""
         folders = ("medical-mnist", "medical_mnist", "MedNIST")
         place = locate("Medical MNIST", self.path, data_dir, folders, _has_pictures)
         pictures = _Pictures(self.rgb, None)
@@ -207,7 +210,7 @@ class TinyImagenet(FileSource):
     std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return training and validation images.
+        """Load the training and validation images.
 
         The labeled validation images are the official test set.
         """
