@@ -4,8 +4,8 @@ References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (calibration 
 Weather Review 1950 (Brier score).
 
 The score of a row is the probability of the second class in a binary task. In other tasks, it is the probability of the
-most probable class. In each agreed bin, the rows, their scores and their outcomes are summed. A bin is merged with its
-neighbors if too few clients have enough subjects with and without the outcome in it, as in `conformal`.
+most probable class. In each agreed bin, rows are counted, and their scores and outcomes are summed. A bin is merged
+with its neighbors if too few clients have enough subjects with and without the outcome in it, as in `conformal`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Cells of frequency tables, which are groups and the levels of coded columns.
 
-Cells that too few clients have rows in are merged before anything is summed.
+Cells in which too few clients have rows are merged before anything is summed.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ def merges(rules: Rules) -> bool:
 
 
 def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
-    """Return the cells after merging those that too few clients have rows in into "other".
+    """Return the cells after merging those in which too few clients have rows into "other".
 
-    One cell that enough clients have rows in is merged as well, so that no sum reveals the content of the merged cells.
-    The cell for missing values, which comes last, is not merged if no client has enough rows in it, because clients do
-    not count it in this case, see `group_codes`.
+    One cell in which enough clients have rows is merged as well, so that no sum reveals the content of the merged
+    cells. The cell for missing values, which comes last, is not merged if no client has enough rows in it, because
+    clients do not count it in this case, see `group_codes`.
 
     Args:
         names: names of the cells.
@@ -158,7 +158,7 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
 
     A bin is merged with the bins after it until the merged bin contains rows of enough clients.
 
-    The bins after the last of these merged bins are added to it.
+    The bins after the last merged bin are added to this bin.
 
     Args:
         filled: 1 where a client has at least the minimum number of rows in a bin, for each group, ``[n, G, B]``.

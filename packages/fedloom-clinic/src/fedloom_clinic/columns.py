@@ -71,7 +71,7 @@ def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
     """Return flags ``[p]`` of the columns in which enough subjects have a value other than the most frequent one.
 
     In a column with two values, each value must occur in enough subjects. Therefore, a level that few subjects have
-    does not get a column of its own. In what a client publishes for an analysis, these flags come last.
+    does not get a column of its own. These flags come last among the numbers that a client publishes for an analysis.
     """
     design = design_of(client, terms, flagged=False)
     return torch.from_numpy(varying_columns(design.x, client.subjects[design.rows].numpy(), terms.rules.min_subjects))
@@ -95,8 +95,8 @@ def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     All other columns are left out, which merges a level that is left out into the first level.
 
     Args:
-        terms: terms of the analysis, which contain what each client published. The flags of the columns come last in
-            it.
+        terms: terms of the analysis, which contain what each client published. The flags of the columns come last among
+            these numbers.
         flagged: True if clients publish flags.
     """
     p = len(names_of(terms.schema))
@@ -160,7 +160,7 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
 def outweighs(*weights: Floats) -> bool:
     """Return True if one of several rows has more than half of their total weight ``[N]``.
 
-    In this case, sums would mostly reveal this row. A weight that is not finite is regarded as such a case.
+    In this case, sums would mostly reveal this row. The result is also True if the total weight is not finite.
     """
     for some in weights:
         total = float(some.sum())

@@ -3,7 +3,7 @@
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei, L.
 Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-Bins that too few clients have rows in are merged. The first question counts the clients that have rows in the range of
+Bins in which too few clients have rows are merged. The first question counts the clients that have rows in the range of
 all bins, in each half of it, in each half of these halves, and so on. Beginning with the largest scores, neighboring
 ranges are merged until they contain a range in which enough clients have rows. All parties derive the same bins from
 this count.
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 EVERY_CLASS = 2.0
-"""Threshold that exceeds all scores. It is used if there are too few calibration rows for a smaller threshold, so that
-sets contain every class. In a regression, the threshold is then infinite. It is also infinite if it would be beyond the
-last bin."""
+"""Threshold that exceeds all scores. This threshold is used if there are too few calibration rows for a smaller
+threshold, so that sets contain every class. In a regression, the threshold is then infinite. The threshold is also
+infinite if it would be beyond the last bin."""
 
 
 class Calibrated(NamedTuple):
-    """Results that are known so far.
+    """Results of a conformal analysis that are known so far.
 
     Attributes:
         terms: public facts about the analysis.
@@ -286,7 +286,7 @@ def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tenso
 
 
 def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
-    """Return ranges of bins, from all bins to single bins. The halves of a range come after it."""
+    """Return ranges of bins, from all bins to single bins. The halves of a range come after the range."""
     ranges = [(0, bins)]
     for low, high in ranges:  # grows while it is read
         if high - low > 1:

@@ -1,4 +1,6 @@
-"""Cox regression over the rows of all clients from sums, with exact times, agreed time bins, or a baseline per client.
+"""Cox regression over the rows of all clients, computed from sums.
+
+The regression uses exact times, agreed time bins, or a baseline hazard for each client.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 """
@@ -387,7 +389,7 @@ def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
     """Return a table with a row for each column of the regression.
 
-    It includes the numbers of rows and of lost events.
+    The table includes the numbers of rows and of lost events.
     """
     low, high = fit.fit.interval()
     figures = {

@@ -1,4 +1,6 @@
-"""Linear, logistic and Poisson regression over the rows of all clients from sums, with confidence intervals.
+"""Linear, logistic and Poisson regression over the rows of all clients, computed from sums.
+
+The results include confidence intervals.
 
 References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2. Y. Wu et al., "GLORE", JAMIA
 2012.
@@ -64,7 +66,7 @@ FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linea
 MIN_COLUMN_SPREAD = 1e-9
 """Minimum standard deviation of a column that is regarded as varying, relative to the agreed range of the column."""
 ANSWER_STEP = 2.0**-36
-"""Step to whose multiples the numbers in an answer are rounded under masks."""
+"""Rounding step under masks: the numbers in an answer are rounded to multiples of this step."""
 MAX_EXPONENT = 700.0
 """Maximum linear predictor for which a bound is computed. For larger predictors, exp exceeds the range of float64."""
 
@@ -72,7 +74,7 @@ MAX_EXPONENT = 700.0
 class Glm(Penalized):
     """Regression over the rows of all clients, computed from sums.
 
-    It is logistic for a binary task, Poisson for counts, and linear otherwise.
+    The regression is logistic for a binary task, Poisson for counts, and linear otherwise.
     """
 
     kind: ClassVar[str] = "glm"

@@ -5,7 +5,7 @@ References: E. L. Kaplan and P. Meier, JASA 1958. Variance by M. Greenwood, 1926
 
 A time is treated as if it were the end of its bin, so the curve and the test are those of the binned times. For the
 exact times, a bin with n rows at risk, d events and c censored rows has a factor between 1 - d / (n - c) and 1 - d / n,
-no matter in which order they occur. This bounds the error of each curve and each mean.
+no matter in which order they occur. These limits bound the error of each curve and each mean.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Penalties of regressions from sums: their options, and the folds of a cross-validation at each client.
+"""Penalties of regressions that are computed from sums: options, and folds of a cross-validation at each client.
 
 Firth's penalty needs tr(V dI / d beta_r), where V is the inverse of the information. If V is public, this quantity is a
-sum over rows, or it can be computed from sums over the rows at risk. Clients therefore answer twice in every step:
-first for the information, and then with V. Cross-validation asks for all fits for all strengths at once.
+sum over rows, or it can be computed from sums over the rows at risk. Clients therefore answer two questions in every
+step: the first asks for the information, and the second contains V. In a cross-validation, the fits for all strengths
+are requested together.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from fedloom_clinic.columns import (
 from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, FoldSums, Likelihood
 
 FIT_COUNT = len(RIDGE_STRENGTHS) * (CV_FOLDS + 1)
-"""Number of fits of a cross-validation that one question asks for."""
+"""Number of fits of a cross-validation that one question covers."""
 
 
 class Penalized(ScriptedAnalysis):
-    """Regression from sums, with a penalty."""
+    """Regression that is computed from sums over clients, with a penalty."""
 
     penalty: Literal["none", "ridge", "firth"] = Field(
         "none", description="ridge or firth. Both give finite coefficients even if columns separate the rows"

@@ -30,9 +30,8 @@ MIN_RELATIVE_SPREAD = 1e-13
 """Deviation relative to the mean below which an input is regarded as constant."""
 
 MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
-"""Steps to whose multiples sums are rounded under masks: for means and squares relative to the largest input, and for
-products of inputs with unit deviation. If an input varies by only a millionth of the agreed range, its deviation still
-has six digits."""
+"""Rounding steps under masks: for means and squares relative to the largest input, and for products of inputs with unit
+deviation. If an input varies by only a millionth of the agreed range, its deviation still has six digits."""
 
 
 class RidgeRows(NamedTuple):
@@ -191,7 +190,7 @@ def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor
         beta: solution of the system, ``[p, c]``.
         error: error of each number in the Gram matrix, given as its upper triangle followed by the products with the
             targets.
-        penalty: error of the ridge, ``[p]``.
+        penalty: rounding errors of the ridge's penalties, ``[p]``.
     """
     p, c = beta.shape
     half = p * (p + 1) // 2

@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 SUM_STEP = 2.0**-36
-"""Step to whose multiples sums and squares are rounded under masks."""
+"""Rounding step under masks: sums and squares are rounded to multiples of this step."""
 HOMOGENEITY_STEP = 2.0**-3
-"""Step to whose multiples a statistic of homogeneity over clients is rounded if small cells are merged, on the scale of
-a chi-square statistic."""
+"""Rounding step of a statistic of homogeneity over clients if small cells are merged, on the scale of a chi-square
+statistic."""
 MIN_COMPARED_CLIENTS = 5
-"""Minimum number of clients that are compared if small cells are merged.
+"""Minimum number of clients for which statistics over clients are computed if small cells are merged.
 
 A statistic over three or four clients, together with the totals, would leave few possible counts for each client.
 """
@@ -66,7 +66,10 @@ GAPS_NOTE = (
 
 
 class TableOne(ScriptedAnalysis):
-    """Table 1 of all clients from sums, by a group or by client, with tests of homogeneity over groups and clients."""
+    """Table 1 of all clients' rows, computed from sums, by group or by client.
+
+    The table contains tests of homogeneity over groups and over clients.
+    """
 
     kind: ClassVar[str] = "table-1"
     needs_table: ClassVar[bool] = True
@@ -250,7 +253,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return the groups and the columns with those cells that enough clients have rows in."""
+        """Return the groups and the columns with those cells in which enough clients have rows."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)

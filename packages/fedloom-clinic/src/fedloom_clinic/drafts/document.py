@@ -30,7 +30,7 @@ class ColumnRoles(NamedTuple):
     Attributes:
         survey: survey of the table.
         task: task that follows from the target.
-        target: column to predict. If None, a question asks for it.
+        target: column to predict. If None, the draft asks the user for the target.
         event: column that is 1 for an event, if the target is a time.
         site: column that names the site of each row.
         categorical: names of the columns with text.
@@ -42,7 +42,7 @@ class ColumnRoles(NamedTuple):
         width: number of features.
         questions: questions that users must answer before the draft can be run.
         subject: column that names the subject of each row.
-        order: column of dates that may define the order of rows. The draft only proposes it.
+        order: column of dates that may define the order of rows. The draft only proposes this order.
     """
 
     survey: Survey

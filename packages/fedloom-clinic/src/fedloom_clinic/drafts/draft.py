@@ -49,12 +49,12 @@ class Draft:
 
     Args:
         survey: survey of the table.
-        by: column that names the site of each row. If None, the column is detected. If empty, there is no such column.
+        by: column that names the site of each row. If None, the column is detected. If empty, no column names the site.
         target: column to predict. If None, the column is detected.
         event: column that is 1 for an event, if the target is the time to an event. If None, the column is detected. If
-            empty, there is no such column.
+            empty, there is no column of events.
         subject: column that names the subject of each row, if a subject may have several rows. If None, the column is
-            detected. If empty, there is no such column.
+            detected. If empty, no column names the subject.
 
     Attributes:
         report: sentences about the findings.
@@ -110,7 +110,7 @@ class Draft:
     def _classes(self) -> ColumnProfile | None:
         """Column whose classes must occur at every site, which is the target or the event that belongs to a time.
 
-        It is None if the target is a measurement.
+        None if the target is a measurement.
         """
         if self._event is not None:
             return self._event
@@ -153,7 +153,7 @@ class Draft:
             ended = int(np.nansum(self._event.values))
             self._say(self._event, f"1 for an event: {ended} of {survey.rows} rows, the others are censored")
         if target.missing:
-            self._say(target, f"{target.missing} rows have no target and are left out")
+            self._say(target, f"without a target, and therefore left out: {target.missing} rows")
         if not measured and (rare := {name: count for name, count in classes.items() if count < MIN_FEDERATION_ROWS}):
             names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:MAX_SHOWN_NAMES])
             self._say(
@@ -431,7 +431,7 @@ class Draft:
     def agreement(self, data: Dataset) -> Agreement:
         """Return the agreement that sites would sign, based on the drafted data.
 
-        It leaves units open and takes ranges from the table.
+        The agreement leaves units open and takes ranges from the table.
 
         Args:
             data: data that were read with the draft.

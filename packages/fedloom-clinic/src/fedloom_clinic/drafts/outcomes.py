@@ -45,7 +45,7 @@ INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
 """Pattern of names for which, by convention in survival data, 1 means an event and 0 means censored. The name
 ``censored`` may mean the opposite."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Probability from which on the convention is regarded as confirmed. It is the probability that a censored time is
+"""Probability from which on the convention is regarded as confirmed. This is the probability that a censored time is
 longer than the time of an event.
 
 In 5 of the 14 public tables with an event whose correct roles were written down beforehand, the probability is at least
@@ -54,8 +54,8 @@ this high. In none of them is it so low that 0 and 1 would be confused (the lowe
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Pattern of names that mean the time at which observation starts."""
 MIN_ENTRY_SHARE = 0.99
-"""Minimum fraction of rows in which the start must be before the end. It is below 1 because real tables contain typing
-errors."""
+"""Minimum fraction of rows in which the start must be before the end. This fraction is below 1 because real tables
+contain typing errors."""
 COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
@@ -123,9 +123,9 @@ class TableOutcome(NamedTuple):
     """Outcome for which an experiment is drafted.
 
     Attributes:
-        target: column to predict. If None, a question asks for it.
-        event: column that is 1 if the target, which is a time, ended with an event, and 0 if it is censored. It is None
-            for other tasks.
+        target: column to predict. If None, the draft asks the user for the target.
+        event: column that is 1 if the target, which is a time, ended with an event, and 0 if it is censored. None for
+            other tasks.
         question: question that the user must answer before the draft can be run, or "" if the evidence is clear.
         note: sentence about another possible choice, or "" if there is none.
         alternatives: names of other columns that may be the target.
@@ -167,7 +167,7 @@ def is_count(column: ColumnProfile) -> bool:
 
 
 def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutcome:
-    """Return the outcome for which an experiment is drafted: that which the user requested, or else the clearest one.
+    """Return the outcome for which an experiment is drafted: the requested one, or else the clearest one.
 
     Args:
         survey: survey of the table.
@@ -295,7 +295,7 @@ def _may_be_event(column: ColumnProfile) -> bool:
 def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
     """Return True if a 0/1 column marks events according to the convention and its numbers confirm this.
 
-    They confirm it if rows with 0 have longer times.
+    The numbers confirm the convention if rows with 0 have longer times.
     """
     here = ~np.isnan(time.values) & ~np.isnan(column.values)
     if not INDICATOR_PATTERN.search(column.name) or not is_event(column) or len(set(column.values[here])) < 2:
@@ -357,7 +357,7 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
 def _tells_truth(column: ColumnProfile) -> bool:
     """Return True if a column contains yes-or-no values, which are typical of outcomes.
 
-    Other texts and small sets of numbers are groups just as often.
+    Other texts and small sets of numbers are groups just as often as outcomes.
     """
     return {level.lower() for level in column.levels} <= TRUTH_LEVELS
 
@@ -374,7 +374,7 @@ def _flags(target: str, event: str) -> str:
 
 
 def _targets(names: Sequence[str]) -> list[str]:
-    return [f"--target {quoted(name)}" for name in names]
+    return [f"--target {quoted(name)}" for name in names if name]
 
 
 def quoted(name: str) -> str:
@@ -395,6 +395,7 @@ def _answers(survey: Survey, flags: Sequence[str]) -> str:
 def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
     """Return the text of a question with its candidates."""
     shown = shorten_list([*map(repr, names)], MAX_SHOWN_CANDIDATES)
+    shown += " (to choose the column without a name, write a name for it in the header)" if "" in names else ""
     return f"{what}? It may be {shown}; {_answers(survey, [f'{flag} {more}'.strip() for flag in _targets(names)])}"
 
 

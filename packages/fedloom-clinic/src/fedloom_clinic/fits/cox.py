@@ -1,4 +1,6 @@
-"""Cox regression over sites from sums. The fit equals the pooled fit, and the rows of patients stay at their sites.
+"""Cox regression computed from sums over sites.
+
+The fit equals the pooled fit, and the rows of patients stay at their sites.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and B.
 Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
@@ -43,8 +45,8 @@ from fedloom_clinic.fits.separation import (
 
 TIES_METHODS = ("efron", "breslow")
 MIN_NEWTON_DECREMENT, MIN_FIRTH_DECREMENT = 1e-12, 1e-18
-"""Newton decrement at which a step is the last step. The steps with Firth's penalty converge linearly, so the decrement
-of the last step is smaller."""
+"""Newton decrement below which a step is the last one. The steps with Firth's penalty converge linearly, so the
+decrement of the last step is smaller."""
 MIN_COLUMN_WIDTH = 1e-140
 """Minimum span of a column, and the inverse of the maximum span. Within these limits, the squares of the numbers,
 summed over 1e9 rows, neither vanish nor overflow in double precision."""
@@ -137,7 +139,7 @@ def risk_sums(
         site: rows of the site, whose columns are centered and scaled in the same way at all sites.
         beta: coefficients, ``[p]``.
         times: event times in ascending order, ``[J]``.
-        shift: number that is subtracted from x beta in each row. It does not change the ratios of sums.
+        shift: number that is subtracted from x beta in each row. This shift does not change the ratios of sums.
         metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, these sums are left out.
     """
     weight = np.exp(site.x @ beta - shift)
@@ -177,7 +179,7 @@ def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
 def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
     """Yield the sum of the weights at risk, followed by the weighted means of the other quantities.
 
-    They are yielded for the first event at every time, then for the second event, and so on.
+    These values are yielded for the first event at every time, then for the second event, and so on.
     """
     for k in range(int(sums.deaths.max(initial=0))):
         some = sums.deaths > k
@@ -225,7 +227,7 @@ def fit_cox(
         ties: method for tied event times.
         stratify: True to give every site a baseline hazard of its own.
         names: names of the columns, used in messages.
-        penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines their scales.
+        penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
         strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
             likelihood is used.
 

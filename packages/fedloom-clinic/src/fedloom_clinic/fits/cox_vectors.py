@@ -32,16 +32,16 @@ class CoxAgreement(NamedTuple):
     """Terms on which all sites agree before any of them sends a sum.
 
     Attributes:
-        ends: ends of the time bins in ascending order, ``[J]``. A time is treated as if it were the end of its bin. It
-            is empty for a stratified fit.
+        ends: ends of the time bins in ascending order, ``[J]``. A time is treated as if it were the end of its bin.
+            Empty for a stratified fit.
         low: smallest plausible value of each column, ``[p]``.
         high: largest plausible value of each column, ``[p]``.
         least: minimum number of events that a site must have in a bin, and of rows at risk there, before it sends them.
-        step: number to whose multiples sums are rounded.
+        step: rounding step. Sums are rounded to multiples of this number.
         ties: method for events in the same bin or at the same time.
         stratify: True if each site has a baseline hazard of its own, with exact times.
-        ridge: strength of the ridge (see `fedloom_clinic.fits.penalty`). If it is set, sites also send the sums of the
-            columns and of their squares.
+        ridge: strength of the ridge (see `fedloom_clinic.fits.penalty`). If this strength is set, sites also send the
+            sums of the columns and of their squares.
         firth: True if sites also send the sums that Firth's penalty needs for a given metric.
     """
 
@@ -168,7 +168,7 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
     """Return wider bins, each with events of `fewest` sites even if any `missing` sites are absent.
 
-    Every site computes the same bins. The bins after the last of them are added to it.
+    Every site computes the same bins. The bins after the last wider bin are added to this bin.
 
     Args:
         terms: agreed terms.
@@ -285,7 +285,7 @@ class Opened(NamedTuple):
 
     Attributes:
         likelihood: likelihood at the coefficients.
-        sums: sums over the rows at risk. It is empty for a stratified fit.
+        sums: sums over the rows at risk. Empty for a stratified fit.
         losses: losses at all sites (see `BinningLoss`).
         rows: number of rows in the fit.
         squares: squared distances of each column from its mean, summed over the rows, ``[p]``. None if there is no

@@ -1,4 +1,6 @@
-"""Linear, logistic and Poisson regression over sites from sums, with the result and intervals of the pooled fit.
+"""Linear, logistic and Poisson regression computed from sums over sites.
+
+The results and their confidence intervals are those of the pooled fit.
 
 References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2 (canonical links, for which
 Newton's method equals Fisher scoring). Sums over sites as in Y. Wu et al., "GLORE", JAMIA 2012.
@@ -114,7 +116,7 @@ def fit_glm(
             at least 0 for "poisson".
         names: names of the columns.
         by_site: names of the sites. If given, each site has an intercept of its own.
-        penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines their scales.
+        penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
         strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
             likelihood is used.
 
@@ -226,7 +228,8 @@ def _check(sites: Sequence[GlmSite], family: str) -> None:
 def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[str] | None) -> None:
     """Raise if an intercept has no finite value.
 
-    This is the case if there is no penalty on the intercept and all rows of its site have the outcome, or none has it.
+    An intercept has no finite value if there is no penalty on it and all rows of its site have the outcome, or none has
+    it.
     """
     for name, site in zip(by_site or (), sites, strict=False):
         ends = {"logistic": (0.0, 1.0), "poisson": (0.0,)}.get(family, ())

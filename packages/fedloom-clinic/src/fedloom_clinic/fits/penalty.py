@@ -1,4 +1,4 @@
-"""Penalties for regressions from sums: Firth's penalty, and ridge with a strength chosen by cross-validated likelihood.
+"""Penalties for regressions: Firth's penalty, and ridge with a strength chosen by cross-validated likelihood.
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. P. J. M. Verweij and H. C. van Houwelingen,
 "Cross-validation in survival analysis", Stat. Med. 1993. D. Firth, "Bias reduction of maximum likelihood estimates",
@@ -13,7 +13,7 @@ settings of other libraries are equivalent:
     scikit-learn   LogisticRegression(C=1 / (N s)), Ridge(alpha=N s), PoissonRegressor(alpha=s)
     glmnet         lambda = s
 
-Firth's penalty is half of the log determinant of the information. It has neither a strength nor a scale.
+Firth's penalty is half of the log determinant of the information. This penalty has neither a strength nor a scale.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Mask = NDArray[np.bool_]
 PenaltyKind = Literal["none", "ridge", "firth"]
 PENALTY_NAMES = ("none", "ridge", "firth")
 RIDGE_STRENGTHS = tuple(10.0 ** (k / 2) for k in range(2, -9, -1))
-"""Strengths that cross-validation compares. They range from 10, where coefficients are near 0, to 1e-4, which is almost
-no penalty."""
+"""Strengths that cross-validation compares. The strengths range from 10, where coefficients are near 0, to 1e-4, which
+is almost no penalty."""
 CV_FOLDS = 5
 MAX_PATH_STEPS, MAX_PATH_DECREMENT = 50, 1e-14
 """Maximum number of steps of all fits of a cross-validation together, and gain below which a step is the last step of a
@@ -77,7 +77,10 @@ class Ridge(NamedTuple):
 
 
 def impossible(columns: int) -> Likelihood:
-    """Return the value for coefficients that have no likelihood. It is so small that `newton` halves its step."""
+    """Return the value for coefficients that have no likelihood.
+
+    This value is so small that `newton` halves its step.
+    """
     return Likelihood(-np.inf, np.zeros(columns), np.zeros((columns, columns)))
 
 
@@ -120,8 +123,8 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
 
     Args:
         at: function that returns the likelihood without the penalty.
-        slope: function of the coefficients and of the inverse V of their information. It returns the vector ``[p]`` of
-            tr(V dI / d beta_r), or None if this vector cannot be obtained at these coefficients.
+        slope: function of the coefficients and of the inverse V of their information. The function returns the vector
+            ``[p]`` of tr(V dI / d beta_r), or None if this vector cannot be obtained at these coefficients.
     """
 
     def penalized(beta: Floats) -> Likelihood:

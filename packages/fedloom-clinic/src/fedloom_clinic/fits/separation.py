@@ -1,4 +1,4 @@
-"""Reasons why a regression from sums has no finite fit: columns that depend on each other, or that separate the rows.
+"""Reasons why a regression has no finite fit: columns that are linearly dependent, or that separate the rows.
 
 References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression
 models", Biometrika 1984. K. Konis, "Linear programming algorithms for detecting separated data in binary logistic
@@ -7,9 +7,9 @@ for generalized linear models", arXiv:1903.01633v6 (Poisson). M. Jacobsen, "Exis
 exponential family distributions", Scand. J. Stat. 1989 (Cox).
 
 A recession direction of the likelihood is a direction b of the coefficients along which no row is fitted worse and some
-row is fitted better. If rows are available, a linear program finds such a direction. It maximizes the sum of ``a_i b``
-subject to ``a_i b >= 0``, where ``a_i`` is a difference that must not become negative. If only sums are available, the
-steps of Newton's method reveal the direction (see `recession`).
+row is fitted better. If rows are available, a linear program finds such a direction. The program maximizes the sum of
+``a_i b`` subject to ``a_i b >= 0``, where ``a_i`` is a difference that must not become negative. If only sums are
+available, the steps of Newton's method reveal the direction (see `recession`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fedloom.errors import DataError
 Floats = NDArray[np.float64]
 
 MAX_CONDITION_NUMBER = 1e12
-"""Condition number of the information from which on columns are regarded as dependent. It corresponds to a correlation
-above 1 - 1e-12, of which double precision leaves no digit."""
+"""Condition number of the information from which on columns are regarded as dependent. This condition number
+corresponds to a correlation above 1 - 1e-12, of which double precision leaves no digit."""
 MIN_LOADING = 1e-4
 """Minimum weight of a column in a dependence. A column with a smaller weight is not regarded as part of the dependence.
 
@@ -60,8 +60,8 @@ def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[st
     """Return the groups of columns that depend on each other, given by the null vectors of the information at 0.
 
     Args:
-        information: information ``[p, p]`` at coefficients of 0. There, every row has weight, so a null vector exists
-            only if a combination of columns has the same value in every row at risk.
+        information: information ``[p, p]`` at coefficients of 0. At these coefficients, every row has weight, so a null
+            vector exists only if a combination of columns has the same value in every row at risk.
         names: names of the columns.
     """
     size = np.sqrt(np.maximum(information.diagonal(), 0))
@@ -89,10 +89,10 @@ def _reduced(rows: Floats) -> Floats:
 
 
 def check_columns(information: Floats, names: Sequence[str]) -> None:
-    """Raise if columns depend on each other.
+    """Raise if columns are linearly dependent.
 
     Raises:
-        DataError: some columns depend on each other. The message names only these columns.
+        DataError: some columns are linearly dependent. The message names only these columns.
     """
     groups = dependent_columns(information, names)
     if not groups:
@@ -129,7 +129,7 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
 
 
 def is_suspect(first: Floats, information: Floats) -> bool:
-    """Return True if so much information is lost in some direction that separation must be checked."""
+    """Return True if the information in some direction has become so small that separation must be checked."""
     from scipy.linalg import eigh  # slow to import
 
     if not np.isfinite(information).all():
@@ -144,8 +144,8 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
         gains: differences ``[m, p]`` that must not be negative in the direction, and of which at least one must be
             positive.
         equal: differences ``[k, p]`` that must be 0 in the direction.
-        free: number of columns at the beginning that are intercepts. They are always kept in the search for the fewest
-            columns.
+        free: number of columns at the beginning that are intercepts. Intercepts are always kept in the search for the
+            fewest columns.
     """
     size = np.array([np.median(np.abs(column[column != 0])) if column.any() else 1.0 for column in gains.T])
     direction = _direction(gains / size, equal / size)
@@ -212,7 +212,7 @@ def no_finite_fit(
     Args:
         direction: direction of the coefficients of columns with unit spread, ``[p]``.
         names: names of the columns.
-        free: number of columns at the beginning that are intercepts. They are named only if no other column is.
+        free: number of columns at the beginning that are intercepts. Intercepts are named only if no other column is.
         least: fraction of the largest entry below which a column is not named.
         exact: True if no row contradicts the direction. If False, some row contradicts it, but by so little that the
             likelihood changes only by rounding.

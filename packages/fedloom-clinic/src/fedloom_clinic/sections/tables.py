@@ -1,6 +1,6 @@
-"""Sections on analyses from sums.
+"""Sections on analyses that are computed from sums over clients.
 
-They show the numbers that a reader compares, as means over seeds. The CSV file contains all numbers.
+The sections show the numbers that a reader compares, as means over seeds. The CSV file contains all numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom.rundir import REPAIR_HINT, analysis_file
 
 
 class Shown(NamedTuple):
-    """Choice of what a section shows of a recorded table.
+    """Parts of a recorded table that a section shows.
 
     Attributes:
         title: heading of the section.

@@ -17,7 +17,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from fedloom.analyses.rows import ClientRows, Schema, schema_of
-from fedloom.errors import ConfigError, Refused, WireError
+from fedloom.errors import CodeError, ConfigError, Refused, WireError
 from fedloom.values import Value, kind_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,24 @@ class Question:
 
     def __hash__(self) -> int:
         return hash(self.encode())
+
+    def check_form(self, forms: Mapping[str, Mapping[str, int]]) -> None:
+        """Raise if clients at real sites could not read the question.
+
+        Args:
+            forms: fields of each question with their numbers of dimensions (see `Analysis.questions`).
+
+        Raises:
+            CodeError: the question has another form, or a number is not finite.
+        """
+        got, form = {name: value.dim() for name, value in self.values.items()}, forms.get(self.name)
+        if form is None or [*got.items()] != [*form.items()]:
+            raise CodeError(
+                f"the question {self.name!r} has the fields {got} (with numbers of dimensions), but the declared "
+                f"questions are { ({name: dict(one) for name, one in forms.items()}) }"
+            )
+        if broken := [name for name, value in self.values.items() if not bool(value.isfinite().all())]:
+            raise CodeError(f"{broken[0]} of the question {self.name!r} is not finite, but sites read finite numbers")
 
     def encode(self) -> bytes:
         """Return the question as bytes: a JSON header with the name and shapes, followed by little-endian numbers."""
@@ -173,7 +191,7 @@ class Rules(Value):
 
 @dataclass(frozen=True, eq=False)
 class AnalysisTerms:
-    """All facts that are public before the first question. They are the same for all parties.
+    """All facts that are public before the first question. These facts are the same for all parties.
 
     Args:
         schema: columns, levels and agreed ranges.
@@ -209,12 +227,14 @@ class FurtherRun(NamedTuple):
 
 
 class Analysis(Value):
-    """Question about a whole federation. It is a frozen value whose fields are options and whose functions are pure.
+    """Question about a whole federation.
 
-    An analysis by sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`. It runs with the same
-    result in one process, at sites (with or without masking) and in a Flower app. An analysis of a run defines
-    `measure`, which uses the models of a `fedloom.engine.result.Result`. An analysis that needs additional runs defines
-    `units`.
+    An analysis is a frozen value whose fields are options and whose functions are pure.
+
+    An analysis that is computed from sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`. Such an
+    analysis runs with the same result in one process, at sites (with or without masking) and in a Flower app. An
+    analysis of a run defines `measure`, which uses the models of a `fedloom.engine.result.Result`. An analysis that
+    needs additional runs defines `units`.
     """
 
     kind: ClassVar[str]
@@ -236,11 +256,12 @@ class Analysis(Value):
     wider: ClassVar[str] = "Agree on wider ranges"
     """Advice for the case that numbers in an answer are outside their bounds."""
     tasks: ClassVar[Collection[str]] = ()
-    """Tasks whose data the analysis can use. If it is empty, every task is allowed."""
+    """Tasks whose data the analysis can use. If empty, every task is allowed."""
     needs_table: ClassVar[bool] = False
     """True if the analysis uses the columns of a table."""
     per: ClassVar[str] = "run"
-    """Scope of a table that `measure` returns. It is "run", or "seed" if the table is the same for all methods."""
+    """Scope of a table that `measure` returns. The scope is "run", or "seed" if the table is the same for all
+    methods."""
 
     rules: Rules | None = Field(
         None, description="limits that all clients agree on (default: the limits of a simulation or of real sites)"
@@ -341,7 +362,9 @@ class Analysis(Value):
         return client
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
-        """Return the sets of a client's rows over which sums are computed. By default, the only set is that of `used`.
+        """Return the sets of a client's rows over which sums are computed.
+
+        By default, the only set contains the rows that `used` returns.
 
         If a set differs from an earlier set in only a few subjects, a site does not answer for it.
         """
@@ -366,7 +389,10 @@ class Analysis(Value):
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Names of the questions in the order in which they are asked. Only the last question may be repeated."""
+        """Names of the questions, in the order in which they are asked.
+
+        The last question may be repeated if it is in `retried`.
+        """
         return tuple(self.questions)
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
@@ -376,9 +402,9 @@ class Analysis(Value):
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         """Return a client's answer, float64 ``[k]``, which is a sum over its rows.
 
-        If there are no rows, the answer is zeros. None also stands for zeros. An analysis returns None if the client's
-        rows are a reason not to answer, for instance because a single row would determine the sum. The server only
-        learns how many clients did not answer, but not which ones.
+        If there are no rows, the answer is zeros. None also stands for zeros. An analysis returns None if a client
+        should not answer because of its rows, for instance because a single row would determine the sum. The server
+        only learns how many clients did not answer, but not which ones.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """Permutation importance of the columns of a table, at each client.
 
-Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10. It is computed with scikit-learn's
-`permutation_importance`.
+Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10. The importance is computed with
+scikit-learn's `permutation_importance`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PooledImportance(Analysis):
     """Loss in accuracy and Brier score over the test rows of all clients when a column is permuted within each client.
 
     Both metrics are sums over rows, so that real sites can answer, too. Metrics that rank rows, such as AUROC, are not
-    sums. They are available in a simulation, with `Importance`.
+    sums. Such metrics are available in a simulation, with `Importance`.
     """
 
     kind: ClassVar[str] = "pooled-importance"
@@ -127,7 +127,7 @@ class PooledImportance(Analysis):
 def _permutations(rows: ClientRows) -> Iterator[Tensor]:
     """Yield permutations of rows, as the source of each row ``[N]``.
 
-    They depend on digests of the rows, but not on their order.
+    The permutations depend on digests of the rows, but not on their order.
     """
     cells = torch.cat([rows.x, rows.y], 1).numpy()
     for repeat in range(PERMUTATION_REPEATS):
@@ -222,7 +222,7 @@ def permuted(scored: Scored, seed: int, client: int) -> list[tuple[str, str, flo
 
     Args:
         scored: wrapper of the client's model with the client's samples.
-        seed: seed of the run. Together with the next argument, it determines the permutations.
+        seed: seed of the run. Together with ``client``, the seed determines the permutations.
         client: number of the client.
     """
     from sklearn.inspection import permutation_importance  # slow to import, needed where it is asked for

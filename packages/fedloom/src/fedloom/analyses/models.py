@@ -64,8 +64,8 @@ def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tens
 def compute_outputs(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
     """Return a model's outputs ``[N, k]`` for inputs ``[N, *shape]`` of a client's rows, as float64.
 
-    They are computed with the rows sorted by their cells, because float32 sums over a batch would otherwise depend on
-    the order of the rows.
+    The outputs are computed with the rows sorted by their cells, because float32 sums over a batch would otherwise
+    depend on the order of the rows.
 
     Args:
         client: client whose rows are used.

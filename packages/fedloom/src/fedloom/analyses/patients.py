@@ -72,7 +72,10 @@ class Groups(Analysis):
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield each kind of model with its outputs ``[N, k]`` on test samples, and the samples' indices and clients."""
+    """Yield each kind of model with its outputs on the test samples, the samples' indices and their clients.
+
+    The outputs have the shape ``[N, k]``, the indices and the clients ``[N]``.
+    """
     job, kinds = result.job, result.models.kinds()
     outputs_of = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
     for kind, (outputs, index, sizes) in outputs_of.items():
@@ -91,8 +94,8 @@ def predictions(result: Result) -> pa.Table:
 
     For a multilabel task, there is a column "target <k>" for every label, which is NaN if the label is unknown.
     Predictions are probabilities of classes or labels (of the second class in a binary task), values in the unit of the
-    target, or means of counts. For a survival task, they are risks by the horizon, or log hazards if there is no
-    horizon.
+    target, or means of counts. For a survival task, the predictions are risks by the horizon, or log hazards if there
+    is no horizon.
     """
     data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
     for kind, outputs, index, owner in _final(result):
@@ -127,13 +130,13 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
 
     The first metric of a group is its number of samples.
 
-    It is the only metric if the group has fewer than `least` samples (or subjects, if known) in total, in one of the
-    classes or among the events.
+    This number is the only metric if the group has fewer than `least` samples (or subjects, if known) in total, in one
+    of the classes or among the events.
 
     Args:
         result: result of a run.
         by: columns, or thresholds on columns, that define the groups.
-        least: minimum number of rows, or of subjects, of each kind that a group must have to be evaluated.
+        least: minimum number of rows, or of subjects, that a group needs in total, in each class and among the events.
     """
     job = result.job
     data, ids = job.eval_fed.data, job.scored_ids.tolist()

@@ -25,7 +25,7 @@ class Schema:
         name: name of the data set.
         task: kind of targets.
         columns: columns of `ClientRows.x` in order, with their names, the levels of codes, units and agreed ranges.
-        classes: names of the classes. It is empty if the targets are numbers.
+        classes: names of the classes. Empty if the targets are numbers.
         outputs: number of outputs that a model for the task has.
         target_ranges: agreed range of each number in a target. An entry is None if no range is agreed.
         levels: names that belong to the codes of each kept column.
@@ -61,8 +61,8 @@ class ClientRows:
         columns: codes of each column that the schema keeps, ``[N]`` int64.
         fetch: function that returns the inputs ``[b, *shape]`` for rows ``[b]`` in the form that models use.
         place: index of the client in the sizes of the terms.
-        models: models of a run by kind ("global", "personal", "hybrid"). Each of them is a function of inputs. It is
-            empty if there is no run.
+        models: models of a run by kind ("global", "personal", "hybrid"). Each of these models is a function of inputs.
+            Empty if there is no run.
     """
 
     x: Tensor

@@ -218,6 +218,7 @@ def run_questions(
             question = analysis.question(state)
         if question is None:
             return state, log
+        question.check_form(analysis.questions)
         if len(log) == terms.rules.questions:
             raise Refused(
                 f"{kind_of(analysis)} needs more than the {terms.rules.questions} agreed questions. "

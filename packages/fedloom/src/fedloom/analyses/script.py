@@ -21,7 +21,7 @@ Total = tuple[Tensor, Info]
 class _Pending(BaseException):
     """Signal with the next question of the function.
 
-    It is a `BaseException`, so the code of an analysis does not catch it by accident.
+    The signal is a `BaseException`, so the code of an analysis does not catch it by accident.
     """
 
     def __init__(self, question: Question) -> None:
@@ -45,7 +45,7 @@ class Transcript:
 
     @cached_property
     def outcome(self) -> Question | tuple[pa.Table, nn.Module | None]:
-        """Next question of the analysis, or at its end the table and the predictor."""
+        """Next question of the analysis. After the last question, the table and the predictor."""
         totals = iter(self.totals)
 
         def ask(question: Question) -> Total:

@@ -26,7 +26,7 @@ Slow = Literal["drawn", "rare-labels"]
 
 
 class Devices(Value, ABC):
-    """Devices of all clients in a run. They are drawn from random streams that nothing else uses."""
+    """Devices of all clients in a run. Devices are drawn from random streams that nothing else uses."""
 
     kind: ClassVar[str]
 
@@ -154,8 +154,8 @@ class Classes(Devices):
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
         """Draw the device classes of the clients.
 
-        They are assigned to clients uniformly at random, or the slowest class is assigned to the clients with the
-        rarest labels.
+        The classes are assigned to clients uniformly at random, or the slowest class is assigned to the clients with
+        the rarest labels.
         """
         kinds = list(self.classes.values())
         exact = torch.tensor([one.share for one in kinds], dtype=torch.float64) * n

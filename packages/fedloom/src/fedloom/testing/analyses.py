@@ -90,18 +90,6 @@ def finishes(s: AnalysisScene) -> None:
     demand(hasattr(s.table, "column_names"), f"result must return a pyarrow table, got {type(s.table).__name__}")
 
 
-def declared(s: AnalysisScene) -> None:
-    """Check that each question has its declared form and is the same after conversion to bytes and back."""
-    for question, _, _ in s.log:
-        form = s.analysis.questions.get(question.name)
-        got = {name: value.ndim for name, value in question.values.items()}
-        demand(
-            form is not None and dict(form) == got, f"question {question.name!r} has the form {got}, declared is {form}"
-        )
-        again = Question.decode(question.encode(), s.analysis.questions)
-        demand(again == question, f"question {question.name!r} is another one after encode and decode")
-
-
 def union(s: AnalysisScene) -> None:
     """Check that the answer for the rows of two clients together is the sum of their separate answers."""
     first, second = s.clients[0], s.clients[1]
@@ -204,7 +192,6 @@ def few_stay_silent(s: AnalysisScene) -> None:
 
 ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     finishes: "return None from question when the analysis is done",
-    declared: "list every question with its fields and their dimensions in `questions`",
     pure: "clone before an in-place operation, and draw nothing",
     union: "answer with sums over rows. Divide in step, where the total is known",
     rows_in_any_order: "answer with sums over rows, whatever their order",
@@ -214,14 +201,14 @@ ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     resumes: "keep all that a question needs in the state, and compute it from the totals alone",
     few_stay_silent: "leave least counts of clients to the runner",
 }
-"""All laws of an analysis by sums, each with advice on how a violation is usually repaired."""
+"""All laws of an analysis that is computed from sums, each with advice on how a violation is usually repaired."""
 
 
 @default_to_cpu()
 def check_analysis(
     analysis: Analysis, clients: Any, *, rules: Rules | None = None, without: Collection[str] = ()
 ) -> None:
-    """Check that an analysis by sums satisfies all laws, on the data of some clients.
+    """Check that an analysis that is computed from sums satisfies all laws, on the data of some clients.
 
     Args:
         analysis: the value.
@@ -232,8 +219,8 @@ def check_analysis(
     Raises:
         AssertionError: a law is violated. The message names the first such law, the analysis, the problem and the usual
             repair.
-        ConfigError: the value is not an analysis by sums, there are fewer than two clients, or a name in ``without`` is
-            not a law.
+        ConfigError: the value is not an analysis that is computed from sums, there are fewer than two clients, or a
+            name in ``without`` is not a law.
     """
     check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
     schema, rows, _ = clients_of(clients, analysis)

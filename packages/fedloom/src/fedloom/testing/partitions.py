@@ -1,4 +1,4 @@
-"""Laws of partitions: what a draw may contain, and which samples prepare the samples of a client."""
+"""Laws of partitions, which state what a draw may contain and which samples are used to prepare a client's samples."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ class Case:
 
     partition: Partition
     data: Dataset
+    original: Dataset
+
+    @classmethod
+    def create(cls, partition: Partition, data: Dataset) -> Case:
+        """Return a case whose data set may be changed by the partition."""
+        return cls(partition, replace(data, x=data.x.clone(), y=data.y.clone()), data)
 
     @cached_property
     def pool(self) -> Pool:
@@ -135,8 +141,8 @@ def _arguments_unmodified(s: Case) -> None:
     for name, got, want in (
         ("pool.index", pool.index, s.pool.index),
         ("pool.y", pool.y, s.pool.y),
-        ("the features", data.x.numpy(), s.data.x.numpy()),
-        ("the targets", data.y.numpy(), s.data.y.numpy()),
+        ("the features", data.x.numpy(), s.original.x.numpy()),
+        ("the targets", data.y.numpy(), s.original.y.numpy()),
     ):
         demand(_same(got, want), f"draw changed {name}")
 
@@ -181,8 +187,9 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
 
     Args:
         partition: the partition.
-        data: data set that the partition accepts, or an argument of `fl.Dataset.create`. It is used instead of the
-            built-in data. The built-in data have ten classes, twelve users, and the columns ``site`` and ``time``.
+        data: data set that the partition accepts, or an argument of `fl.Dataset.create`. This data set is used instead
+            of the built-in data. The built-in data have ten classes, twelve users, and the columns ``site`` and
+            ``time``.
         without: names of laws that the partition violates on purpose.
 
     Raises:
@@ -195,7 +202,7 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
     cases = _data() if data is None else {"the data": Dataset.create(data)}
     refusals = []
     for where, data_set in cases.items():
-        case = Case(partition, data_set)
+        case = Case.create(partition, data_set)
         try:
             _runs(case)
         except ConfigError as refusal:

@@ -338,8 +338,7 @@ class Trainer:
                 self._memory.keep_model(received.row.cpu(), header, t, received.kind)
         if not has_samples or self.scoring == "off":
             return {}
-        scores = self.node.score(job, received, t)
-        return self.node.score_hybrid(job, scores) if self.scoring == "masked" else scores
+        return self.node.score(job, received, t)
 
     @property
     def sends_groups(self) -> bool:

@@ -21,14 +21,19 @@ from fedloom.data.partitions.deal import (
     owners,
     round_to_total,
 )
-from fedloom.data.partitions.parts import check_dealt, cut_parts
+from fedloom.data.partitions.parts import check_draw, cut_parts
 from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
 from fedloom.data.subjects.equal import equal_rows, single_classes, untrained_levels
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
-from fedloom.seeds import numpy_generator
+from fedloom.seeds import as_global, generator, numpy_generator
 from fedloom.values import Value
+
+UNSEEDED_NOTE = (
+    "partition {} draws differently in two calls with the same seed. Equal runs differ. Draw from a generator that "
+    "depends only on the argument seed, such as numpy.random.default_rng(seed)"
+)
 
 
 class Partition(Value):
@@ -127,8 +132,7 @@ class Partition(Value):
         self._check_design(data)
         pool = self.pool_of(data)
         with attribute_error("partition", self, f"draw, seed {seed}"):
-            draw = self.draw(pool, seed_of_draw)
-            check_dealt(draw.dealt, draw.test, draw.common, len(data))
+            draw, is_unseeded = self._drawn(pool, seed_of_draw)
         draw = self._complete_subjects(draw, data, pool)
         held = draw.dealt if draw.test is None else concatenate_dealt(draw.dealt, draw.test)
         self._check(draw, held, data)
@@ -180,8 +184,28 @@ class Partition(Value):
                 ),
                 *_notes(cut, y, names, data.classes, len(data)),
                 *doubts,
+                *[UNSEEDED_NOTE.format(type(self).__name__)] * is_unseeded,
             ),
         )
+
+    def _drawn(self, pool: Pool, seed: int) -> tuple[Draw, bool]:
+        """Return the draw, and True if the class is a user's and a second draw with this seed differs.
+
+        The global generators are seeded, because a user's code may draw from them.
+
+        Raises:
+            ValueError: the user's code returned invalid values.
+        """
+        draws = list[Draw]()
+        for _ in range(1 if type(self).__module__.startswith("fedloom.") else 2):
+            with as_global(generator(seed, purpose="user code"), torch.device("cpu")):
+                draw = self.draw(pool, seed)
+            if not isinstance(draw, Draw):
+                raise ValueError(f"draw must return fl.partitions.Draw, got {type(draw).__name__}")
+            check_draw(draw, len(pool.data), len(pool.data.classes))
+            draws.append(draw)
+        first, last = draws[0].dealt, draws[-1].dealt
+        return draws[0], any(not np.array_equal(getattr(first, n), getattr(last, n)) for n in ("index", "offsets"))
 
     def pool_of(self, data: Dataset) -> Pool:
         """Return the samples that can be assigned, with one row per subject.
