@@ -142,8 +142,7 @@ def grown(rows: Tensor, n: int) -> Tensor:
 def bipartition(changes: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
     """Split clients into two parts, bool ``[m]``, with the smallest possible maximum of the cosines across parts.
 
-    Also return the separation gap, which is the smallest cosine within a part minus the largest cosine across the
-    parts.
+    Also return the separation gap: the smallest cosine within a part minus the largest cosine across the parts.
     """
     unit = directions(changes).double()
     cosine, m = unit @ unit.T, len(unit)

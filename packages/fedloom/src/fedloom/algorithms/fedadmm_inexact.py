@@ -28,8 +28,7 @@ which is r0 times the geometric mean of the r_i. sigma is updated only if it dif
 Replayed: ShenglongZhou/FedADMM (6525b2ae), run in Octave, produces the same x to within 1e-15, with ``rho`` and equal
 r_i, once its dual step starts at x_i instead of x and evaluates the gradient there.
 
-Defaults: r0 = 1/inner, and up to five linearized steps (six full gradients), which cover 0.6 of the distance to a local
-solution.
+Defaults: r0 = 1/inner, and up to five linearized steps (six full gradients), which cover 0.6 of the way to a solution.
 
 Use it if full gradients are cheap to compute.
 """

@@ -14,16 +14,15 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     h_i          moment        share of a class times its mean representation under the received body
     alpha_ij     alpha         weight of client j's head in client i's head
 
-Kept by a client: nothing. The server stores its head. Sent per round: body, head and prototypes down, body, head and 2
-c k features up, for c classes. The server receives each client's head and moment, so secure aggregation is impossible.
+Kept by a client: nothing. The server stores the client's head. Sent per round: body, head and prototypes down, and
+body, head and 2 c k features up, for c classes. The server receives single heads and moments: no secure aggregation.
 
 Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. An absent client keeps its head. The
-alignment follows the public code: from the second round on, every sample is pulled to the prototype of its class, if
-there is one. In the public code, samples of other classes are pulled to the client's own mean. Heads use the step size
-of the round. The public code uses 0.1, and it drops head weights below 0.001.
-
-Replayed: the clients and functions of JianXu95/FedPAC (5770f4f8), called in the order of that code's loop, produce the
-same bodies, heads and prototypes to within 1e-13, with its momentum and weight decay, if no head weight is dropped.
+alignment follows the public code: from the second round on, every sample is pulled to the prototype of its class.
+Samples of a class without a prototype are not pulled. In the public code, they are pulled to the client's own mean.
+Heads are trained with the step size of the round. The public code uses 0.1, and it drops head weights below 0.001.
+Replayed: the clients and functions of JianXu95/FedPAC (5770f4f8), called in its loop's order, produce the same bodies,
+heads and prototypes to within 1e-13, with its momentum and weight decay, if it drops no head weight.
 
 Use it if labels are skewed and some clients are similar. With lam = 0, features are not aligned.
 """
@@ -63,9 +62,10 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """Change dw ``[m, d]`` of the body (0 in the head), trained head ``[m, h]``, and shares ``[m, c]`` of the classes.
+    """Change dw ``[m, d]`` of the body, which is 0 in the head, trained head ``[m, h]``, and statistics of features.
 
-    moment ``[m, c k]`` and spread ``[m, 1]`` are computed with the received body, total ``[m, c k]`` with the new body.
+    moment ``[m, c k]`` and spread ``[m, 1]`` are computed with the received body, total ``[m, c k]`` with the trained
+    body. share ``[m, c]`` is each class's share of the client's samples.
     """
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]

@@ -30,9 +30,9 @@ Defaults: eta_g = 4 reach, where reach is the distance covered in a round (lr ti
 quadratic with curvature h, the method converges if 3 s + 2 a < 4. Here, s is the fraction of the distance to the
 minimum that a client covers in a round, and a is the fraction of the distance to the mean gradient that gamma covers,
 which is at most reach / eta_g. With a = 1/4, this holds for every s <= 1. With a = 1 (eta_g = reach), it holds only for
-s < 2/3. Directions of small curvature advance by eta_g h per round (4 times FedAvg's).
+s < 2/3. In directions of small curvature, the model advances by eta_g h per round, 4 times as fast as in FedAvg.
 
-Attackers: gamma adds the mean's change again, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
+Attackers: gamma adds the mean's change a second time, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
 
 Use it for personal models with few personal parameters and small downloads. ``components`` selects LR+S to LR+LR.
 ``method`` selects GPGD instead (FedAvg, then the prox, with a biased limit). LPGD applies the prox in every step.

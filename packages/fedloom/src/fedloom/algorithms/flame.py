@@ -40,9 +40,9 @@ Lemma 1. The primal residual is the distance between all w_i and w. The dual res
 -alpha_i grad f_i(theta_i) and pi_i.
 
 An extension of the paper: ``regulariser`` is g, and Eq. 14 becomes w = prox_{g/(n rho)}(mean of u_i). The result is a
-sparse or low-rank global model with personal models. At a fixed point, w_i = w, pi_i = lambda alpha_i (theta_i - w),
-and the sum of the pi_i is in dg(w). ``solver = "criterion"`` ends the theta step when FIAELT's criterion (9) holds:
-gradient descent runs until the distance between theta and the minimizer has shrunk by the factor sqrt(r). This
+sparse or low-rank global model together with personal models. At a fixed point, w_i = w, pi_i = lambda alpha_i (theta_i
+- w), and the sum of the pi_i is in dg(w). ``solver = "criterion"`` ends the theta step when FIAELT's criterion (9)
+holds: gradient descent runs until the distance between theta and the minimizer has shrunk by the factor sqrt(r). This
 criterion requires lambda > L, where L is the smoothness of f_i. Then the envelope F_i of f_i is l-smooth with l =
 alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme (tau = 1, beta = rho) for min sum_i F_i + g with x_i
 = w_i. The theorems about this scheme require (9) for w_i. If theta is exact, Eq. 12 satisfies (9) with the tolerance r

@@ -1,6 +1,6 @@
-"""pFedFDA: clients share the distribution of features by class and derive heads from mixtures with their own estimate.
+"""pFedFDA: clients share class distributions of features, and compute heads from these and their own estimates.
 
-Problem: min over x (phi, the server's body) of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
+Problem: min over x (phi, body on the server) of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
 
 Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Distribution Adaptation", NeurIPS 2024.
 
