@@ -74,6 +74,10 @@ INDEXES: dict[str, tuple[str, Any]] = {
     "of rows that are left": ("Unnamed: 0", np.sort(RNG.choice(4 * N, N, replace=False))),
     "of rows drawn at random": ("index", RNG.choice(4 * N, N, replace=False)),
     "of two files": ("Unnamed: 0", np.r_[np.arange(N // 2), np.arange(N // 2)]),
+    "of two readings": ("Unnamed: 0.1", COUNT),
+    "of readr": ("...1", COUNT + 1),
+    "a sign": ("№", COUNT + 1),
+    "a word of a sequence": ("Zeile", COUNT + 1),
     "row number": ("row_id", np.cumsum(RNG.integers(1, 4, N))),
 }
 
