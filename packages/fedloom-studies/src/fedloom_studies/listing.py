@@ -1,4 +1,4 @@
-"""Cache for the rows of a listing in the user's cache folder, so that only changed rows are estimated again."""
+"""Cache for the rows of listings. The rows are estimated again only if something has changed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import fedloom
 from fedloom import cache
 
 LISTED_FOLDERS = (Path(str(fedloom.__file__)).parent, Path(__file__).parent)
-"""Code that produces a listing."""
+"""Folders with the code that produces a listing."""
 
 
 def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]], *places: Path | None) -> list[Any]:
-    """Return the cached rows of a listing.
+    """Return the rows of a listing from the cache.
 
-    If the code, the files or the question have changed, compute and cache the rows again.
+    The rows are computed and cached again if the code, the files or the question have changed.
 
     Args:
-        name: name of the listing.
-        question: question that the rows answer. It is compared as text.
-        rows: function that computes the rows, which consist of values that JSON supports.
-        places: files and folders that the rows depend on, in addition to the code and the data folder of the
-            environment.
+        name: name of the listing, which is also the name of its cache file.
+        question: options that determine the rows. It is compared as text.
+        rows: function that computes the rows. They may contain only values that JSON supports.
+        places: other files and folders that the rows depend on, besides the code and the folder FEDLOOM_DATA.
     """
     data = Path(folder).expanduser() if (folder := os.environ.get("FEDLOOM_DATA")) else None
     read = [place for place in (*LISTED_FOLDERS, data, *places) if place is not None]

@@ -57,7 +57,7 @@ class History:
         self._show, self._records, self.round = show, Records(), 0
 
     def __call__(self, state: State) -> None:
-        """Record a round."""
+        """Record the measurements of a round."""
         self._records, self.round = state.records, state.round
         if self._show is not None and state.records.items and state.records.items[-1].round == state.round:
             self._show(self)

@@ -285,7 +285,10 @@ class CheckpointError(FedloomError):
 
 
 class DiskError(CheckpointError):
-    """Failed write. The same operation may succeed later, once the disk has space or responds again."""
+    """Error that a write to a disk has failed.
+
+    The same operation may succeed later, once the disk has space or responds again.
+    """
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -493,7 +496,7 @@ def direction_in(*names: object, hidden: bool = False) -> str:
     r"""Return a description of the first name with a bidirectional control character, or "" if no name contains one.
 
     Args:
-        names: the names.
+        names: names to check.
         hidden: True to report names with invisible characters too.
 
     >>> direction_in("age", "a\u202eb")[:23]

@@ -211,7 +211,7 @@ class Places:
         Args:
             key: the key, which may be the name that papers or other libraries use.
             value: value given for the key.
-            table: table in which the key was found. Empty outside tables.
+            table: table in which the key was found. It is empty for a key outside tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))
         kinds = [

@@ -109,7 +109,7 @@ class Value(BaseModel, metaclass=Face):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """Return a copy of the value, validated if any fields change. `copy.replace` calls this."""
+        """Return a copy of the value, validated if any fields change. `copy.replace` calls this method."""
         return self.with_(**update) if update else super().model_copy(deep=deep)
 
     def with_(self, **changes: object) -> Self:
@@ -235,7 +235,7 @@ def make(
         make_value: class of the value, or function that returns a preset.
         options: keys and values of the table.
         where: file and table that contain the options, used in the message.
-        fields: allowed keys.
+        fields: keys that are allowed.
         hint: function that says where a key belongs that is not allowed here.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Pages of the map, and all results as one table, produced from the records alone."""
+"""Pages of the map, and a table of all results. They are generated from the records alone."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ CORRECTED_TEXT = (
     "attackers forged the encoded upload, so the same attack had a different strength for each of these methods. They "
     "now forge the model, and the method encodes it. |\n"
 )
-"""Corrections of earlier versions of the page."""
+"""Section about corrections to earlier versions of the page."""
 NO_FIGURES: Records = MappingProxyType({})
 PERCENT_COLUMNS = {
     "mean": "mean", "worst10": "worst 10 % of clients", "gain_local": "over local", "gain_fedavg": "over FedAvg",
     "mean_at_fedavg_work": "mean at FedAvg's gradients",
 }  # fmt: skip
-"""Values on a setup's page that are shown in percent."""
+"""Titles of the columns of a setup's page that are shown as percentages, keyed by value."""
 MAP_TEXT = """# Benchmark map
 
 Which method suits which clients? This page compares every method of fedloom in {count} federations ({cells}). A
@@ -131,12 +131,12 @@ def pages(
     gradients: Records = NO_FIGURES,
     ruled: Records = NO_FIGURES,
 ) -> Iterator[tuple[str, str | bytes]]:
-    """Yield the name and content of every file.
+    """Yield the names and contents of all files of the map.
 
-    The page of the map has the name "", and the other pages are written to `MAP_FOLDER`.
+    The map's page has the name "". All other files are written to `MAP_FOLDER`.
 
     Args:
-        setups: setups by name.
+        setups: setups, keyed by name.
         records: records at equal rounds.
         references: records of scikit-learn models.
         gradients: records at equal gradients.
@@ -283,7 +283,7 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
 
 
 def _notes(setup: Setup, record: CellRecord, standing: Standing | None, start: str = "", end: str = "") -> str:
-    """Return remarks on a record: stale, or better or worse than the better of local and FedAvg."""
+    """Return remarks on a record: whether it is stale, and whether the method is better or worse than the baseline."""
     old = stale(Cell(setup, record.method, record.space), record)
     remarks = [f"stale ({old})"] if old else []
     if standing is not None and (standing.better or standing.worse):
@@ -297,7 +297,7 @@ def _settings(record: CellRecord) -> str:
 
 
 def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> list[dict[str, str]]:
-    """Return where methods stand among all recorded methods: a row for each setup and method."""
+    """Return a row for each setup and method that shows how the method compares with all recorded methods."""
     rows = []
     for j in verdicts:
         for method in methods:
@@ -315,7 +315,7 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
 
 
 def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
-    """Return a table with a row for each run, and for each cell without a run.
+    """Return a table with one row for each run, and one for each cell without a run.
 
     Numbers are neither rounded nor scaled.
     """

@@ -90,7 +90,7 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
 
 
 class Algorithm(Value, ABC):
-    """A federated method.
+    """Federated method.
 
     Its fields are the hyperparameters. Its functions are stateless and do not change their arguments.
     """
@@ -117,8 +117,8 @@ class Algorithm(Value, ABC):
     """Setting that makes the server's model a mean over all clients (`counts_absent`), such as ``"server_lr =
     'fraction'"``. It is needed if a method otherwise applies the cohort's change in full."""
     projects: ClassVar[bool] = False
-    """True if the method works in a random subspace. Its projection matrix is drawn again from the same key whenever a
-    run needs it (``ctx.projection``, ``work.projection``)."""
+    """True if the method works in a random subspace. A replayed run sets the matrix (``ctx.projection``,
+    ``work.projection``)."""
     family: ClassVar[str] = "consensus"
     """Group in which lists show the method: consensus, personalized, composite, fair, clustered or reference."""
     paper: ClassVar[Mapping[str, Any]] = {}
@@ -151,7 +151,7 @@ class Algorithm(Value, ABC):
         """Return the method after setting its derived options, in the form in which simulations and deployments run it.
 
         Raises:
-            ConfigError: a derived value is out of range. Give the option.
+            ConfigError: a derived value is out of range, so the option must be set.
         """
         factors = {name: factor_of(getattr(self, name)) for name in type(self).model_fields}
         factors = {name: factor for name, factor in factors.items() if factor}
@@ -219,7 +219,7 @@ class Algorithm(Value, ABC):
 
         Args:
             x0: initial model ``[d]``.
-            ctx: round 0.
+            ctx: context of round 0, before the first round.
 
         Returns:
             The server's state, the initial state of a client, and the upload that represents a client before its first
@@ -267,7 +267,7 @@ class Algorithm(Value, ABC):
 
         Args:
             down: the download that the clients received.
-            up: their uploads. A channel leaves their labels unchanged.
+            up: the clients' uploads. A channel leaves labels in them unchanged.
         """
         name = primary_field(type(self))
         if upload_fields(type(self))[name].carries != "model":
@@ -284,7 +284,7 @@ class Algorithm(Value, ABC):
         Args:
             down: the download that the clients received.
             rows: the clients' states before the round.
-            up: their uploads.
+            up: the clients' uploads.
             work: the clients' local problems. Only simulations call this function, and its computations are not
                 recorded as work of the method.
         """
@@ -295,7 +295,7 @@ class Algorithm(Value, ABC):
     def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields] | None:
         """Return the uploads and new states of clients whose local training ends at ``model [m, .]``.
 
-        Attackers forge it.
+        Attackers use this function to forge their messages.
 
         By default, the function returns None. The primary field is then the model minus the field's base, a state field
         that serves as this base becomes the model, and all other fields are those of a client that takes no step. A
@@ -314,11 +314,11 @@ class Algorithm(Value, ABC):
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
         """Return the ranges of upload fields, keyed by name: the smallest and the largest allowed value.
 
-        A deployed server rejects values outside these ranges. None by default.
+        A deployed server rejects values outside these ranges. By default, there are no ranges.
 
         Args:
             down: the download that the clients received.
-            up: their uploads.
+            up: the clients' uploads.
             work: the clients' local problems. The server knows only the numbers of samples and steps and the step size.
         """
         return {}
@@ -375,7 +375,7 @@ class Algorithm(Value, ABC):
         Args:
             server: the server's state.
             total: fields returned by `observe`, each summed over all n clients.
-            ctx: all clients.
+            ctx: context with all clients.
         """
         return {}
 
@@ -398,7 +398,7 @@ class Algorithm(Value, ABC):
         """Raise if the method cannot be used with the given model or setting.
 
         Returns:
-            Sentences of warning.
+            Warnings, one sentence each.
 
         Raises:
             ConfigError: this combination is impossible. The message states the reason.

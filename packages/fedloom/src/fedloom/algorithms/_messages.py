@@ -105,7 +105,7 @@ class Sent:
         prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the form that the prox
             ``makes`` replaces ``encoding``.
         ranks: name of the field in the server's state that contains the ranks of the download's matrices,
-            ``[matrices]`` in the order of `Layout.matrix_shapes`. Measured when None.
+            ``[matrices]`` in the order of `Layout.matrix_shapes`. If None, the ranks are measured.
         part: name of one of the algorithm's masks (`Algorithm.part`). It is set for a download if clients already know
             all other coordinates.
     """

@@ -32,15 +32,15 @@ LOST_RECORD: Mapping[str, Any] = {"lost": True}
 """Record that marks a site as no longer knowing which sites its latest sum covers."""
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
-"""Weights of each site in a sum, keyed by kind of sum and then by site."""
+"""Weights of each site in a sum, keyed by "uploads", "scores" or the name of an analysis, and then by site."""
 
 
 class Changes(NamedTuple):
     """Sites in the latest sum, and the number of changes so far.
 
     Attributes:
-        record: JSON-compatible values: the `sites` in the latest sum, their `weights` keyed by kind of sum, and the
-            number of `changes` keyed by site. Empty before the first sum.
+        record: JSON-compatible values: the `sites` in the latest sum, their `weights` (see `Weights`), and the number
+            of `changes` keyed by site. Empty before the first sum.
         limit: maximum number of changes per site.
         steady: minimum number of sites in a sum that have never left or returned.
     """

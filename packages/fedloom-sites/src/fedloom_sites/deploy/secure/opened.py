@@ -83,7 +83,8 @@ class OpenedSums:
 
         Args:
             clients: numbers of the sites.
-            weights: each site's weights in the sum, keyed by kind of sum (see `reveal`).
+            weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis (see
+                `reveal`).
 
         Raises:
             Broken: a site has left or returned too often. The message contains the site's name.
@@ -109,15 +110,16 @@ class OpenedSums:
 
         Args:
             name: name of the session, as hexadecimal digits.
-            sums: round of each sum, keyed by kind of sum.
-            models: digest of the summed models, keyed by kind of sum. Empty for none.
+            sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
+            models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis. Empty for
+                none.
             bases: round of the state from which each site in the sum answers, keyed by the site's number.
             threshold: minimum number of sites in a sum.
             question: question that the sum answers, or an empty string if the session has no question. For a question,
                 the round is the number of its step, and all steps cover the same sites.
-            weights: each site's weights in the sum, keyed by kind of sum and by the site's number. All weights of a
-                site are zero if its contribution is already known. None if the sum contains noise and may therefore
-                cover any sites.
+            weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis, and then
+                by the site's number. All weights of a site are zero if its contribution is already known. None if the
+                sum contains noise and may therefore cover any sites.
             counts: the site's counters (see `counters`), if the session has counters.
 
         Raises:

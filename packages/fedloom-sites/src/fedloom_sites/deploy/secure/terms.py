@@ -92,7 +92,7 @@ class Terms(Value):
 
     @property
     def sums(self) -> dict[str, int]:
-        """Round of each sum, keyed by kind of sum."""
+        """Round of each sum, keyed by "uploads", "scores" or the name of an analysis."""
         if self.question is not None:
             return {self.question.analysis: self.question.step}
         rounds = {"uploads": self.round} if self.trains else {}
@@ -100,7 +100,9 @@ class Terms(Value):
 
     @property
     def model_digests(self) -> dict[str, str]:
-        """Digest of the summed models, keyed by kind of sum. Empty if the sites receive no models.
+        """Digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
+
+        It is empty if the sites receive no models.
 
         All steps of an analysis have the same digest, so all their sums cover the same sites.
         """

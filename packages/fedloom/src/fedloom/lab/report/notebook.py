@@ -1,4 +1,4 @@
-"""Display of a run in a notebook: a small table and a curve, from the tidy table of its metrics."""
+"""Display of a run in a notebook: a small table and a curve, made from the tidy table of the run's metrics."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
-    """Draw a metric's mean over clients by round, with a line per model.
+    """Draw the mean of a metric over clients by round, with one line per kind of model.
 
     Args:
-        table: table with the columns round, client, model, part, metric, value (see
+        table: table with the columns round, client, model, part, metric and value (see
             `fedloom.engine.result.Result.table`).
-        name: name of the metric. None: accuracy, AUROC or whichever metric leads.
-        part: part of the clients' samples.
+        name: name of the metric. None: accuracy, AUROC or another metric that leads for this task.
+        part: part of the clients' samples, such as "test".
 
     Raises:
         ConfigError: the metric was not measured.
@@ -41,12 +41,15 @@ def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> 
 
 
 def leading(table: pa.Table) -> str:
-    """Return the most informative of the measured metrics."""
+    """Return the most informative of the metrics that were measured."""
     return metrics.leading(set(table["metric"].unique().to_pylist()))
 
 
 def notebook_page(table: pa.Table, title: str) -> str:
-    """Render a table of the models and the leading metric's curve as HTML with an inline SVG. Nothing is fetched."""
+    """Render a table of the models and the curve of the leading metric, as HTML with an inline SVG.
+
+    The page does not load anything from elsewhere.
+    """
     name = leading(table)
     scale, shown = metric(name).scale, titled(metric(name))
     heads = ["model", f"test {shown}", "worst 10 %", "validation"]
@@ -68,16 +71,18 @@ def notebook_page(table: pa.Table, title: str) -> str:
 
 
 def draw_svg(chart: LayerChart) -> str:
-    """Return a chart as an inline SVG."""
+    """Render a chart as HTML with an inline SVG."""
     return f"<p>{look.svg(chart.to_dict())}</p>"
 
 
 def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
-    """Draw each method's mean with its 95 % interval over seeds, and each seed as a dot, with the best method on top.
+    """Draw the mean of each method with its 95 % interval over seeds, and a dot for each seed.
+
+    The best method is at the top.
 
     Args:
-        estimates: metric by the label of the method.
-        name: the figure.
+        estimates: values of the metric, keyed by the label of the method.
+        name: name of the metric.
     """
     shown = figure(name)
     sign = -1 if shown.higher else 1
@@ -128,5 +133,5 @@ def _last(table: pa.Table, model: str, part: str, name: str) -> float | None:
 
 
 def html_table(heads: list[str], rows: list[list[str]]) -> str:
-    """Render an HTML table of texts."""
+    """Render an HTML table from texts."""
     return render_part("plain_table", heads=heads, rows=rows)
