@@ -140,7 +140,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _scores(self, x: object, groups: ArrayLike | None) -> Some:
         """Return probabilities or predicted values [N, k]. Each row is predicted by the model of its group."""
         check_is_fitted(self)
-        rows = torch.tensor(validate_data(self, x, reset=False), dtype=torch.float64)
+        rows = torch.tensor(np.asarray(validate_data(self, x, reset=False), np.float64))
         owners = [None] * len(rows) if groups is None else list(map(level, _groups(groups, len(rows)).tolist()))
         places: dict[str | None, list[int]] = {}
         for k, owner in enumerate(owners):
