@@ -329,6 +329,21 @@ def test_pictures_and_arrays_in_a_list_are_read_as_by_a_torch_data_set() -> None
             fl.Dataset.create((mixed, Y))
 
 
+@pytest.mark.parametrize("kind", ["uint16", "float32", "int32"])
+def test_pictures_of_more_than_8_bits_are_refused_where_bytes_are_read(kind: str, tmp_path: Path) -> None:
+    """Pillow clips them: 16 bits became nearly white, and floats from 0 to 1 black."""
+    pixels = BYTES[0, 0].astype(kind) * {"uint16": 257, "float32": 1 / 255, "int32": 257}[kind]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(pixels.astype(kind)).save(tmp_path / folder / "0.tif")
+    with pytest.raises(DataError, match=r"0.tif: has more than 8 bits per pixel .* Convert the images to 8 bits"):
+        fl.load(tmp_path)
+    converted = np.uint8(np.asarray(Image.open(tmp_path / "a" / "0.tif")) / pixels.max() * 255)
+    for folder in ("a", "b"):
+        Image.fromarray(converted).save(tmp_path / folder / "0.tif")
+    assert abs(fl.load(tmp_path).x[0, 0].int() - torch.from_numpy(BYTES[0, 0]).int()).max() <= 1
+
+
 def test_the_byte_order_of_a_file_changes_nothing(of_bytes: Models, tmp_path: Path) -> None:
     data = fl.load(saved(tmp_path, x=FLOATS.astype(">f4"), y=Y.astype(">i8")))
     assert of_bytes.model("global").score(data) == of_bytes.model("global").score((FLOATS, Y))
