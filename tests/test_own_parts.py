@@ -509,7 +509,7 @@ def test_a_part_with_rows_that_nobody_prepared_is_refused() -> None:
     parts = {**some.parts, "test": type(some.parts["test"])(torch.tensor([bare]), torch.tensor([0, 1, 1]))}
     for change in ({"parts": parts}, {"test": torch.tensor([bare])}):
         with pytest.raises(
-            DataError, match=rf"the columns of 1 samples .* are not scaled for any client .*sample {bare}"
+            DataError, match=rf"the columns of 1 sample .* are not scaled for any client .*sample {bare}"
         ):
             dataclasses.replace(some, **change)
 
@@ -541,7 +541,7 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
         CodeError, match="partition Leaks failed in draw.*300 test samples are also training samples of the same"
     ):
         Leaks()(table())
-    with pytest.raises(CodeError, match="test has 1 clients, but dealt has 4"):
+    with pytest.raises(CodeError, match="test has 1 client, but dealt has 4"):
         TooFewClients()(table())
     with pytest.raises(PartitionError, match="defines the test parts itself, so folds = 3 has no effect"):
         LaterAtSites(folds=3)(table())

@@ -24,12 +24,11 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
         page: path of the page.
         folder: name of the folder for the appendices.
         contents: name and content of every file to write. The page itself has the name "". Links to appendices must
-            start with
-            ``folder/`` in the page, and links back must start with ``../`` in an appendix.
+            start with ``folder/`` in the page, and links back must start with ``../`` in an appendix.
 
     Raises:
-        ConfigError: a file exists that this command did not write. This is a page with a different first line or, if
-            there is no page, a file in the folder.
+        ConfigError: a file exists that this command did not write. Such a file is a page with a different first line
+            or, if there is no page, a file in the folder.
     """
     beside = page.resolve().parent
     in_checkout = beside == DOCS_FOLDER.resolve() and PAGES_FOLDER.is_dir()
@@ -49,7 +48,7 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
 
     for path, _ in files:
         if path == page or path.exists():
-            check_output_file(path, FileKind("Markdown", "a page that this command wrote", is_own))
+            check_output_file(path, FileKind("Markdown", "a page that this command wrote", is_own), force=None)
     make_folder(appendices)
     for path, content in files:
         write_atomic(path, content)
@@ -64,7 +63,9 @@ def check_page(page: Path) -> None:
         ConfigError: the page must not be written (see `fedloom.outputs.check_output_file`).
     """
     check_output_file(
-        page, FileKind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in PAGE_STARTS)
+        page,
+        FileKind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in PAGE_STARTS),
+        force=None,
     )
 
 

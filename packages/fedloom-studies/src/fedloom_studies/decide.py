@@ -2,8 +2,7 @@
 
 The file ``decide.toml`` lists every open headline claim on the page of the papers. For each claim, it names the
 experiment that may settle it, with its cost, or the reason why the claim stays open. An experiment either adds seeds to
-a recorded recipe, with the settings
-that were chosen then, or runs a recipe for the first time.
+a recorded recipe, with the settings that were chosen then, or runs a recipe for the first time.
 """
 
 from __future__ import annotations
@@ -139,7 +138,10 @@ def merge_seeds(
 
 
 def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if seeds can be added to a recorded summary. Otherwise, the whole recipe must be run."""
+    """Return True if seeds can be added to a recorded summary.
+
+    If no seeds can be added, the whole recipe must be run.
+    """
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 

@@ -102,7 +102,7 @@ def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
 
 
 def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
-    """Write a record to a file. It replaces any record with the same values of the fields ``key``.
+    """Write a record to a file. The new record replaces any record with the same values of the fields ``key``.
 
     The lines are sorted by the values of these fields.
     """

@@ -15,6 +15,7 @@ FedloomError
 ├── CheckpointError               no checkpoint could be read, or none could be written
 │   └── DamagedCheckpoint         the saved state of one run is damaged. Other runs are not affected
 ├── CodeError                     code of a part failed, or gave an invalid result: part, round and cause are named
+│   ├── FunctionError             a user's loss or metric failed, or did not return a number
 │   └── ClientError               code of a client failed: round, client and stage are named
 ├── GivenUp                       a round of a deployment whose only effect is its privacy cost
 └── RunStopped                    a run that ended early, with its `Stop` reason
@@ -53,7 +54,7 @@ _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
 _KEY_PATTERN = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
 _FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
-"""Ordinary words with which a message may begin. They are not keys, options or code."""
+"""Pattern of an ordinary word with which a message may begin, as opposed to a key, an option or code."""
 
 PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
 """Keys of an experiment file that do not belong to any table."""
@@ -68,7 +69,7 @@ COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
 
 @contextmanager
 def entered(entrance: Entrance) -> Iterator[bool]:
-    """Word the errors raised in the block for an entry point, and yield True if the block is the outermost one.
+    """Adapt the wording of errors raised in the block to an entry point, and yield True if no other block surrounds it.
 
     The outermost entry point determines the wording. For example, if `compare` calls `simulate`, errors are worded for
     `compare`.
@@ -106,6 +107,40 @@ def capitalize(text: str) -> str:
     ('Set [local] lr', 'local.lr is too large', '--out names a folder')
     """
     return text[:1].upper() + text[1:] if _FIRST_WORD.match(text) else text
+
+
+_ADJECTIVES = (
+    "benign|different|empty|equal|evaluated|evaluation|fewer|finite|further|gradient|labeled|local|missing|more|new|"
+    "numeric|other|personal|scored|sending|short|summed|test|training|unusable|usable|used|validation"
+)
+_NOUNS = (
+    "answer|attacker|batche|candidate|cell|channel|character|classe|client|cluster|column|core|epoch|error|event|"
+    "experiment|factor|failure|feature|figure|file|fold|gradient|group|hospital|image|interval|label|layer|level|line|"
+    "machine|message|method|model|name|network|node|number|output|parameter|part|partition|patient|point|position|"
+    "prediction|processe|question|record|residual|round|row|run|sample|score|second|seed|sentence|server|setting|shard|"
+    "share|site|step|stratum|subject|table|token|trial|unit|upload|value|visit|word|worker"
+)
+_ONE_THING = re.compile(
+    rf"(?<![\w.,'\"/^-])(?<!- )1 ((?:(?:{_ADJECTIVES}) )*)(?:({_NOUNS})s|(entr|categor)ies|(analys)es)\b"
+    r"( (?:are|have|were|do|need)\b)?"
+)
+_SINGULAR_VERBS = {" are": " is", " have": " has", " were": " was", " do": " does", " need": " needs"}
+
+
+def write_singular(text: str) -> str:
+    """Return a sentence in which nouns and verbs agree with the number 1.
+
+    >>> write_singular("1 clients have no test part, 1 training samples, 1 classes"), write_singular("21 rows")
+    ('1 client has no test part, 1 training sample, 1 class', '21 rows')
+    """
+
+    def write(match: re.Match[str]) -> str:
+        adjectives, noun, in_y, in_is, verb = match.groups(default="")
+        noun = noun.removesuffix("e") if noun in ("batche", "classe", "processe") else noun
+        noun += f"{in_y}y" if in_y else f"{in_is}is" if in_is else ""
+        return f"1 {adjectives}{noun}{_SINGULAR_VERBS.get(verb, '')}"
+
+    return _ONE_THING.sub(write, text)
 
 
 def _python(table: str, key: str | None, value: str | None) -> str:
@@ -161,6 +196,9 @@ def _flower(table: str, key: str | None, value: str | None) -> str:
 
 
 def _toml(value: str) -> str:
+    if value.startswith("{"):
+        options = ast.literal_eval(value).items()
+        return f"{{ {', '.join(f'{key!r} = {_toml(repr(option))}' for key, option in options)} }}"
     return {"True": "true", "False": "false"}.get(value, value)
 
 
@@ -182,6 +220,9 @@ _KEY_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = 
 class FedloomError(Exception):
     """Base class of every error that fedloom raises on purpose."""
 
+    def __str__(self) -> str:
+        return write_singular(super().__str__())
+
 
 class ConfigError(FedloomError, ValueError):
     """A value, key or name that is not allowed.
@@ -189,7 +230,7 @@ class ConfigError(FedloomError, ValueError):
     Args:
         message: description of the problem, its location and the given value.
         rule: id of the failed check, such as ``"cohort-too-small"``. The id is the same at every entry point and in
-            every release. It is empty for errors that are not raised by the checks before the first round.
+            every release. The id is empty for errors that are not raised by the checks before the first round.
         fix: advice that may contain keys in braces (see `worded`). The message ends with this advice, in the notation
             of the entry point.
     """
@@ -285,7 +326,7 @@ class CheckpointError(FedloomError):
 
 
 class DiskError(CheckpointError):
-    """Error that a write to a disk has failed.
+    """Error raised if writing to a disk fails.
 
     The same operation may succeed later, once the disk has space or responds again.
     """
@@ -307,7 +348,14 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class CodeError(FedloomError):
-    """Error in the code of one part of a run, or an invalid result of this code. It may be the user's code."""
+    """Error in the code of one part of a run, or an invalid result of this code.
+
+    The code may have been written by the user.
+    """
+
+
+class FunctionError(CodeError):
+    """Failure of a user's loss or metric, or a result that is not one number."""
 
 
 class ClientError(CodeError):
@@ -336,7 +384,7 @@ def cause_of(error: BaseException) -> str:
         f for f in frames if "site-packages" not in f.filename and Path(__file__).parent not in Path(f.filename).parents
     ]
     at = f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})" if user_frames else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{': '.join(filter(None, (type(error).__name__, str(error))))}{at}"
 
 
 def sentence_of(error: Exception) -> str:
@@ -414,7 +462,7 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 
 
 class Stop(Enum):
-    """Reason why a run ended. Its value is the sentence that users see.
+    """Reason why a run ended. The value of each member is the sentence that users see.
 
     The same reason leads to the same status in a simulation and in a deployment. Repeating a command resumes the run
     only if the status is "interrupted".
@@ -428,7 +476,7 @@ class Stop(Enum):
     DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
     UNUSABLE = "too few uploads can be used"
     UNCHANGED = "nothing was trained: no model has changed"
-    FAILED = "a client's code failed"
+    FAILED = "failed"
 
     @property
     def status(self) -> Literal["done", "interrupted", "diverged", "failed"]:

@@ -9,7 +9,7 @@ import math
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, write_singular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 UNKNOWN_DASH = "\N{EN DASH}"
 """Text shown in place of an unknown number."""
 MIN_EXPONENT_VALUE = 1e6
-"""Mean from which exponent notation is used. For totals, this threshold is a thousand times larger."""
+"""Smallest mean that is written in exponent notation. For totals, this threshold is a thousand times larger."""
 ZERO_TOLERANCE = 1e-12
 """Largest absolute mean that is regarded as the rounding error of a sum that is exactly 0."""
 PERCENT_DECIMALS, PLAIN_DECIMALS = (1, 2), (0, 6)
@@ -167,7 +167,7 @@ def folded(notes: Iterable[str]) -> list[str]:
         start = re.match(r"round (\d+)\b", note)
         key = (True, note[start.end() :]) if start else (False, note)
         rounds.setdefault(key, []).append(start[1] if start else "")
-    return [_folded(text, of_rounds, counted) for (of_rounds, text), counted in rounds.items()]
+    return [write_singular(_folded(text, of_rounds, counted)) for (of_rounds, text), counted in rounds.items()]
 
 
 def _folded(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:

@@ -93,7 +93,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
         tables: dict[str, dict[str, Any]] = {
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
-            "evaluate": {"parts": ("train",), "every": self.rounds},
+            "evaluate": {"parts": ("train",), "every": self.rounds or 1},
             "engine": {"dtype": "float64"},
         }
         choices: dict[str, Any] = {"rounds": self.rounds, "seed": seed, **tables}
@@ -165,13 +165,13 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         batch_size: number of rows in each step. If None, each step uses all rows of a client.
         model: name or value of `fedloom.models`, an `nn.Module`, or a function that returns a module.
         clients: number of clients to which rows are assigned at random if no groups are given.
-        random_state: an int, or a generator from which an int is drawn. It determines every random choice.
+        random_state: an int, or a generator from which an int is drawn. This number determines every random choice.
         settings: other options of `fedloom.Setting`, such as ``{"sampler": ..., "local": {"momentum": 0.9}}``. A table
             or value for ``local``, ``evaluate`` or ``engine`` changes only the options that are set in it.
 
     Attributes:
-        models_: the model of each client, keyed by group name, and under None the global model, if the method trains
-            one.
+        models_: the model of each client, keyed by group name. If the method trains a global model, it is stored under
+            None.
         classes_: names of the classes ``[C]``.
         notes_: notes about columns with possible problems, such as row numbers or copies of the target.
     """
@@ -185,7 +185,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             groups: group that each row belongs to ``[N]``. The groups are the clients of the federation. If None, rows
                 are randomly assigned to `clients` groups.
             subjects: patient, or similar unit, that each row belongs to ``[N]``. All rows of a subject are assigned to
-                the same client. For cross-validation, pass them to the splitter: ``cross_val_score(...,
+                the same client. For cross-validation, pass the subjects to the splitter: ``cross_val_score(...,
                 groups=subjects, cv=GroupKFold())``.
 
         Raises:

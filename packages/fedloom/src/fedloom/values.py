@@ -56,12 +56,12 @@ class Value(BaseModel, metaclass=Face):
     free: ClassVar[tuple[str, ...]] = ()
     """Fields that never change the numeric results of a run."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """Fields that only have an effect together with another field. Each is mapped to the other field's name and
+    """Fields that only have an effect together with another field. Each field is mapped to the other field's name and
     required values.
 
     If no values are listed, the other field may have any value except its default. The other field may be a key of
-    ``[local]``,
-    such as "local.weight_decay". A note is added to the run's result if such a field is set but has no effect."""
+    ``[local]``, such as "local.weight_decay". A note is added to the run's result if such a field is set but has no
+    effect."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names that papers use for the fields, mapped to the names of the fields. A caller may use these names
     too."""
@@ -198,6 +198,8 @@ def list_functions(value: object, rule: str) -> list[Any]:
         functions = [None]
     if not all(map(callable, functions)):
         raise ConfigError(f"{rule}, as [print], got {value!r:.200}")
+    if idle := [f for f in functions if inspect.iscoroutinefunction(f) or inspect.isgeneratorfunction(f)]:
+        raise ConfigError(f"{rule}, but a call of {idle[0].__name__} runs no code. Use def without async and yield")
     return functions
 
 

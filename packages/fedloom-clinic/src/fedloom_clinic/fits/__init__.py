@@ -1,1 +1,1 @@
-"""Fits of regressions by sums: likelihoods, penalties, separation, and vectors of integers."""
+"""Fits of regressions from sums: likelihoods, penalties, detection of separation, and vectors of integers."""

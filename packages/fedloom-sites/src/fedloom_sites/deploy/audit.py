@@ -92,8 +92,8 @@ def verify_log(path: Path) -> LogEnd:
     """Check that no line of a log was changed, removed or inserted since it was written, and return the end of the log.
 
     Raises:
-        RunDirError: the log does not exist, or a line was changed, removed or inserted. The message states the first
-            line that reveals the change.
+        RunDirError: the log does not exist or is empty, or a line was changed, removed or inserted. The message states
+            the first line that reveals the change.
     """
     if not path.exists():
         raise RunDirError(f"there is no log {path}. Name a log, or the folder of a server or of a site that has run")
@@ -108,6 +108,10 @@ def verify_log(path: Path) -> LogEnd:
                 "changed, removed or inserted later. Compare the log with a copy of the log"
             )
         before = _digest(line)
+    if not lines:
+        raise RunDirError(
+            f"{path} is empty, so there is no line to check. A log receives its first line when its program starts"
+        )
     return LogEnd(len(lines), before)
 
 

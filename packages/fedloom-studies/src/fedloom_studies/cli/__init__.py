@@ -1,4 +1,7 @@
-"""The commands ``fedloom reproduce`` and ``fedloom map``. They are found through the entry points of this package."""
+"""The commands ``fedloom reproduce`` and ``fedloom map``.
+
+These commands are found through the entry points of this package.
+"""
 
 from fedloom_studies.cli import map, reproduce
 

@@ -80,8 +80,7 @@ def map_command(
     Run the same command again to resume. The order of the work and the number of machines do not matter.
 
     Settings of every method are chosen on validation data with the same number of trials. The method is then run with
-    new seeds. Your own
-    method gets a row in the table next to the recorded methods.
+    new seeds. Your own method gets a row in the table next to the recorded methods.
 
     Example: fedloom map --method my_package:MyMethod --space space.toml
     """

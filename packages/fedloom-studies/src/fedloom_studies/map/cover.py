@@ -1,10 +1,11 @@
-"""Selection of a few methods that cover the map. They form the portfolio that `fedloom advise` compares in a race.
+"""Selection of a few methods that cover the map.
+
+The selected methods form the portfolio that `fedloom advise` compares in a race.
 
 The regret of a selection in a setup is the difference between the best of all methods and the best of the selected
 methods, by mean test scores at equal gradients. Local training and FedAvg are always selected. A greedy algorithm then
 repeatedly adds the method that reduces the mean regret over the setups the most. Ties are broken by the smaller maximum
-regret,
-and then by name.
+regret, and then by name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 FIRST_METHODS = REFERENCE_METHODS[:2]
 """Methods that belong to every portfolio."""
 LEFT_OUT_METHODS = ("fedavg-ft",)
-"""Methods that are never selected. They train after the last round, which a race would repeat at each comparison."""
+"""Methods that are never selected. These methods train after the last round, which a race would repeat at each
+comparison."""
 PORTFOLIO_SIZE = 6
 """Number of methods in the portfolio."""
 STEP_SIZE_KEY = "local.lr"

@@ -28,13 +28,14 @@ from fedloom_studies.map.statements import (
 GRADIENTS_PROTOCOL: Protocol = "gradients"
 Records = Mapping[tuple[str, str], CellRecord]
 EQUAL_GRADIENTS_TEXT = """\
-This protocol compares FedAvg, local training, FedAvg-FT and {picked} methods that a rule selected in advance. Every
-run takes as many gradients as FedAvg takes at equal rounds, to within a tenth. The number of rounds follows from this
-budget, which includes work before the first round and after the last round.{dearer} The search for settings is
-repeated with the same trials, seeds and data. If a method already takes FedAvg's gradients at equal rounds, its runs
-are reused or repeated, and its change is not tested. The table is based on {cells}: {reused} reused and {repeated}
-repeated. *Lower* and *higher* list methods with a mean that differs significantly from their mean at equal rounds
-(paired t tests over seeds, with Holm's correction over the methods of a federation whose work differs)."""
+This protocol compares FedAvg, local training, FedAvg-FT and {picked} methods that were selected in advance by a rule.
+Every run computes as many gradients as FedAvg does at equal rounds, to within 10 %. The number of rounds follows from
+this budget, which includes work before the first round and after the last round.{dearer} The search for settings is
+repeated with the same trials, seeds and data. If a method already computes as many gradients as FedAvg at equal
+rounds, its runs are reused or repeated, and its change is not tested. The table is based on {cells}: {reused} reused
+and {repeated} repeated. The columns *lower* and *higher* list the methods whose mean differs significantly from their
+mean at equal rounds (paired t tests over seeds, with Holm's correction over the methods of a federation whose work
+differs)."""
 
 
 class BothProtocols(NamedTuple):
@@ -152,7 +153,7 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
         methods = [f"{name} ({significant(share, 2)} times)" for name, share in times.items() if share > 1.1]
         if methods:
             named.append(f"{enumerated(methods)} in *{c.rounds.setup.title}*")
-    return f" Every run lasts at least one round, so it takes more gradients with {enumerated(named)}." if named else ""
+    return f" A run lasts at least one round, so some methods exceed the budget: {enumerated(named)}." if named else ""
 
 
 def equal_section(c: BothProtocols) -> Iterator[str]:

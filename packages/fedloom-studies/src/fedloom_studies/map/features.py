@@ -1,8 +1,8 @@
-"""Features of photos computed with statistics of other photos. They replace features of a pretrained network.
+"""Features of photos computed with statistics of other photos. These features replace those of a pretrained network.
 
 The method follows Coates and Ng 2011, The importance of encoding versus training with sparse coding and vector
-quantization: patches are normalized, whitened, and compared with random patches by a soft threshold. The patches,
-the whitening and the scale of the features come from CIFAR-100, whose photos belong to none of the clients.
+quantization: patches are normalized, whitened, and compared with random patches by a soft threshold. The patches, the
+whitening and the scale of the features come from CIFAR-100, whose photos belong to none of the clients.
 """
 
 from __future__ import annotations

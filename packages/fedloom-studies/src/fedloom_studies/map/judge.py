@@ -1,12 +1,11 @@
 """Verdicts on the map's records, from values by seed and from gains over the better of local training and FedAvg.
 
-In each setup, every method is compared with the better of local training and FedAvg. All these comparisons form one
-family of moderated tests (`fedloom.lab.report.comparison.family`). Each seed splits the same samples in a new way. A
-verdict
-applies to these samples only. It extends to other splits, cohorts and initial models. Across setups, methods are
-compared
-by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair (scikit-posthocs). Only setups
-and methods without missing results are used. Setups without tuning are left out of these tests.
+In each setup, every method is compared with the better of local training and FedAvg. All comparisons in a setup form
+one family of moderated tests (`fedloom.lab.report.comparison.family`). Each seed splits the same samples in a new way.
+A verdict applies to these samples only. A verdict extends to other splits, cohorts and initial models. Across setups,
+methods are compared by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair
+(scikit-posthocs). Only setups and methods without missing results are used. Setups without tuning are left out of these
+tests.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ DETECTABLE_GAIN = 0.03
 """Gain that a setup should be able to detect. A smaller gain would not justify the work and traffic of another
 method."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a setup should detect this gain. It is the statistical power that studies usually aim for."""
+"""Probability with which a setup should detect this gain. This probability is the statistical power that studies
+usually aim for."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,16 @@ class Standing:
 
     Attributes:
         figures: values keyed by name and seed. ``mean``, ``worst10`` and ``variance`` are statistics of the metric over
-            clients after the last round.
-            ``gain_local`` and ``gain_fedavg`` are the mean differences over clients from the models of local training
-            and FedAvg.
-            ``gainers_local`` and ``gainers_fedavg`` are the fractions of clients for which this difference is positive.
-            ``mean_at_fedavg_work`` is the mean in the last evaluated round in which no more gradients were spent than
-            FedAvg spends in total, or NaN if there is no such round. ``gradients`` (of samples) and ``bytes`` are
-            totals of the whole run.
-            ``rounds_to_95`` is the first evaluated round that reaches 95 % of the best mean in the setup, or NaN if
-            none does.
+            clients after the last round. ``gain_local`` and ``gain_fedavg`` are the mean differences over clients from
+            the models of local training and FedAvg. ``gainers_local`` and ``gainers_fedavg`` are the fractions of
+            clients for which this difference is positive. ``mean_at_fedavg_work`` is the mean in the last evaluated
+            round in which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
+            ``gradients`` (of samples) and ``bytes`` are totals of the whole run. ``rounds_to_95`` is the first
+            evaluated round that reaches 95 % of the best mean in the setup, or NaN if none does.
         gain: gain in ``mean`` over the better of local training and FedAvg. None for this baseline itself, and if
-            either of the
-            two has no result.
+            either of the two has no result.
         confirmed: True if the gain is also significant, with the same sign, with the seeds of a second run. None if
-            there was no second
-            run.
+            there was no second run.
     """
 
     method: str
@@ -98,14 +93,13 @@ class SetupVerdict:
     """Verdicts on all methods in a setup, with their records.
 
     Attributes:
-        reference: the better of local training and FedAvg, by the mean over seeds. It is empty if either of them has no
-            result.
+        reference: the better of local training and FedAvg, by the mean over seeds. The name is empty if either of the
+            two has no result.
         spread: standard deviation of gains over seeds that all methods are assumed to share, from the prior of the
-            moderated test. NaN if too few
-            gains were tested.
+            moderated test. NaN if too few gains were tested.
         needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
-            given ``spread`` and the first step of Holm's correction. It does not depend on the observed gains, and is 0
-            if ``spread`` is unknown.
+            given ``spread`` and the first step of Holm's correction. This number does not depend on the observed gains,
+            and is 0 if ``spread`` is unknown.
         standings: results of the methods that have finished, with the best mean first.
         records: record of every method, keyed by method.
     """
@@ -254,8 +248,7 @@ def ranked(verdicts: list[SetupVerdict]) -> tuple[tuple[str, ...], tuple[str, ..
     """Return the setups and methods of the largest block without missing results, its means, and the mean ranks.
 
     All results are empty if the block has fewer than `MIN_SETUPS` setups or methods. The methods are sorted by rank.
-    The block contains only setups for
-    which `Setup.ranks` is true.
+    The block contains only setups for which `Setup.ranks` is true.
     """
     from scipy.stats import rankdata
 

@@ -57,9 +57,8 @@ def due(
     Args:
         setups: setups to include.
         records: existing records.
-        methods: requested methods. Their cells are also run again if they are stale. All methods of the protocol are
-            included if it is
-            empty.
+        methods: requested methods. Stale cells of these methods are also run again. All methods of the protocol are
+            included if no methods are named.
         space: search space of the requested methods.
         again: True to select recorded cells that have not been confirmed with other seeds, instead of missing cells.
         old: True to include stale cells.
@@ -91,7 +90,7 @@ def measure_all(
         todo: cells to run.
         records: records that existed before the call, keyed by setup and method.
         results: file in which the records are stored.
-        out: folder for the run directories. Each cell uses a separate folder in it.
+        out: folder for the run directories. Each cell uses a separate folder inside this one.
         data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
         budget: time limit for all cells.
         show: function that shows the progress of runs.
@@ -99,8 +98,7 @@ def measure_all(
         again: True to rerun each cell with other seeds, to confirm its verdict.
         workers: number of cells to run at the same time.
         join: True to wait for cells that other processes are measuring, and to take over the cells of processes that
-            have died.
-            False to leave the cells of other processes to them.
+            have died. False to leave the cells of other processes to them.
 
     Raises:
         ConfigError: torchrun has started more than one rank.

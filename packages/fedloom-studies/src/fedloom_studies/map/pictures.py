@@ -91,8 +91,7 @@ def ladder(
         title: title of the values.
         groups: groups of methods that a test does not distinguish. Each group is drawn as a bar beside its rows.
         full: methods that are drawn as filled circles. All other methods are drawn as empty circles. None: all methods
-            are drawn
-            as filled circles.
+            are drawn as filled circles.
     """
     rows = [
         {

@@ -22,8 +22,7 @@ from fedloom_studies.store import not_a_record, put, records
 DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
 REUSED_STATUS = "reused"
 """Status of a cell at equal gradients whose method already takes as many gradients as FedAvg at equal rounds. The runs
-would be the same
-under both protocols, so those at equal rounds are reused."""
+would be the same under both protocols, so those at equal rounds are reused."""
 SIGNIFICANT_DIGITS = 6
 """Number of significant digits that records keep."""
 Values = list[float | None]
@@ -34,8 +33,7 @@ class Series(NamedTuple):
 
     Attributes:
         clients: metric on the test part of each client after the last round, ``[n]``. None for a value that is unknown,
-            such
-            as that of an attacker.
+            such as that of an attacker.
         rounds: numbers of the evaluated rounds, ``[k]``.
         mean: mean over clients in each of these rounds.
         gradients: number of samples whose gradients had been computed by each of these rounds.
@@ -68,7 +66,7 @@ class CellRecord:
         seeds: results of the runs, keyed by seed.
         again: results of a second run with other seeds, keyed by seed.
         minutes: processor time of trials, runs and evaluation, in core-minutes.
-        commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. It is empty if the commit
+        commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
             is unknown.
     """
 

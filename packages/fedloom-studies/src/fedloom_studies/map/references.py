@@ -106,9 +106,9 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
     best = max(alone, key=lambda name: alone[name].mean)
     yield from (
         "",
-        f"The best model of a client alone is {best}. The table compares it with models of scikit-learn (default "
-        "settings, the same data) and with the best methods. All figures are in points, with a 95 % interval over "
-        "seeds.",
+        f"The best model that a client can train alone is {best}. The table compares it with scikit-learn models "
+        "(default settings, the same data) and with the best methods. All values are in percent, with a 95 % interval "
+        "over seeds.",
     )
     yield from ("", f"| model | {j.standings[0].record.metric} | over {best} |", "|---|---|---|")
     methods = [s for s in (*j.rivals[:3], j.find("fedavg")) if s is not None and s.method != "local"]

@@ -108,8 +108,8 @@ def recommendation(verdicts: Mapping[str, SetupVerdict]) -> str:
     if best:
         (points, attack), alone = lowest[best], lowest[REFERENCE_METHODS[0]][0]
         parts.append(
-            f"`{best}` has the best worst case: {fixed(100 * points, 1)} % under {attack}. Local training has at least "
-            f"{fixed(100 * alone, 1)} % under every attack."
+            f"`{best}` has the best worst case: {fixed(100 * points, 1)} % under {attack}. Local training scores at "
+            f"least {fixed(100 * alone, 1)} % under every attack."
         )
     return " ".join(parts)
 
@@ -132,8 +132,8 @@ def rules_section(records: Records) -> Iterator[str]:
         f"{recommendation(verdicts)} The baseline is the better of local training and FedAvg with the mean. Four of 20 "
         f"clients attack. The settings are chosen in *{rule_settings()}*, which has the same clients and no attackers. "
         "The table shows the honest clients' mean accuracy in percent after 40 rounds (equal rounds for all methods), "
-        "with the plain 95 % interval over seeds. The verdict beside it is the verdict against the baseline of this "
-        "attack, by moderated t tests with Holm's correction over the column."
+        "with the plain 95 % interval over seeds. The verdict next to it compares the method with the baseline under "
+        "this attack, by moderated t tests with Holm's correction over the column."
     )
     yield from ("", f"| method and rule | {' | '.join(verdicts)} |", f"|---{'|---' * len(verdicts)}|")
     names = dict.fromkeys(name for name, _ in rule_cells())

@@ -43,7 +43,7 @@ class Setup:
         title: title for readers, which names what is special about the clients.
         says: sentence that describes how the federation was made.
         share: core-minutes that all cells of the setup at equal rounds may take together.
-        trials: number of trials per method. If it is 1, every method runs with its default settings.
+        trials: number of trials per method. If there is only one trial, every method runs with its default settings.
         tuning: seeds for the trials.
         seeds: seeds for the results.
         again: seeds for a second run that confirms verdicts.
@@ -77,7 +77,7 @@ class Setup:
     def training(self) -> str:
         """Description of the model, the number of rounds and the tuning."""
         model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
-        tuned = f"{self.trials} trials per method" if self.trials > 1 else "not tuned, default settings"
+        tuned = f"{self.trials} trials per method" if self.trials > 1 else "default settings without tuning"
         kind = self.document["model"]["kind"]
         return f"{kind}{f' ({model})' if model else ''}, {self.document['rounds']} rounds, {tuned}"
 
@@ -205,7 +205,7 @@ class Cell:
 
     @cached_property
     def source(self) -> str:
-        """Digest of the code of the method. For a preset, it covers the code of all its parts.
+        """Digest of the code of the method. For a preset, the digest covers the code of all its parts.
 
         Docstrings, descriptions of options and error messages are left out, because they do not affect results.
         """
@@ -234,7 +234,7 @@ def _is_text(statement: ast.stmt) -> bool:
 def space_from(path: Path, method: str) -> dict[str, Any]:
     """Read a search space from a file.
 
-    Its entries have the form ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
+    The entries of the file have the form ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
 
     Raises:
         ConfigError: the file cannot be read, names a setting that the method does not have, or gives no valid space for

@@ -22,11 +22,10 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     """Yield the lines of the first table, which gives the advice for each setup with its gain and cost.
 
     The advised method is the best of those that are better than the baseline (the better of local training and FedAvg).
-    If there is none, the
-    baseline is advised, provided that it is better than the other of the two and that the setup would have detected a
-    gain of `DETECTABLE_GAIN`. Otherwise, no method is advised. For tables, training alone stands for the best model
-    that a
-    single client can train, including scikit-learn models. The largest gains come first.
+    If no method is better than the baseline, the baseline is advised, provided that it is better than the other of the
+    two and that the setup would have detected a gain of `DETECTABLE_GAIN`. In all other cases, no method is advised.
+    For tables, training alone stands for the best model that a single client can train, including scikit-learn models.
+    The largest gains come first.
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:
@@ -59,10 +58,10 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     yield ""
     yield (
-        "All methods train for equal rounds. [Another table](#at-equal-gradients) compares them at equal gradients. "
-        "Gains are in points, and the largest gains are listed first. The verdict depends on the interval of the gain "
-        "over the baseline. The next two columns are means without a test. *Inconclusive*: no method is better, but "
-        f"there are too few seeds to rule out a gain of {WANTED_POINTS} points."
+        "All methods train for the same number of rounds. [Another table](#at-equal-gradients) compares them at equal "
+        "gradients. Gains are in percentage points, and the largest gains are listed first. The verdict depends on the "
+        "interval of the gain over the baseline. The next two columns show means that were not tested. *Inconclusive*: "
+        f"no method is better, but there are too few seeds to rule out a gain of {WANTED_POINTS} points."
     )
 
 
@@ -78,7 +77,7 @@ def planned(j: SetupVerdict) -> str:
     """Return a phrase about the number of seeds that a setup needs, given the spread that its gains have in common."""
     if not j.needed:
         return "too few results for a plan"
-    return f"{j.needed} seeds are needed to detect {WANTED_POINTS} points"
+    return f"{j.needed} seeds are needed to detect a difference of {WANTED_POINTS} points"
 
 
 def _state_better_reference(j: SetupVerdict) -> str:
@@ -109,7 +108,7 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
     )
     return "\n\n".join(
         [
-            f"{first} In the other federations, these methods are better:" if rest else first,
+            f"{first} In the other federations, the following methods are better:" if rest else first,
             *rest,
             *([last] if tested else []),
         ]
@@ -140,8 +139,8 @@ def sentences(j: SetupVerdict) -> list[str]:
     )
     rivals = rivals_of(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
-    several = "s are" if len(won) > 1 else " is"
-    named = f" The better method{several} {list_names(_gain(s) for s in won)}." if won else ""
+    lead = "methods that do better are" if len(won) > 1 else "method that does better is"
+    named = f" The {lead} {list_names(_gain(s) for s in won)}." if won else ""
     rest = len(rivals) - len(won) - len(lost)
     second = (
         f"Of the {len(rivals)} other methods, {_count(len(won))} better than the baseline, {_count(len(lost))} worse, "
@@ -164,13 +163,17 @@ def _power(j: SetupVerdict) -> Iterator[str]:
         seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
         enough = planned(j) if j.decides else f"*{planned(j)}*"
         yield (
-            f"The standard deviation of the gains over seeds is {spread} points. At this spread, {enough}, and {seeds} "
-            "were run."
+            f"The standard deviation of the gains over seeds is {spread} points. With this spread, {enough}, "
+            f"{'and' if j.decides else 'but only'} {seeds} were run."
         )
 
 
 def _pooled(standing: Standing | None) -> str:
-    return f" One model on the pooled data scores {write_percent(standing.figures['mean'])} %." if standing else ""
+    return (
+        f" A single model that is trained on the pooled data scores {write_percent(standing.figures['mean'])} %."
+        if standing
+        else ""
+    )
 
 
 def _count(methods: int) -> str:

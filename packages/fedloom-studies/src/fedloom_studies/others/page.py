@@ -1,9 +1,8 @@
 """Page about tables of other programs: every printed value beside fedloom's value, and verdicts of fair tests.
 
 A value is exact if fedloom's mean has the printed digits, and close if it differs by no more than the limit of the
-table. A value beyond
-this limit is explained by the spread over seeds if it lies within two standard errors, or else by a sentence in the
-recipe.
+table. A value beyond this limit is explained by the spread over seeds if it lies within two standard errors, or else by
+a sentence in the recipe.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import read_document
 
 EXACT_COX_FILE = "brca-cox.json"
-"""File in the folder of the summaries that contains concordances of the exact Cox regression. It is written by
-`studies/scripts/brca_cox`."""
+"""File in the folder of the summaries that contains concordances of the exact Cox regression. The script
+`studies/scripts/brca_cox` writes this file."""
 AFL_LOOPS_FILE = "afl-adult.json"
 """File in the folder of the summaries with results of the loops of the public code on adult.
 `studies/scripts/afl_adult` repeats these loops in numpy."""
@@ -37,7 +36,7 @@ Figures = Mapping[str, Mapping[str, float]]
 OTHERS_TEXT = """# Tables of other programs
 
 This page reproduces published tables of other programs on public data. Each table is first repeated with the authors'
-data, split, seeds and settings, and then tested with equal tuning for every method. A program generates this page
+data, split, seeds and settings, and then tested with equal tuning for every method. This page is generated
 from recorded runs.
 
 Two commands repeat the first table in about two minutes. The first command downloads four files from UCI (70 kB):
@@ -53,7 +52,7 @@ WORDS_TEXT = """## Words for cells
 | word | meaning |
 |---|---|
 | *exact* | the mean over seeds has the printed digits |
-| *close* | the mean differs by at most the table's limit (beside the count) |
+| *close* | the mean differs by at most the table's limit, which is given next to the count |
 | *spread* | the mean differs by more, but by at most two standard errors of both means |
 | *explained* | the mean differs by more than two standard errors, for the reason below the table |
 
@@ -99,7 +98,7 @@ def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
 
 
 def render_pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of every file: "" for the page on all tables, otherwise a recipe's page or figure.
+    """Yield the names and texts of all files: the page about all tables (named ""), and each recipe's page and figure.
 
     Raises:
         RunDirError: a file in ``results`` is not a summary of a recipe.
@@ -119,7 +118,7 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
-    """Render the page about all tables, with additional values for some of them."""
+    """Render the page about all tables, with additional values for some tables."""
     lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
     for table, group in groups.items():
         published, fair = _split(group)

@@ -28,8 +28,7 @@ Floats = NDArray[np.float64]
 HEART_FILES = {name: f"processed.{name}.data" for name in ("cleveland", "hungarian", "switzerland", "va")}
 HEART_NUMBERS, HEART_CODES = (0, 1, 3, 4, 5, 7, 8, 9), (2, 6)
 """Columns of the UCI files that FLamby uses: numeric columns, and categorical columns, which become indicators. The
-target is
-the last column."""
+target is the last column."""
 HEART_SEED, HEART_TRAINING_SHARE = 43, 0.66
 BRCA_FEATURES = 39
 AFL_CLASSES = (("T-shirt/top", 0), ("Pullover", 2), ("Shirt", 6))
@@ -60,9 +59,8 @@ class FlambyHeart(Source):
     """Fed-Heart-Disease from FLamby (owkin/FLamby at edacf54): four hospitals, 740 patients without missing values.
 
     Columns 10 to 12 are left out first, and then all patients with a missing value. Two thirds of the patients of each
-    hospital are used for training. They are drawn by scikit-learn with seed 43. The features are scaled by the training
-    part of each
-    hospital.
+    hospital are used for training. The training patients are drawn by scikit-learn with seed 43. The features are
+    scaled by the training part of each hospital.
     """
 
     path: str | None = Field(None, description="folder with the four UCI files (None: search the data folder)")

@@ -17,7 +17,7 @@ LINE_CHARACTERS = 24
 
 
 def charted(cells: Sequence[TableCell]) -> list[TableCell]:
-    """Return the cells that can be drawn. The result is empty if none was run."""
+    """Return the cells that can be drawn. The result is empty if no cell was run."""
     return [c for c in cells if c.n and math.isfinite(c.mean)]
 
 
@@ -31,8 +31,8 @@ def legend(cells: Sequence[TableCell]) -> str:
 
 def alt(title: str, cells: Sequence[TableCell]) -> str:
     """Return the alternative text of the figure."""
-    beside = " beside the paper's" if any(c.paper is not None for c in charted(cells)) else ""
-    return f"Our results{beside}, a row per column of the table: {title}."
+    beside = " next to the paper's" if any(c.paper is not None for c in charted(cells)) else ""
+    return f"Our results{beside}, with one row for each column of the table: {title}."
 
 
 def draw_table(cells: Sequence[TableCell]) -> str:

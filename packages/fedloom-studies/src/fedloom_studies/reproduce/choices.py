@@ -4,19 +4,15 @@ Every candidate is tried with one seed or several.
 
 ``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` lists the candidates. A key of ``local`` is written as
 ``"local.lr"``. Several keys form a grid, which is the whole search space of the method. The score is the validation
-accuracy in the last round, averaged over the models of the method. If there is no accuracy, it is the first metric that
-`fedloom.lab.tune` uses.
-With ``model = "auto"``, only the personal model is scored if there is one. A table ``[choose]`` may reduce the
-``rounds`` of these
-trials, and average the score over the first ``seeds``. With ``once = true``, the choice for the first variant applies
-to all
-variants. With ``metric = "accuracy/weighted"``, the score is the value by which the claims of the recipe are judged.
-Test data are never used. With
-``extend = K``, a grid is extended up to K times if its best value lies at an edge, in the same way for all methods. The
-next value is the edge value times the ratio between it and its neighbor. With ``edges = "every"``, the grid is
-extended in every key whose best value lies at its edge, and combinations of the best and the next values are tried.
-Otherwise, it
-is extended only in the first such key, with all values of the other keys.
+accuracy in the last round, averaged over the models of the method. If there is no accuracy, the score is the first
+metric that `fedloom.lab.tune` uses. With ``model = "auto"``, only the personal model is scored if there is one. A table
+``[choose]`` may reduce the ``rounds`` of these trials, and average the score over the first ``seeds``. With ``once =
+true``, the choice for the first variant applies to all variants. With ``metric = "accuracy/weighted"``, the score is
+the value by which the claims of the recipe are judged. Test data are never used. With ``extend = K``, a grid is
+extended up to K times if its best value lies at an edge, in the same way for all methods. The next value is the edge
+value times the ratio between it and its neighbor. With ``edges = "every"``, the grid is extended in every key whose
+best value lies at its edge, and combinations of the best and the next values are tried. Otherwise, the grid is extended
+only in the first such key, with all values of the other keys.
 """
 
 from __future__ import annotations

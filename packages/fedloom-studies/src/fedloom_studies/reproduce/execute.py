@@ -43,7 +43,7 @@ from fedloom_studies.store import lock_folder, read_document
 PROTOCOL_FILE = "protocol.json"
 """File in the folder of a recipe with digests of the documents that were run."""
 DEVICE_KEY = "engine.device"
-"""Key in this file for the device that was used. Its value is the name of the device."""
+"""Key in this file for the device that was used. The value of this key is the name of the device."""
 SUM_ORDER_TOLERANCE = 0.002
 """Relative difference up to which values may differ because of the order of summation on different processors."""
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
@@ -66,7 +66,7 @@ def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) 
 class TimeBudget:
     """Time limit of a recipe.
 
-    When the limit is reached, the current run is saved and stopped. It can be resumed later.
+    When the limit is reached, the current run is saved and stopped. A stopped run can be resumed later.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -102,16 +102,16 @@ def reproduce(
     join: bool = False,
     executor: Executor | None = None,
 ) -> RecipeSummary | None:
-    """Run the missing parts of a recipe. The result is a summary. It is written after every variant.
+    """Run the missing parts of a recipe. The result is a summary. The summary is written after every variant.
 
     Args:
         recipe: recipe to run.
         scale: scale at which the recipe is run.
-        out: folder for the recipe. Each variant has its own run directory in it.
+        out: folder for the recipe. Each variant has its own run directory in this folder.
         results: folder for the summaries. None: the summary is not written.
         data_dir: folder with the data sets.
         seeds: seeds to use instead of those of the recipe.
-        only: labels of the methods to run. All methods are run if it is empty.
+        only: labels of the methods to run. All methods are run if no labels are given.
         workers: number of processes.
         device: device for the runs and trials, as in ``[engine]``.
         budget: time limit of the recipe.
@@ -122,9 +122,8 @@ def reproduce(
             *arguments)``.
 
     Returns:
-        The summary. It is incomplete if the time limit was reached or the user stopped the run. None if there is no
-        result
-        yet.
+        The summary. The summary is incomplete if the time limit was reached or the user stopped the run. None if there
+        is no result yet.
 
     Raises:
         DataError: the data are missing.
@@ -245,7 +244,7 @@ def verify(
         summary: summary to compare with.
         folder: empty folder for the run.
         data_dir: folder with the data sets.
-        only: labels of the methods to run. All methods are run if it is empty.
+        only: labels of the methods to run. All methods are run if no labels are given.
         workers: number of processes.
         show: function that shows the progress of runs.
 
@@ -309,7 +308,7 @@ def _variant(
 
 
 def _is_ended(stopped: RunStopped) -> bool:
-    """Return False if the user stopped the run. Otherwise, raise the exception that is passed."""
+    """Return False if the user stopped the run. Raise the exception that is passed in all other cases."""
     if stopped.reason is not Stop.INTERRUPTED:
         raise stopped
     return False

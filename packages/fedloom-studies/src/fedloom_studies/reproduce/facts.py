@@ -17,8 +17,9 @@ from fedloom_studies.reproduce.recipe import Recipe
 FACTS_PAGE = "facts"
 """Name of the page, which is in the folder with the pages of the recipes."""
 FACTS_TEXT = (
-    "Facts that the papers' texts lack or contradict, and how many of a paper's recipes in the published protocol use "
-    "them. Repositories are named with the commit that was read. FedACS and Equitable-FL have no public code."
+    "This page lists facts that the texts of the papers leave out or contradict, and how many of the recipes in the "
+    "published protocol use them. Each repository is given with the commit that was read. FedACS and Equitable-FL have "
+    "no public code."
 )
 
 
@@ -56,7 +57,7 @@ def facts() -> tuple[Fact, ...]:
 
 
 def published(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
-    """Return the recipes of a paper as published. Each of them must be listed for every fact about the paper."""
+    """Return the recipes of a paper as published. Each recipe must be listed for every fact about the paper."""
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{paper},")]
     return [name for name, one in of_paper if one.paper.mode == "published"]
 

@@ -3,14 +3,11 @@
 A reference has the form ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``.
 The model is global, personal, hybrid (as the run chose it), hybrid-validation (chosen on validation data in every run),
 or empty for work and traffic. The figure has the form ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless
-train,
-validation
-or common is stated. The statistic ``client-K`` stands for the value of client number K alone. WHEN is the last round by
-default.
-Other values are ``validation`` (the round that is best on validation data), ``mean`` (the mean over the evaluated
-rounds, which measures speed), the number of a round, and ``to VALUE``. The last of these is the first evaluated round
-whose validation score reaches the value, for claims about work. If a model never reaches the value, the work of the
-last round is used, which is a lower bound.
+train, validation or common is stated. The statistic ``client-K`` stands for the value of client number K alone. WHEN is
+the last round by default. WHEN may also be ``validation`` (the round that is best on validation data), ``mean`` (the
+mean over the evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last of these, which
+is used for claims about work, is the first evaluated round whose validation score reaches the value. If a model never
+reaches the value, the work of the last round is used, which is a lower bound.
 
 The function `unit` defines how a value is shown: accuracies in percent with differences in points, and bytes as MB.
 """
@@ -148,7 +145,7 @@ def _number(of: Unit, value: float, spread: float) -> str:
 
 
 def values(run: Run, reference: Reference) -> dict[int, float]:
-    """Return the value for each seed. It is NaN if the run has not ended or did not record it."""
+    """Return the value for each seed. The value is NaN if the run has not ended or did not record it."""
     name, _, when = reference.figure.partition("@")
     by_seed = {}
     for seed in seeds_of(run, reference.method):

@@ -1,26 +1,20 @@
 """Verdicts on the claims of papers, based on tests against each rival.
 
 A rival is one of the sides that the subject of the claim is compared with. For each rival, there is one number per
-seed:
-the difference in the claimed direction, as a mean over variants and paired over seeds (with the same seed, data,
-cohorts, initial model and batches are the same). It is tested by a t-test with Holm's correction over the rivals of the
-claim. If a claim is about
-each variant, such as every attack, a side counts as a different rival in each variant. A claim holds if the subject is
-clearly ahead of every rival. It does not hold if any rival is clearly ahead. A large lead over one rival therefore
-cannot make up
-for another. A claim
-is tested after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these
-tests (looks) that is clear settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about
-standard deviations
-over seeds are judged in the same way, with each value replaced by its distance from the median over seeds (Levene's
-test in the form of Brown and Forsythe). The comparisons with single rivals in single variants are tested separately,
-with
-Holm's correction over the whole recipe. If one of
-them clearly contradicts the claim, the claim holds only in part. Variances, work and traffic are compared by ratios,
-as in the claims of the papers. On this logarithmic scale, a single extreme seed cannot dominate a mean. The interval of
-a
-difference uses the level of its look and of its step in Holm's procedure, so it is the interval that decides the test.
-Verdicts apply to the samples of the paper, with other seeds.
+seed: the difference in the claimed direction, as a mean over variants and paired over seeds (with the same seed, data,
+cohorts, initial model and batches are the same). The differences are tested by a t-test with Holm's correction over the
+rivals of the claim. If a claim is about each variant, such as every attack, a side counts as a different rival in each
+variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if any rival is clearly
+ahead. A large lead over one rival therefore cannot make up for another. A claim is tested after 5, 10 and 20 seeds, at
+levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests (looks) with a
+significant result settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about standard
+deviations over seeds are judged in the same way, with each value replaced by its distance from the median over seeds
+(Levene's test in the form of Brown and Forsythe). The comparisons with single rivals in single variants are tested
+separately, with Holm's correction over the whole recipe. If one of them clearly contradicts the claim, the claim holds
+only in part. Variances, work and traffic are compared by ratios, as in the claims of the papers. On this logarithmic
+scale, a single extreme seed cannot dominate a mean. The interval of a difference uses the significance level of its
+interim test and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts apply to the
+samples of the paper, with other seeds.
 """
 
 from __future__ import annotations
@@ -56,7 +50,10 @@ from fedloom_studies.reproduce.recipe import Claim, Recipe
 
 @dataclass(frozen=True)
 class ClaimPair:
-    """Comparison of the subject of a claim with one side in one variant. Its verdict includes Holm's correction."""
+    """Comparison of the subject of a claim with one side in one variant.
+
+    The verdict on the comparison includes Holm's correction.
+    """
 
     left: str
     right: str
@@ -68,8 +65,9 @@ class Rival:
     """Side that the subject of a claim is compared with.
 
     Attributes:
-        name: name of the side. It includes the variant only if the variant differs or the claim is about each variant.
-        look: test of its differences, one per seed, at the look that settles the claim.
+        name: name of the side. The name includes the variant only if the variant differs or the claim is about each
+            variant.
+        look: test of its differences, one per seed, at the interim test that settles the claim.
         clear: True if the difference is significant by Holm's procedure over the rivals of the claim.
     """
 
@@ -117,8 +115,8 @@ class JudgedClaim:
     def verdict(self) -> ClaimVerdict:
         """Verdict on the claim as a whole.
 
-        The claim holds if it holds against every rival. It holds in part if it holds against some rivals and no rival
-        is ahead, or if it holds but a single comparison contradicts it.
+        The claim holds if it holds against every rival. A claim holds in part if it holds against some rivals and no
+        rival is ahead, or if it holds but a single comparison contradicts it.
         """
         if self.reason:
             return UNTESTED
@@ -130,7 +128,7 @@ class JudgedClaim:
     def least(self) -> Rival:
         """Rival that comes closest to contradicting the claim.
 
-        It has the smallest difference or, in a claim of equivalence, the largest.
+        This rival has the smallest difference or, in a claim of equivalence, the largest.
 
         If the claim does not hold, it is a rival that clearly contradicts it.
         """
@@ -212,7 +210,7 @@ def _single(look: Look, clear: bool) -> Look:
 def _rivals(
     recipe: Recipe, claim: Claim, pairs_of_claim: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
 ) -> tuple[Rival, ...]:
-    """Test a claim against its rivals at the first look that settles it, or else at the last look with enough seeds."""
+    """Test a claim against its rivals at the first interim test that settles it, or else at the last one."""
     by_rival: dict[str, list[Mapping[str, float]]] = {}
     for (left, right), lead in pairs_of_claim:
         if lead:
@@ -344,7 +342,7 @@ def _rival(claim: Claim, left: Reference, right: Side) -> str:
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
     """Return the difference for each seed that both sides have, positive in the claimed direction.
 
-    If `Unit.ratio` is true, it is the logarithm of the ratio.
+    If `Unit.ratio` is true, the difference is the logarithm of the ratio.
     """
     a = finite(numbers.get(left.variant, {}).get(str(left), {}))
     b = (

@@ -14,9 +14,8 @@ from fedloom.lab.report import FAMILY_ERROR_LEVEL, holm
 from fedloom_studies.reproduce.recipe import Claim
 
 LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
-"""Numbers of seeds after which a claim is tested, and the two-sided significance level of each of these looks. With
-fewer seeds, no claim is
-tested."""
+"""Numbers of seeds after which a claim is tested, and two-sided significance levels of these interim tests (looks).
+With fewer seeds, no claim is tested."""
 DETECTION_PROBABILITY = 0.8
 """Probability with which a difference of the detectable size would have been found significant. It is the usual power
 of a study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
@@ -70,11 +69,11 @@ class Look:
     Attributes:
         n: number of seeds in the test.
         difference: mean difference over the seeds.
-        level: significance level that decides the test. It is the level of the look or, with several rivals, that of
-            the step in Holm's procedure. NaN if no test was made.
+        level: significance level that decides the test. This level is that of the interim test or, with several rivals,
+            that of the step in Holm's procedure. NaN if no test was made.
         error: standard error of ``difference``. NaN if no test was made.
         p: two-sided p-value of either the claim or its opposite, whichever is closer.
-        verdict: "holds", "does not hold" or "undecided", at the level of the look.
+        verdict: "holds", "does not hold" or "undecided", at the level of the interim test.
     """
 
     n: int
@@ -100,7 +99,7 @@ class Look:
 
 
 def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
-    """Return the first look that settles a claim, or the last look with enough seeds, or the mean of fewer seeds."""
+    """Return the first interim test that settles a claim, the last one with enough seeds, or a mean of fewer seeds."""
     values = [lead[seed] for seed in order]
     look = look_at(claim, values, math.nan)
     for n, level in LOOK_LEVELS:
@@ -128,7 +127,7 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean. It is 0 if all values are the same infinity."""
+    """Return the standard error of a mean. The error is 0 if all values are the same infinity."""
     if not all(map(math.isfinite, values)):
         return 0.0 if len(set(values)) == 1 else math.inf
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))
@@ -142,9 +141,9 @@ def _one_sided(lead: float, error: float, n: int) -> float:
 
 
 def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
-    """Return each look at the level of its step in Holm's procedure, and whether it is significant at this level.
+    """Return each test at the level of its step in Holm's procedure, and whether it is significant at this level.
 
-    Because looks may have different levels, each p-value is divided by the level of its look.
+    Because the tests may have different levels, each p-value is divided by the level of its test.
     """
     shares = [min(1.0, FAMILY_ERROR_LEVEL * look.p / look.level) for look in looks]
     clear = [p <= FAMILY_ERROR_LEVEL for p in holm(shares)]

@@ -111,5 +111,7 @@ def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     for mode, side in zip(("Published", "Fair"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]
         shown = ", ".join(count_claims(words.count(word), word) for word in dict.fromkeys(words))
-        lines.append(f"{mode}: {len(words)} of {len(side)} claims{f'. Of these, {shown}' if shown else ''}.")
+        lines.append(
+            f"{mode}: {len(words)} of {len(side)} claims are covered{f'. Of these, {shown}' if shown else ''}."
+        )
     return " ".join(lines)

@@ -19,9 +19,14 @@ from fedloom_studies.reproduce.recipe import RECIPE_SCALES, Paper, Recipe, Scale
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, add_rivals, read_summary
 
 MODE_TEXTS = {
-    "published": "This recipe uses the paper's own settings, its public code's variants and its own way to choose.",
-    "fair": "In this recipe, every method searches a grid of equal size on validation data.",
-    "near": "This recipe follows the stated protocol, with the same choices for all methods if the paper is silent.",
+    "published": (
+        "This recipe uses the paper's own settings, the variants in its public code, and its own way of choosing "
+        "settings and models."
+    ),
+    "fair": "In this recipe, every method searches a grid of the same size on validation data.",
+    "near": (
+        "This recipe follows the stated protocol. If the paper gives no information, all methods use the same choices."
+    ),
 }
 
 EMPTY_CELL = "-"
@@ -51,12 +56,12 @@ def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """Return a phrase for the state of a recipe: not run, unfinished or run, with scale and date.
 
-    It also states whether the summary belongs to an earlier version of the recipe.
+    The phrase also states whether the summary belongs to an earlier version of the recipe.
     """
     if summary is None:
         return "not run"
     done = "run" if summary.complete else "unfinished"
-    old = ", an earlier version of the recipe" if earlier(recipe, summary) else ""
+    old = ", with an earlier version of the recipe" if earlier(recipe, summary) else ""
     return f"{done}, {summary.scale} scale, {summary.date}{old}"
 
 
@@ -118,7 +123,8 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     yield from ("[Tables of other programs](../others.md)" if paper.table else "[All papers](../papers.md)", "")
     if paper.reduced:
         yield from (
-            f"The run is smaller than the paper's: {paper.reduced}. Claims are judged, but cells are not compared.",
+            f"The run is smaller than the paper's: {paper.reduced}. Claims are judged, but single values are not "
+            "compared.",
             "",
         )
     if regime:
@@ -150,7 +156,7 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     if old:
         yield from (
             "",
-            "The recipe has changed since. The results belong to its earlier version and judge no claim.",
+            "The recipe has changed since then. The results belong to its earlier version, so no claim is judged.",
         )
     claim_lines = () if regime else _claims(recipe, verdicts, moved, old=old)
     yield from ("", *_table(recipe, summary), *claim_lines, *_rest(recipe, summary))
@@ -212,9 +218,10 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
         )
     yield from _filled(["clients", "model", "ours (mean ± std)", "round best on validation", "paper", "verdict"], rows)
     if compare and recipe.paper.nearest:
-        yield f"\n[{recipe.paper.nearest}]({recipe.paper.nearest}.md) is nearer to the paper and counts these cells."
+        nearest = f"[{recipe.paper.nearest}]({recipe.paper.nearest}.md)"
+        yield f"\n{nearest} is closer to the paper, so these values are counted there."
     elif not compare and recipe.paper.reduced is None and not summary.samples:
-        yield "\nThe record does not contain the size of the data, so no cell is compared."
+        yield "\nThe record does not contain the size of the data, so no value is compared."
     yield ""
 
 
@@ -285,7 +292,7 @@ def shows(verdict: judge.JudgedClaim) -> str:
     if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
         return ""
     shown = unit(verdict.figure).lead(look.detectable).removeprefix("+")
-    return f" ({look.n} seeds detect {shown} or more)"
+    return f" ({look.n} seeds can detect {shown} or more)"
 
 
 def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:

@@ -2,9 +2,7 @@
 
 The file ``papers.toml`` lists the headline claims. For each, it contains the first words of the corresponding claim in
 the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into its sentences about
-reasons for verdicts.
-Everything else is generated from
-the summaries.
+reasons for verdicts. Everything else is generated from the summaries.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ This page tests five papers, first **as published**, with their own settings, an
 equal size for every method. See also the [rules](#how-claims-are-judged) and [tables of other programs](others.md).
 """
 CLOSING_TEXT = """\
-A program generates this page from recorded runs. One command repeats a table:
+This page is generated from recorded runs. A single command repeats a table:
 
 <!-- not run: takes minutes, and needs the data set -->
 ```sh
@@ -58,7 +56,10 @@ fedloom reproduce fedacs-table2 \\
   --data-dir DATA
 ```
 """
-CORRECTED_TEXT = "Earlier versions of this page showed these verdicts, which are withdrawn. The list is hand-written."
+CORRECTED_TEXT = (
+    "Earlier versions of this page showed the following verdicts, which have been withdrawn. This list is written by "
+    "hand."
+)
 NO_ANCHOR = "no anchor"
 """Text for a claim whose recipe has no anchor, because the paper prints no value for one."""
 RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
@@ -222,7 +223,7 @@ def _objection(
     undecided = [cell for cell in candidates if cell.verdict not in (looks.HOLDS, looks.FAILS)]
     count = f"{len(undecided)} of the {len(candidates)} verdicts {'is' if len(undecided) == 1 else 'are'} open."
     text = fill_numbers(sheet.objection, recipes, summaries)
-    return f"**Open objections of the authors.** {text} {count}"
+    return f"**Objections that the authors might raise.** {text} {count}"
 
 
 def _less(
@@ -276,8 +277,8 @@ def _cell(
 ) -> ClaimCell:
     """Return the verdict on a headline claim under one protocol.
 
-    It comes from a recipe that is up to date and complete, at full length if possible. Among several, the least
-    favorable verdict is used.
+    The verdict comes from a recipe that is up to date and complete, at full length if possible. Among several, the
+    least favorable verdict is used.
 
     A recipe whose run is not comparable to the paper's gives no verdict, and the verdict of a stand-in appears only on
     its own page.
@@ -421,7 +422,7 @@ def _unaffordable(
     )  # fmt: skip
     if short:
         named = ", ".join(f"[{name}]({PAPERS_FOLDER}/{name}.md)" for name in short)
-        yield f"- 10 or 20 seeds (`--seeds`) may decide claims that are undecided or hold in part: {named}."
+        yield f"- 10 or 20 seeds (`--seeds`) may settle claims that are undecided or hold only in part: {named}."
     yield from (
         "",
         "You can stop and restart each of these commands. `fedloom reproduce --all --budget 8h` works through all",

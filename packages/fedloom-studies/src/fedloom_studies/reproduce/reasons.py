@@ -1,10 +1,9 @@
 """Sentences about the reasons for verdicts, into which measured numbers are inserted.
 
-They may contain three kinds of placeholders: ``{A - B}`` for the measured difference between two references ``RECIPE |
-VARIANT | METHOD:
-MODEL[: FIGURE]`` in words, ``{A}`` for the mean of one reference, and ``{RECIPE}`` for a link to a recipe. A sentence
-    is left out
-if the current version of its recipe has no result. It raises an error if its difference is not significant.
+The sentences may contain three kinds of placeholders: ``{A - B}`` for the measured difference between two references
+``RECIPE | VARIANT | METHOD: MODEL[: FIGURE]`` in words, ``{A}`` for the mean of one reference, and ``{RECIPE}`` for a
+link to a recipe. A sentence is left out if the current version of its recipe has no result. A sentence raises an error
+if its difference is not significant.
 """
 
 from __future__ import annotations

@@ -4,18 +4,15 @@ A recipe is an experiment file with these additional keys and tables:
 
 - ``base = "NAME"``: another recipe that this one is based on. Tables are merged key by key. A table with a different
   ``kind`` or ``source`` replaces the table of the base, and values that are not tables always replace those of the
-  base. Columns and cells are
-  replaced as a whole, and new columns also remove the old cells. ``[scale.laptop]``, ``nearest`` and ``rivals`` are not
-  inherited.
+  base. Columns and cells are replaced as a whole, and new columns also remove the old cells. ``[scale.laptop]``,
+  ``nearest`` and ``rivals`` are not inherited.
 - ``[paper]``: source of the printed numbers, and the claims (see `Paper`).
 - ``[variant.NAME]``: changes to the experiment. Each variant has its own run directory. ``options.LABEL`` changes a
   single method. If there are no variants, a single variant is called ``all``. ``variants = [...]`` keeps the variants
-  that
-  it lists, and removes the others of the base.
+  that it lists, and removes the others of the base.
 - ``[scale.NAME]``: changes for the scale smoke, laptop or full, which are applied after those of a variant.
-``variants`` and ``methods``
-  restrict the run to those that they list, ``options.LABEL`` changes a single method, ``budget`` is a limit in
-  core-minutes, and `SENTENCE_KEY` is a sentence for the page.
+  ``variants`` and ``methods`` restrict the run to those that they list, ``options.LABEL`` changes a single method,
+  ``budget`` is a limit in core-minutes, and `SENTENCE_KEY` is a sentence for the page.
 - ``choose = {KEY = [values]}`` in a ``[[method]]``: candidates, of which `fedloom.lab.tune` chooses one on validation
   data (see `choices`).
 """
@@ -85,8 +82,7 @@ class Claim(Value):
     """Order that the paper claims between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
     If no variant is given, the claim is judged in every variant that contains the methods. The module `figures`
-    describes
-    the figures.
+    describes the figures.
     """
 
     text: str = Field(description="the paper's claim, in its own words if they are short")
@@ -238,13 +234,12 @@ class Recipe:
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
-        """Return True if a scale follows the protocol. It may have other seeds, and fewer variants or methods.
+        """Return True if a scale follows the protocol. The scale may have other seeds, and fewer variants or methods.
 
         Args:
             scale: scale at which the recipe was run.
             samples: number of samples that the run used from every source, keyed by source. If a number is unknown or
-                smaller than in the
-                paper, the protocol is not followed.
+                smaller than in the paper, the protocol is not followed.
         """
         free = {"budget", SENTENCE_KEY, "seeds", "variants", "methods"}
         if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
@@ -274,7 +269,7 @@ class Recipe:
     def make_documents(
         self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Return the experiment document for every variant, with ``choose`` still in the methods.
+        """Return the experiment document of every variant, in which methods still contain ``choose``.
 
         Raises:
             ConfigError: the recipe does not contain a variant or a method with this name.

@@ -36,7 +36,8 @@ WRITE_INTERVAL_SECONDS = 5.0
 SIGNIFICANT_DIGITS = 7
 """Number of significant digits that summaries keep."""
 ESTIMATES_FILE = "estimates.json"
-"""File with what is needed to run recipes that have neither a summary nor a laptop scale. It is in the same folder."""
+"""File with what is needed to run recipes that have neither a summary nor a laptop scale. The file is in the same
+folder as the summaries."""
 
 
 class Need(NamedTuple):
@@ -58,10 +59,10 @@ class RecipeSummary:
         complete: True if all variants, methods and seeds have been run.
         choices: chosen settings, keyed by variant and method, with the scores of all candidates.
         failures: sentences about runs that diverged or failed.
-        commit: commit of the code, followed by "-dirty" if the code had uncommitted changes. It is empty if the commit
+        commit: commit of the code, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
             is unknown.
-        samples: number of samples in every data set of the run, keyed by source. It is empty in summaries of earlier
-            versions.
+        samples: number of samples in every data set of the run, keyed by source. The mapping is empty in summaries of
+            earlier versions.
     """
 
     recipe: str
@@ -175,8 +176,7 @@ def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSu
     """Return the summary with values added for methods from another recipe of the same experiment (``rivals``).
 
     In both recipes, the same seed gives the same data, cohorts, initial models and batches. Nothing is added if the
-    other record is of
-    a different experiment or was made with an earlier version of the other recipe.
+    other record is of a different experiment or was made with an earlier version of the other recipe.
     """
     other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
     record = read_summary(folder, other.name, summary.scale) if other else None
@@ -240,9 +240,8 @@ def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
 def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
     """Measure the processor time of the block, and add it to the file ``spent.json`` in the folder of a recipe.
 
-    The block receives a function that updates the file. It should be called now and then, so that little is lost if the
-    process is
-    killed.
+    The block receives a function that updates the file. The function should be called now and then, so that little is
+    lost if the process is killed.
     """
     last_written = _processor()
 

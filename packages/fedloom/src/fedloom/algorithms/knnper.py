@@ -53,7 +53,7 @@ FEW = 30  # an accuracy of so many samples has a standard error of up to 0.09
 
 
 class Down(NamedTuple):
-    """The server's model x ``[d]``. Its memory is empty and is not sent."""
+    """The server's model x ``[d]``. The model's memory is empty and is not sent."""
 
     x: Annotated[Tensor, Sent(part="network")]
 

@@ -82,7 +82,7 @@ class Mixer(Value, ABC):
         return self.weights(models, start, ctx)[place] @ models
 
     def move_models(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
-        """Return the models that clients receive whose last models are ``last_models [m, d]``.
+        """Return the models that clients receive, given their last models ``last_models [m, d]`` and their mixtures.
 
         By default, clients receive their mixtures.
         """
@@ -219,8 +219,8 @@ class ClusterMeans(Mixer):
     models. The clustering follows Algorithm 1 of the paper, with the directions of models instead of activations.
 
     Deviations: in each round, the models of the current cohort are clustered again. If ``clusters`` is not set,
-    `clear_clusters` estimates the number of clusters. If it does not find clearly separated clusters, all clients form
-    a single cluster.
+    `clear_clusters` estimates the number of clusters. If there are no clearly separated clusters, all clients form a
+    single cluster.
     """
 
     kind: ClassVar[str] = "clusters"

@@ -48,7 +48,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 
     Raises:
         ConfigError: the list does not have one number per client, no number is positive, or the column does not exist.
-            It is also raised if a client is in no group or has several levels of the column.
+            The error is also raised if a client is in no group or has several levels of the column.
     """
     column = column_of_shares(weights)
     if weights == "samples":

@@ -29,8 +29,8 @@ class Weigher(Value, ABC):
 
     kind: ClassVar[str]
     probes: ClassVar[bool] = False
-    """True if clients answer a question after training, together with their reply. The answers are recorded as work and
-    traffic."""
+    """True if clients answer a question after training and send the answer together with their reply. The answers are
+    recorded as work and traffic."""
     describes: ClassVar[bool] = False
     """True if the answers consist of the clients' activations."""
 
@@ -49,7 +49,7 @@ class Weigher(Value, ABC):
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
-        """Return the shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides them by their sum."""
+        """Return the shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides the shares by their sum."""
 
     def with_groups(self, groups: Sequence[str]) -> Self:
         """Return the weigher with the options set that depend on the groups of the run.
@@ -116,14 +116,14 @@ class EquitableWeigher(Weigher):
     The clusters are computed from the clients' activations. Within a cluster, all clients have the same weight.
 
     Reference: Equitable-FL, "Equitable Federated Learning with Activation Clustering", arXiv:2410.19207, Algorithm 1.
-    It computes S = A A', a spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on the rows
-    of the embedding, and p_i = 1/(C |cluster of i|).
+    The algorithm computes S = A A', a spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on
+    the rows of the embedding, and p_i = 1/(C |cluster of i|).
 
     Deviations: C is the number of clusters that are not empty, so that the weights sum to 1. The paper does not state
     how a client's activations are combined into one vector. Here, the vector is the mean, over the client's training
     samples or its last mini-batch, of the log-softmax of the penultimate representation under the client's trained
-    model. The server receives the activations of individual clients. In the paper, C is set in advance. If it is not
-    set here, `clear_clusters` estimates it in every round.
+    model. The server receives the activations of individual clients. In the paper, C is set in advance. If C is not set
+    here, `clear_clusters` estimates it in every round.
     """
 
     kind: ClassVar[str] = "equitable"
@@ -194,9 +194,9 @@ def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> T
 
 
 CLEAR = 0.7
-"""Mean silhouette from which on clusters are regarded as clearly separated. It indicates a strong structure according
-to Kaufman and Rousseeuw, "Finding Groups in Data", 1990, chapter 2, Table 4. If a normal distribution is split in the
-middle, its two halves have a silhouette of 0.59."""
+"""Mean silhouette from which on clusters are regarded as clearly separated. Such a silhouette indicates a strong
+structure according to Kaufman and Rousseeuw, "Finding Groups in Data", 1990, chapter 2, Table 4. If a normal
+distribution is split in the middle, its two halves have a silhouette of 0.59."""
 
 
 def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
@@ -256,9 +256,9 @@ class FairFedWeigher(Weigher):
 
     Deviations: the metric of a client is computed for the received model on the client's training part, and the global
     value is computed over the cohort. The metric is sent in plain text, without secure aggregation. For a metric that
-    compares groups, this means counts by group.
-    Clients that do not participate keep their weight. Negative weights are set to 0, as in Equitable-FL (``floor``). If
-    the weights of a cohort do not have a positive sum, the cohort is weighted by samples.
+    compares groups, this means counts by group. Clients that do not participate keep their weight. Negative weights are
+    set to 0, as in Equitable-FL (``floor``). If the weights of a cohort do not have a positive sum, the cohort is
+    weighted by samples.
     """
 
     kind: ClassVar[str] = "fairfed"
@@ -335,7 +335,7 @@ class FairFedWeigher(Weigher):
     def _difference(self, counts: Tensor) -> Tensor:
         """Return F ``[m, 1]`` from counts ``[m, 8]`` (`Work.group_counts`).
 
-        It is NaN if one of the groups has no such rows.
+        F is NaN if one of the groups has no such rows.
         """
         groups = counts.unflatten(1, (2, 4))
         rows, predicted, positives, hits = groups.unbind(2)

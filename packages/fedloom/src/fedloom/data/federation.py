@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.subjects.cut import mixed_subjects
-from fedloom.errors import DataError, PartitionError, direction_in
+from fedloom.errors import DataError, PartitionError, direction_in, write_singular
 from fedloom.hints import unknown
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ class Federation:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes on the data and the split for a run's report, without duplicates."""
-        return list(dict.fromkeys((*self.notes, *self.data.notes)))
+        """Sentences about the data and the split for a run's report, without duplicates."""
+        return list(dict.fromkeys(map(write_singular, (*self.notes, *self.data.notes))))
 
     @property
     def n(self) -> int:

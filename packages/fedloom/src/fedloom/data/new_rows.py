@@ -22,7 +22,7 @@ from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_b
 from fedloom.data.sources.table.reading import Raw
 from fedloom.data.tables import level
 from fedloom.data.text import UNKNOWN_TOKEN, encoded
-from fedloom.errors import DataError, NoSamples
+from fedloom.errors import DataError, NoSamples, write_singular
 
 REPAIR_HINT = "repair the cell, or train with impute = true, which fills missing cells"
 
@@ -73,7 +73,7 @@ def new_rows(
             an open table.
 
     Raises:
-        DataError: columns are missing, the shape does not match, or numeric columns contain text. DataError: cells are
+        DataError: columns are missing, the shape does not match, numeric columns contain text, or cells are
             missing or levels are unknown, and the model was trained without imputation. A single message lists all
             problems.
     """
@@ -175,7 +175,7 @@ def _read_columns(
     ]
     x = torch.from_numpy(np.stack(list(columns.values()), 1))
     notes += [] if users in names else unapplied(factors or {}, users, None)
-    return NewRows(x, sites if users in names else None, tuple(notes), kept=kept)
+    return NewRows(x, sites if users in names else None, tuple(map(write_singular, notes)), kept=kept)
 
 
 def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:
@@ -192,7 +192,7 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
     x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
     note = f"not in the vocabulary of the training data, read as {UNKNOWN_TOKEN}: {strange} tokens"
-    return NewRows(x.long(), notes=(note,) if strange else ())
+    return NewRows(x.long(), notes=(write_singular(note),) if strange else ())
 
 
 def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, factors: Factors | None) -> NewRows:

@@ -13,8 +13,8 @@ FLOAT_TYPE_PREFIXES = ("float", "bfloat")
 ROUNDING_TOLERANCE = 1e-3
 """Maximum amount by which floats may exceed the range from 0 to 1 for the message to suggest clipping.
 
-Values of a resized image exceed it by 1e-7. A quarter of a gray level is 1e-3. Values of normalized samples exceed the
-range by 1.
+The values of a resized image exceed the range by about 1e-7, and those of normalized samples by about 1. The limit is a
+quarter of a gray level.
 """
 
 

@@ -169,7 +169,7 @@ def refuse_order(x: object, y: object, name: str) -> None:
 
 
 def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> Side:
-    """Return a training or test set, in any form that `as_dataset` accepts, as arrays."""
+    """Return a training or test set, in any form that `Dataset.create` accepts, as arrays."""
     pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
         raise ConfigError(f"{name}: already contains targets. Leave target out, or pass only the features")

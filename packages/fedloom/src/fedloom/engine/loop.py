@@ -13,7 +13,7 @@ from fedloom.engine.records import Divergence
 from fedloom.engine.round import run_round
 from fedloom.engine.state import State
 from fedloom.engine.virtual.advance import advance
-from fedloom.errors import GivenUp, RunStopped, Stop
+from fedloom.errors import GivenUp, RunStopped, Stop, write_singular
 from fedloom.processes.clients import Clients
 
 
@@ -109,10 +109,10 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
         detail = "; ".join(filter(None, (loop.divergence.sentence, detail)))
     if stop in (Stop.DONE, Stop.STOPPED) and state.round and not state.trained:
         unused = f"no upload was used in any of {state.round} rounds, so nothing was trained"
-        stop, detail = Stop.UNUSABLE, "; ".join(filter(None, (unused, detail)))
-    elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged():
-        same = f"after {state.round} rounds every loss is unchanged, to the last digit"
-        stop, detail = Stop.UNCHANGED, "; ".join(filter(None, (same, detail)))
+        stop, detail = Stop.UNUSABLE, write_singular("; ".join(filter(None, (unused, detail))))
+    elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged(job.oracle.dtype):
+        same = f"after {state.round} rounds every loss is unchanged, except for rounding errors"
+        stop, detail = Stop.UNCHANGED, write_singular("; ".join(filter(None, (same, detail))))
     if saves:
         checkpoints.save(state, stop, detail, diverged, **hooks.extras(state))
     return End(state, stop, detail, diverged)

@@ -18,6 +18,8 @@ from fedloom import metrics
 from fedloom.errors import ConfigError
 from fedloom.processes.clients import Scores
 
+ROUNDING_UNITS = 8
+"""Largest relative change of a loss, in units of the numbers' precision, that counts as a rounding error."""
 DIVERGENCE_FACTOR = 10.0
 """A run diverges while its mean training loss exceeds this multiple of the initial loss (or of 1, if larger).
 
@@ -41,7 +43,7 @@ class Record(NamedTuple):
         round: number of the round, or 0 before the first round.
         model: "global", "personal", "hybrid", or "" for work and traffic.
         part: "train", "validation", "test", "common", or "".
-        metric: name.
+        metric: name of the metric.
         values: one value per evaluated client, float64 ``[s]``, or one value for the federation, ``[1]``.
         total: True if the value describes the federation.
     """
@@ -69,7 +71,7 @@ class Records:
 
     Args:
         items: records to hold.
-        ids: ids of the evaluated clients ``[s]`` in ascending order. None: all.
+        ids: ids of the evaluated clients ``[s]``  in ascending order, or None if all clients are evaluated.
     """
 
     def __init__(self, items: Iterable[Record] = (), ids: Tensor | None = None) -> None:
@@ -111,14 +113,24 @@ class Records:
                 return r.values
         return None
 
-    def is_unchanged(self) -> bool:
-        """Return True if every loss is bit for bit the same in the first and last round in which it was measured."""
-        losses: dict[tuple[str, str, bool], list[Record]] = {}
+    def is_unchanged(self, dtype: torch.dtype) -> bool:
+        """Return True if each loss measured in several rounds is equal in all rounds, except for rounding errors.
+
+        Some methods compute with a model that they do not change, and so change its last digits.
+
+        Args:
+            dtype: type of the numbers in which the run computes.
+        """
+        first: dict[tuple[str, str, bool], Record] = {}
+        tolerance, is_repeated = ROUNDING_UNITS * torch.finfo(dtype).eps, False
         for r in self.items:
-            if r.metric == "loss":
-                losses.setdefault((r.model, r.part, r.total), []).append(r)
-        pairs = [(rs[0].values, rs[-1].values) for rs in losses.values() if rs[-1].round > rs[0].round]
-        return bool(pairs) and all(first.tobytes() == last.tobytes() for first, last in pairs)
+            if r.metric != "loss":
+                continue
+            start = first.setdefault((r.model, r.part, r.total), r)
+            is_repeated = is_repeated or r.round > start.round
+            if not np.allclose(r.values, start.values, rtol=tolerance, atol=0.0, equal_nan=True):
+                return False
+        return is_repeated
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the records as tensors, for a checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
@@ -13,6 +14,7 @@ from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import UNATTACKED_NOTE, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
+from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
 from fedloom.engine.job import Job
@@ -89,8 +91,8 @@ def simulate(
         advance: False to only read what the folder contains, without running further rounds.
         pause: round after which the run is evaluated and interrupted. To resume it, repeat the call with a later round
             or without this argument.
-        ranks: processes from `fedloom.processes.distributed.joined`, each of which must make this call. The models are
-            then available only at rank 0.
+        ranks: processes from `fedloom.processes.distributed.join_ranks`, each of which must make this call. The models
+            are then available only at rank 0.
         initial: initial model, as a vector ``[d]`` or a state dict. This argument and the next three serve to follow
             other code step by step: they replace the run's own random draws, and a folder can only be resumed with the
             same values (see `Replay`).
@@ -206,17 +208,12 @@ class _Simulation(Hooks):
         return self._guard.warnings
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        scored = score_round(self._job, self._clients, state)
-        self._drawn = rng_states()
-        return scored
+        return score_round(self._job, self._clients, state)
 
     def trained(self, state: State) -> tuple[str, ...]:
         notes, attackers, rounds = list[str](), self._job.attackers, self._job.setting.rounds
-        if state.round == 1 and rng_states() != self._drawn:
-            notes.append(
-                "code at the server draws from a global generator of torch, numpy or random, so "
-                "equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
-            )
+        if state.round == 1 and rng_states() != self._drawn and GLOBAL_DRAWS_NOTE not in state.notes:
+            notes.append(GLOBAL_DRAWS_NOTE)
         if state.round == 1 and not state.totals[CLIENT_COUNTS.index("samples_backward")]:
             notes.append("round 1 computed no gradient for any client, so nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
@@ -224,6 +221,9 @@ class _Simulation(Hooks):
         return tuple(notes)
 
     def review_round(self, state: State) -> str | None:
+        fields = ("server", "sampler", "weigher", "aggregator", "sums", "totals", "cohort")
+        if self._callbacks:  # which may change what they are given
+            state = state.with_(**{name: deepcopy(getattr(state, name)) for name in fields})
         answers = [self._guard.call("callback", call, state) for call in self._callbacks]
         self._drawn = rng_states()
         return "; ".join(sentence for sentence in answers if isinstance(sentence, str) and sentence) or None

@@ -50,9 +50,8 @@ def print_texts(
         rows: rows with one text per column.
         right: titles of the right-aligned columns.
         width: maximum number of characters per line if the output is not a terminal.
-        names: True if the first column contains names that users may copy. These names are never wrapped. If they leave
-            too
-            little space for the other columns, the other columns are printed below each name.
+        names: True if the first column contains names that users may copy. Such names are never wrapped. If the names
+            leave too little space for the other columns, the other columns are printed below each name.
         lead: number of columns that each block repeats. 0 stands for all columns before the first one in ``right``.
     """
     texts = [[printable(text) for text in row] for row in rows]
@@ -184,7 +183,7 @@ def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), 
     """Print rows with arbitrary keys. Numbers are rounded to four digits.
 
     Args:
-        rows: rows of the table. Their keys become the columns, in the order in which they first appear.
+        rows: rows of the table. The keys of the rows become the columns, in the order in which they first appear.
         first: columns that come first, and that each block repeats in a narrow terminal.
         width: maximum number of characters per line if the output is not a terminal.
     """

@@ -107,8 +107,7 @@ class _Runs:
     Attributes:
         rounds: number of rounds keyed by label, or of all runs together under the key "".
         done: number of completed rounds, keyed by label and seed. For a run that has ended, it is the total number of
-            its
-            rounds.
+            its rounds.
         figures: latest metrics of each run as text, keyed by label and seed.
     """
 
@@ -145,7 +144,7 @@ class _Runs:
         return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
     def estimate_remaining(self) -> float | None:
-        """Return the time in seconds until all runs have ended, with the current number of simultaneous runs.
+        """Return the estimated time in seconds until all runs have ended.
 
         As many runs as now are assumed to run at once.
 
@@ -270,7 +269,8 @@ def _latest(event: Event) -> str:
     """Return the latest validation metrics of the personal model, or else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
-        by_metric = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}
+        places = {name: f"{model}/validation/{name}" for name in METRICS}  # secure sums contain weighted means only
+        by_metric = {name: figures.get(f"{at}/mean", figures.get(f"{at}/weighted")) for name, at in places.items()}
         by_name = {name: value for name, value in by_metric.items() if value is not None}
         if by_name:
             texts = [

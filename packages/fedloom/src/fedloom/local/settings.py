@@ -18,7 +18,7 @@ from fedloom.values import Value
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 ADAMW_PATTERN = re.compile(r"adamw|torch\.optim[\w.]*:AdamW")
-"""Names by which AdamW can be given. Its default weight decay is `ADAMW_DECAY`, as in PyTorch."""
+"""Names that select AdamW. Its default weight decay is `ADAMW_DECAY`, as in PyTorch."""
 ADAMW_DECAY = 0.01
 
 MOMENTUM_RANGES: dict[str, Callable[[float], bool]] = {
@@ -124,9 +124,8 @@ class LocalSGD(Value):
                         "optimizer, such as optimizer = 'torch.optim:SGD'"
                     )
         elif self.momentum:
-            raise ValueError(
-                f"momentum can be used only with plain sgd. For {self.optimizer!r}, set momentum in optimizer_options"
-            )
+            cure = "Set momentum in optimizer_options" if self.has_momentum else "Leave momentum out"
+            raise ValueError(f"momentum can be used only with plain sgd, and not with {self.optimizer!r}. {cure}")
         for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
                 raise ValueError(f"optimizer_options: {key} is a key of [local]. Set {key} there")

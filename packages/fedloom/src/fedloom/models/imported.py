@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, cause_of
 from fedloom.imports import IMPORT_PATH_PATTERN, find_maker, importable, text_of
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
@@ -104,8 +104,7 @@ def describe_model(model: object) -> ModelSpec | None:
 
     Args:
         model: an `nn.Module` (whose weights are the initial values), a class of modules, or a function that returns a
-            module.
-            If the object has an import path, the specification is an `Import`, otherwise a `Held`.
+            module. If the object has an import path, the specification is an `Import`, otherwise a `Held`.
     """
     if isinstance(model, nn.Module):
         lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
@@ -243,7 +242,7 @@ def try_out(
             module.train(training)
     if len(errors) == len(tries):
         raise ConfigError(
-            f"model {path!r} fails on samples of shape {shape}: {errors[0]}",
+            f"model {path!r} fails on samples of shape {shape}: {cause_of(errors[0])}",
             rule="model-fails",
             fix=_shape_cure(module, shape),
         ) from errors[0]
@@ -272,6 +271,18 @@ def try_out(
         elif outputs == 2 and got == [2, *wanted[:-1], 1]:
             cure = ". Give two outputs, or use task = 'binary' for the data"
         raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2{cure}")
+    try:
+        with torch.no_grad():
+            one = list(module.eval()(samples[:1]).shape)
+    except Exception:  # of a layer that needs two samples, which the first training step names
+        one = [1, *got[1:]]
+    finally:
+        module.train(training)
+    if one != [1, *got[1:]]:
+        raise ConfigError(
+            f"model {path!r} must return {[1, *got[1:]]} for a single sample, got {one}, for example because squeeze() "
+            "removes the axis of the samples. Name the axis to remove, such as squeeze(2)"
+        )
     graded = isinstance(output, Tensor) and output.requires_grad
     trains = any(parameter.requires_grad for parameter in module.parameters())
     if trains and not (graded or torch.is_inference_mode_enabled() or _trains(module, samples)):

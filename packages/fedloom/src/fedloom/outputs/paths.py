@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from fedloom.errors import ConfigError, check_folder
+from fedloom.errors import ConfigError, capitalize, check_folder
 from fedloom.outputs.kinds import FILE_KINDS, FileKind, never
 
 LOCK_FILE = ".lock"
@@ -29,7 +29,7 @@ def check_output_file(
     inputs: Iterable[object] = (),
     *,
     owns: Callable[[Path], bool] = never,
-    force: bool = False,
+    force: bool | None = False,
 ) -> Path:
     """Return the path of a file after checking that the file may be written.
 
@@ -40,7 +40,8 @@ def check_output_file(
         owns: function that returns True if this kind of file may be written to a given path relative to a run
             directory.
         force: True to replace a regular file of a different kind, or to accept a name with the extension of a different
-            kind. Inputs, files of a run or a deployment, and links are always rejected.
+            kind. Inputs, files of a run or a deployment, and links are rejected in any case. None if the caller has no
+            such option, so that no message suggests it.
 
     Returns:
         The path.
@@ -52,7 +53,7 @@ def check_output_file(
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
-    path = place_of(path, "path")
+    path = _check_name(place_of(path, "path"))
     if path.is_symlink():
         raise ConfigError(
             f"{path} is a link to {path.readlink()}, and fedloom would replace that file. Remove the "
@@ -74,14 +75,16 @@ def check_output_file(
         raise ConfigError(f"{path} is read-only. Change its permissions, or choose another path")
     if force:
         return path
+    option = "" if force is None else "add --force"
     if exists and not kind.is_own(path):
         why = "" if kind.is_own is never else f", and is not {kind.what} that fedloom wrote"
-        raise ConfigError(f"{path} already exists{why}. Add --force to replace this file, or choose another path")
+        replace = f"{option} to replace this file, or " if option else ""
+        raise ConfigError(f"{path} already exists{why}. {capitalize(f'{replace}choose another path')}")
     other = next((other for other, endings in FILE_KINDS.items() if path.suffix.lower() in endings), kind.name)
     if not exists and other != kind.name:
         raise ConfigError(
             f"{path}: {path.suffix} is the wrong ending for {kind.what}. Use a name that ends in "
-            f"{' or '.join(FILE_KINDS[kind.name])}, or add --force to keep this name"
+            f"{' or '.join(FILE_KINDS[kind.name])}{f', or {option} to keep this name' if option else ''}"
         )
     return path
 
@@ -98,9 +101,11 @@ def check_output_folder(
     Args:
         folder: folder, which need not exist.
         inputs: files, folders and names that the same call reads.
-        entries: names of those files and folders in the folder that the command replaces and deletes. If None, the
-            command writes single files, which `check_output_file` checks, and the folder must not be a run directory.
-        owns: function that returns True if such folders may be at a given path relative to a run directory.
+        entries: names of files and folders in the folder that belong to the command, which replaces and deletes them.
+            None: the command writes a new folder or its own run directory.
+            If it is empty, single files are written, which `check_output_file` checks, and the folder is not a run
+            directory.
+        owns: function that returns True if a path relative to a run directory may contain such folders.
 
     Returns:
         The folder.
@@ -111,7 +116,7 @@ def check_output_folder(
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
-    folder = place_of(folder, "folder")
+    folder = _check_name(place_of(folder, "folder"))
     check_folder(folder)
     whole = folder.resolve()
     _check_place(whole if entries is None else whole.parent, folder, whole, owns)
@@ -119,6 +124,22 @@ def check_output_folder(
         if _lies_in(read, folder) and _folded(read).relative_to(_folded(folder)).parts[0] in (entries or ()):
             raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}. Move {name}")
     return folder
+
+
+def _check_name(path: Path) -> Path:
+    """Return a path that no program can mistake for an option or for the standard output.
+
+    Raises:
+        ConfigError: the path begins with a hyphen, or a new name in it contains a line break or another control
+            character.
+    """
+    if path.parts and path.parts[0].startswith("-"):
+        what = "the standard output" if path.parts[0] == "-" else "an option"
+        raise ConfigError(f"{str(path)!r} looks like {what}, but fedloom writes files. Name a file or a folder")
+    created = "".join(place.name for place in (path, *path.parents) if not place.exists())
+    if any(unicodedata.category(character) == "Cc" for character in created):
+        raise ConfigError(f"{str(path)!r} contains a line break or another control character. Use a printable name")
+    return path
 
 
 def is_run_directory(folder: Path) -> bool:

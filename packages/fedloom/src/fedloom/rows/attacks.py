@@ -83,8 +83,8 @@ class Forgery(Attack, ABC):
 
         Args:
             honest: local models [h, d] of the honest clients, as they are contained in the uploads. None if they are
-                not
-                known. In this case, the attackers use their own honest rows instead (as in Baruch et al., section 3).
+                not known. In this case, the attackers use their own honest rows instead (as in Baruch et al., section
+                3).
             base: models [b, d] that the attackers received.
             benign: models [b, d] that the attackers would send if they were honest.
             m: number of clients in the cohort, including attackers.
@@ -165,9 +165,11 @@ class Backdoor(Attack):
         x = x.clone()
         if names:
             if not self.columns:
+                name, levels = next(iter(names.items()))
                 raise ConfigError(
-                    "a backdoor in a table needs columns to change. Set attack.columns, such as "
-                    f"{{{next(iter(names))!r}: 1}}, or override stamp in your own subclass"
+                    "a backdoor in a table needs columns to change",
+                    rule="backdoor-without-columns",
+                    fix=f"set {{attack.columns = {{{name!r}: {levels[0] if levels else 1!r}}}}}, or name other columns",
                 )
             for name, value in self.columns.items():
                 place = choose("column", _numbered(names), name, "attack.columns")
@@ -175,12 +177,15 @@ class Backdoor(Attack):
             return x
         if self.columns:
             raise ConfigError(
-                "attack.columns names columns of a table, but these data have no columns. Leave attack.columns out"
+                "attack.columns names columns of a table, but these data have no columns",
+                rule="backdoor-columns-missing",
+                fix="leave {attack.columns} out",
             )
         if x.ndim < 3 or self.size > min(x.shape[-2:]):
             raise ConfigError(
-                f"samples {[*x.shape[1:]]} are smaller than a square of {self.size} x {self.size} "
-                "pixels. Set a smaller attack.size for images, or override stamp in your own subclass"
+                f"samples {[*x.shape[1:]]} are smaller than a square of {self.size} x {self.size} pixels",
+                rule="backdoor-too-large",
+                fix="set a smaller {attack.size} for images, or override stamp in your own subclass",
             )
         x[..., -self.size :, -self.size :] = self.value
         return x
@@ -263,8 +268,7 @@ class Sybils(Forgery):
     """Sybil attack in which all attackers send the same vector, the negative of the model that the first one received.
 
     Since their directions are equal, they dominate the quantile in an attention mixer, so that honest clients no longer
-    collaborate.
-    As a defense, ``personalized_aggregation.copies`` counts equal models as a single client.
+    collaborate. As a defense, ``personalized_aggregation.copies`` counts equal models as a single client.
     """
 
     kind: Literal["sybils"] = "sybils"

@@ -26,7 +26,7 @@ Slow = Literal["drawn", "rare-labels"]
 
 
 class Devices(Value, ABC):
-    """Devices of all clients in a run. They are drawn from random streams that nothing else uses."""
+    """Devices of all clients in a run. Devices are drawn from random streams that nothing else uses."""
 
     kind: ClassVar[str]
 
@@ -154,8 +154,8 @@ class Classes(Devices):
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
         """Draw the device classes of the clients.
 
-        They are assigned to clients uniformly at random, or the slowest class is assigned to the clients with the
-        rarest labels.
+        The classes are assigned to clients uniformly at random, or the slowest class is assigned to the clients with
+        the rarest labels.
         """
         kinds = list(self.classes.values())
         exact = torch.tensor([one.share for one in kinds], dtype=torch.float64) * n
@@ -188,10 +188,8 @@ class Trace(Devices):
 
     ``client`` is counted from 0. ``speed`` is in training samples per second, and a device with speed 0 never replies.
     ``up`` and ``down`` are in bytes per second. Optional columns are ``latency`` (in seconds, 0 by default), ``class``
-    (a name), and
-    ``start`` and ``end``, which give an interval in seconds during which the client is available. If a client has
-    several intervals, each of them has its own row.
-    A client without any interval is always available.
+    (a name), and ``start`` and ``end``, which give an interval in seconds during which the client is available. If a
+    client has several intervals, each of them has its own row. A client without any interval is always available.
     """
 
     kind: ClassVar[str] = "trace"

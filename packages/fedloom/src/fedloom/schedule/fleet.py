@@ -22,13 +22,13 @@ class Fleet:
     """Devices of n clients.
 
     Attributes:
-        seconds: time per training sample in seconds ``[n]``. It is infinite for a device that never replies.
+        seconds: time per training sample in seconds ``[n]``. The time is infinite for a device that never replies.
         up: rate from the client to the server in bytes per second ``[n]``.
         down: rate from the server to the client in bytes per second ``[n]``.
         latency: delay of every message in seconds ``[n]``.
         names: names of the device classes.
         member: index of the device class of each client ``[n]``.
-        presence: times at which clients are available. If None, they are always available.
+        presence: times at which clients are available. If None, clients are always available.
     """
 
     seconds: Tensor

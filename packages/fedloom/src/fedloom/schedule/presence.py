@@ -18,8 +18,8 @@ class Presence:
     Args:
         intervals: intervals [start, end) of each client, in seconds within [0, period]. A client without intervals is
             always available.
-        period: time in seconds after which the intervals repeat. If it is infinite, a client is not available after its
-            last interval.
+        period: time in seconds after which the intervals repeat. If the period is infinite, a client is not available
+            after its last interval.
 
     Raises:
         ConfigError: intervals are empty, overlap or exceed the period.

@@ -21,7 +21,7 @@ TRACE_BOUNDS = {"speed": "at least 0", "up": "above 0", "down": "above 0", "late
 class DeviceRow(NamedTuple):
     """Device in a trace: speed, rates, latency, class, and intervals of availability.
 
-    Without intervals, it is always available.
+    Without intervals, the device is always available.
     """
 
     speed: float
@@ -128,7 +128,7 @@ def _check_rows(path: Path, columns: dict[str, Column]) -> None:
 
 
 def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Column], names: list[str]) -> None:
-    """Raise if the rows of a client are not intervals of one and the same device."""
+    """Raise if the rows of a client do not describe intervals of the same device."""
     clients = columns["client"][order]
     for place in np.flatnonzero(clients[1:] == clients[:-1]).tolist():
         before, k = order[place : place + 2].tolist()

@@ -3,9 +3,8 @@
 No part of a checkpoint is ever run as code.
 
 Checkpoint number G, called generation G, consists of ``checkpoint-G.safetensors`` and ``checkpoint-G.json``. The JSON
-file contains the checksums of both files.
-The JSON file is renamed last, so a generation only exists once it is complete. If a store keeps its rows in files, its
-journal determines which rows belong to a generation.
+file contains the checksums of both files. The JSON file is renamed last, so a generation only exists once it is
+complete. If a store keeps its rows in files, its journal determines which rows belong to a generation.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class Loaded(NamedTuple):
 
     Attributes:
         generation: number of the generation.
-        tensors: saved tensors, bitwise equal. If they were loaded by `Checkpoints.resume`, the tensors of the stores
-            are left out.
+        tensors: saved tensors, bitwise equal. If the generation was loaded by `Checkpoints.resume`, the tensors of the
+            stores are left out.
         meta: saved metadata, after conversion to JSON and back.
         warnings: messages about newer generations that could not be used.
     """
@@ -77,11 +76,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     Args:
         path: the file.
         tensors: tensors by name, which may have any shape and be on any device.
-        metadata: texts to store in the header. If it is given, the header also contains the SHA-256 of the file (see
-            `check_file_digest`).
+        metadata: texts to store in the header. If metadata is given, the header also contains the SHA-256 of the file
+            (see `check_file_digest`).
 
     Returns:
-        SHA-256 of the file as hexadecimal digits. It is computed with zeros in the place of the digest.
+        SHA-256 of the file as hexadecimal digits. The digest is computed with zeros in its own place.
 
     Raises:
         CheckpointError: the disk is full or the write is rejected.
@@ -149,7 +148,7 @@ class Checkpoints:
     """Generations of checkpoints in one folder.
 
     Args:
-        folder: folder of the checkpoints. The first call of `save` creates it.
+        folder: folder of the checkpoints. The first call of `save` creates the folder.
         keep: number of generations to keep.
         update_numbers: function that replaces old names by current names in the ``numbers`` of a generation that an
             earlier version wrote.
@@ -248,9 +247,9 @@ class Checkpoints:
         return None
 
     def meta(self) -> dict[str, Any] | None:
-        """Read the metadata of the newest generation, without its tensors. Return None if there is none.
+        """Read the metadata of the newest generation, without its tensors. Return None if there is no generation.
 
-        This is safe while another process saves a generation.
+        This function may be called while another process saves a generation.
         """
         while True:
             generations = self.generations()
@@ -271,7 +270,9 @@ class Checkpoints:
         stores: Mapping[str, Store[Any]] | None = None,
         numbers: Mapping[str, object] | None = None,
     ) -> Loaded | None:
-        """Load the newest generation as `load` does, and restore the stores to it, or empty them without one.
+        """Load the newest generation as `load` does, and restore the stores to it.
+
+        If there is no generation, the stores are emptied.
 
         Rows that are newer than the generation are discarded.
 

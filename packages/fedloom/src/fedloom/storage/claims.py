@@ -53,7 +53,7 @@ class UnitClaim:
 
     Args:
         folder: folder of the attempt, which this process has created.
-        before: folder of the previous attempt, whose owner has ended. If there is none, it is None.
+        before: folder of the previous attempt, whose owner has ended. None if there is no previous attempt.
         dead: True if the previous owner is known to have ended, so that it cannot write to its folder any more.
 
     Attributes:
@@ -73,7 +73,7 @@ class UnitClaim:
             _take_over(self.earlier, self.state, dead=dead)
 
     def release(self) -> None:
-        """Release the unit. Other processes may then take over its state."""
+        """Release the unit. Other processes may then take over the state of the attempt."""
         self._stop()
         with suppress(OSError):
             self._write(released=True)

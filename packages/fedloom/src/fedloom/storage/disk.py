@@ -1,8 +1,9 @@
 """Disk primitives, with which all changes to a run directory are made.
 
-They create, write, fsync, rename, truncate and unlink files. Each primitive first calls `hook`, which allows a test to
-stop the process at this point. While a hook is set, each write is split into two halves, and the step ``"tear"`` is
-between them. A process that was started with ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it were killed.
+The primitives create, write, fsync, rename, truncate and unlink files. Each primitive first calls `hook`, which allows
+a test to stop the process at this point. While a hook is set, each write is split into two halves, and the step
+``"tear"`` is between them. A process that was started with ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it
+were killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of a run directory. They are written only with the primitives of `fedloom.storage.disk`."""
+"""Files of a run directory. These files are written only with the primitives of `fedloom.storage.disk`."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def discard(*paths: Path) -> None:
 
 
 class RowFile:
-    """File of fixed length that is read and written in place. Forked processes may share it.
+    """File of fixed length that is read and written in place. Forked processes may share the file.
 
     Args:
         path: the file.
@@ -307,7 +307,7 @@ class RowFile:
             disk.fsync(self._fd, self.path)
 
     def close(self) -> None:
-        """Close the file in this process. This also happens when the object is deleted."""
+        """Close the file in this process. The file is also closed when the object is deleted."""
         self._close()
 
 

@@ -1,9 +1,9 @@
-"""Undo journal for rows in a file. It stores the old content of a row before the row is overwritten.
+"""Undo journal for rows in a file. The journal stores the old content of a row before the row is overwritten.
 
 The journal ``journal-G`` starts at checkpoint G. Its header lists the clients that have rows at this checkpoint, and
-contains the length of the previous journal. Its records contain the old bytes of the rows that have been changed since
-the checkpoint. If a checkpoint has a journal, its rows are restored by applying all journals from the newest back to
-this one.
+contains the length of the previous journal. The records of a journal contain the old bytes of the rows that have been
+changed since the checkpoint. If a checkpoint has a journal, its rows are restored by applying all journals from the
+newest back to this one.
 
 A record consists of a tag (16 random bytes of the journal), the number of rows k, ids [k] int64, the rows, and the
 CRC-32 of the record. A crash can only damage the last record. This record is ignored, because the rows in it had not

@@ -23,11 +23,11 @@ def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[No
 
     A lock ends with its process, so a dead process does not hold any lock.
 
-    Forked processes share the lock of their parent. Another process can therefore enter only when none of them can
-    write any more.
+    Forked processes share the lock of their parent. Another process can therefore enter only when none of these
+    processes can write any more.
 
     Args:
-        folder: run directory. It is created if it does not exist.
+        folder: run directory. The directory is created if it does not exist.
         wait: number of seconds to wait for the workers of a dead process to end.
         joins: True to work together with other processes that have joined. In this case, the block runs without a lock
             if the disk does not support locks.

@@ -125,7 +125,8 @@ class Store(Generic[T]):
         memory: memory through which other processes read and write the same rows.
 
     Attributes:
-        occupied: mask of the clients whose rows have been written, bool [n]. It is shared in the same way as the rows.
+        occupied: mask of the clients whose rows have been written, bool [n]. The mask is shared in the same way as the
+            rows.
         in_files: True if the rows are stored in files. If the folder already contains a journal, the store must first
             be rolled back to a checkpoint or reset.
 

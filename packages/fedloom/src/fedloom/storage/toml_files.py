@@ -32,7 +32,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def document_of(content: bytes, path: Path) -> dict[str, Any]:
-    """Parse the content of a TOML file. A byte order mark at its beginning is skipped.
+    """Parse the content of a TOML file. A byte order mark at the beginning of the content is skipped.
 
     Raises:
         ConfigError: the content is not TOML. The message states the path.

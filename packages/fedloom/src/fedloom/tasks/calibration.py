@@ -26,7 +26,7 @@ MAX_LOGIT = 1e3
 def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
     """Return the slope and intercept of each client, ``[n, 2]`` float64.
 
-    They are NaN if one of the classes has no rows at the client.
+    Both are NaN if one of the classes has no rows at the client.
 
     If a class has fewer than `MIN_SLOPE_ROWS` rows, or if the logits rank the rows worse than chance, the slope is set
     to 1. The intercept makes the mean probability equal to the fraction of positive targets.
@@ -50,10 +50,11 @@ def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, T
 
     The arguments are those of `recalibration`.
 
-    ``calibration_slope`` is the slope in a regression of the targets on the logits. It is 1 if the probabilities have
-    the correct spread, less than 1 if they are too extreme, and NaN if a class has fewer than `MIN_SLOPE_ROWS` rows.
-    ``calibration_intercept`` is calibration-in-the-large, which is the number that must be added to the logits to match
-    the fraction of positive targets. Ideally it is 0. It is NaN if all targets are in one class.
+    ``calibration_slope`` is the slope in a regression of the targets on the logits. The slope is 1 if the probabilities
+    have the correct spread, less than 1 if they are too extreme, and NaN if a class has fewer than `MIN_SLOPE_ROWS`
+    rows. ``calibration_intercept`` is calibration-in-the-large, which is the number that must be added to the logits to
+    match the fraction of positive targets. Ideally, this number is 0. The number is NaN if all targets are in one
+    class.
     """
     slopes, intercepts = torch.full((2, n), torch.nan, dtype=torch.float64)
     for client, z, hits in _clients(output, y, owner, n):

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of
+from fedloom.errors import CodeError, ConfigError, FedloomError, FunctionError, cause_of
 from fedloom.hints import unknown
 from fedloom.imports import Function
 from fedloom.metrics import declare
@@ -81,7 +81,7 @@ class Chosen:
     Attributes:
         base: task that the data set declares.
         objective: loss, metrics and class weights that the user chose.
-        classes: names of the classes. It is empty if the targets are numbers.
+        classes: names of the classes. Empty if the targets are numbers.
         extra: those metrics of fedloom that are computed only on request.
     """
 
@@ -104,7 +104,9 @@ class Chosen:
             if name not in (*measured, *base.further):
                 raise ConfigError(
                     f"task.metrics: {name!r} is not defined for a {type(base).__name__.lower()}. "
-                    f"Allowed: {', '.join((*measured, *base.further))}"
+                    f"Allowed: {', '.join((*measured, *base.further))}",
+                    rule="metric-undefined",
+                    fix="leave {task.metrics} out, or name other metrics",
                 )
         own_names = [m.short for m in objective.metrics if isinstance(m, Function)]
         twice = next((name for name in own_names if own_names.count(name) > 1), None)
@@ -231,8 +233,8 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
     A result is NaN if the client has no samples or its outputs are not finite.
 
     Every metric is tried on samples before the first round. If it fails at a client later, its value is NaN and the
-    failure is logged once. An example is a metric for two classes at a client with one class. Models do not depend on
-    this value.
+    failure is logged once. For example, a metric for two classes fails at a client with one class. Models do not depend
+    on this value.
     """
     values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)
@@ -258,14 +260,14 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
     """Return the single number that a user's loss or metric computes for a batch.
 
     Raises:
-        CodeError: the function raises an error, or it does not return a single number.
+        FunctionError: the function fails, or does not return a single number.
     """
     try:
         with torch.no_grad():
             value: Any = scorer.call(output, y)
         size = getattr(value, "shape", ())
         if len(size):
-            raise CodeError(
+            raise FunctionError(
                 f"{what} {scorer.display_name!r} must return one number for a batch, got shape "
                 f"{[*size]}. Reduce the result, for example to its mean"
             )
@@ -276,7 +278,7 @@ def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
         cure = ". It is called with (outputs, targets)"
         if output.shape == (len(y), 1) and y.ndim == 1:
             cure += ", here logits and classes. It may need outputs.squeeze(1) and targets.float()"
-        raise CodeError(
+        raise FunctionError(
             f"{what} {scorer.display_name!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: "
             f"{cause_of(error)}{cure}"
         ) from error

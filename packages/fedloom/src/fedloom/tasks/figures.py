@@ -1,6 +1,6 @@
 """Computation of metrics for all clients at once.
 
-It runs on the CPU in float64, and results of clients are independent.
+The computation runs on the CPU in float64, and the results of different clients are independent.
 
 In this module, N is the number of samples of all clients together, n is the number of clients, and C is the number of
 classes. ``owner`` ``[N]`` is the client that each sample belongs to.
@@ -203,4 +203,4 @@ COUNT_METRICS: Mapping[str, FromCounts] = {
         true > 0, (hits / guessed).nan_to_num(0), torch.nan
     ).nanmean(-1),
 }
-"""Metrics ``[...]`` over all classes together. Each of them can be requested in every task with classes."""
+"""Metrics ``[...]`` over all classes together. Each of these metrics can be requested in every task with classes."""

@@ -89,7 +89,7 @@ class TaskKind(Value):
 
     @property
     def own_loss(self) -> OwnLoss | None:
-        """None, because the task uses its own loss."""
+        """Always None, because the task uses its own loss."""
         return None
 
 
@@ -161,7 +161,7 @@ class Binary(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """1, because there is a single logit."""
+        """Number of outputs, which is 1 because there is a single logit."""
         return 1
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ class Count(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """1, because the model predicts the log of the mean."""
+        """Number of outputs, which is 1 because the model predicts the log of the mean."""
         return 1
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:

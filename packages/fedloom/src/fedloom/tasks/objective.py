@@ -76,8 +76,8 @@ class Objective(Value):
     A custom loss receives the outputs ``[b, k]`` of a batch and its targets. The targets are ``[b]``, or ``[b, k]`` for
     a regression. For sequences with a label per position, only labeled positions are passed. The loss returns a single
     number, which is the mean over the batch. Its gradient is computed by autograd. A custom metric receives outputs and
-    targets for all samples of one client (float64, on the CPU). It returns a single number, or NaN if it is undefined.
-    Larger values are regarded as better unless the function sets ``higher_is_better = False``.
+    targets for all samples of one client (float64, on the CPU). The metric returns a single number, or NaN if it is
+    undefined. Larger values are regarded as better unless the function sets ``higher_is_better = False``.
 
     Class weights are used only in training, and evaluations ignore them. With "balanced", class c at a client has the
     weight n / (C n_c), where n is the number of the client's training samples, n_c is the number of these samples in
@@ -113,7 +113,7 @@ class Objective(Value):
     def line(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
         """Return the slope and intercept by which each client's outputs are recalibrated, ``[n, 2]``.
 
-        They are computed by `fedloom.tasks.calibration.recalibration` or, with a horizon, by
+        The slopes and intercepts are computed by `fedloom.tasks.calibration.recalibration` or, with a horizon, by
         `fedloom.tasks.survival.baseline`.
         """
         if self.horizon is None:

@@ -56,7 +56,7 @@ class Survival(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """1, because the model predicts the log of a hazard."""
+        """Number of outputs, which is 1 because the model predicts the log of a hazard."""
         return 1
 
     @property

@@ -90,18 +90,6 @@ def finishes(s: AnalysisScene) -> None:
     demand(hasattr(s.table, "column_names"), f"result must return a pyarrow table, got {type(s.table).__name__}")
 
 
-def declared(s: AnalysisScene) -> None:
-    """Check that each question has its declared form and is the same after conversion to bytes and back."""
-    for question, _, _ in s.log:
-        form = s.analysis.questions.get(question.name)
-        got = {name: value.ndim for name, value in question.values.items()}
-        demand(
-            form is not None and dict(form) == got, f"question {question.name!r} has the form {got}, declared is {form}"
-        )
-        again = Question.decode(question.encode(), s.analysis.questions)
-        demand(again == question, f"question {question.name!r} is another one after encode and decode")
-
-
 def union(s: AnalysisScene) -> None:
     """Check that the answer for the rows of two clients together is the sum of their separate answers."""
     first, second = s.clients[0], s.clients[1]
@@ -204,7 +192,6 @@ def few_stay_silent(s: AnalysisScene) -> None:
 
 ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     finishes: "return None from question when the analysis is done",
-    declared: "list every question with its fields and their dimensions in `questions`",
     pure: "clone before an in-place operation, and draw nothing",
     union: "answer with sums over rows. Divide in step, where the total is known",
     rows_in_any_order: "answer with sums over rows, whatever their order",

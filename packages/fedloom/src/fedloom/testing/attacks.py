@@ -90,7 +90,7 @@ def attackers(s: AttackScene) -> None:
 
 
 def _shapes(s: AttackScene) -> None:
-    """Forged models must be finite rows [b, d] in the dtype of the models.
+    """Check that forged models are finite rows [b, d] in the dtype of the honest models.
 
     Poisoned labels must be valid labels, and samples must keep their shape.
     """

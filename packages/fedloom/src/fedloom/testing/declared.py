@@ -69,7 +69,7 @@ def declarations(s: Subject) -> None:
 
 
 def shapes(s: Subject) -> None:
-    """Check that fields are finite, in the model's dtype, and of the documented shape [d], [m, .] or row per client."""
+    """Check that fields are finite, have the model's dtype, and have the shape [d], [m, .] or one row per client."""
     scene = Scene(s)
     a, m, d = s.algorithm, len(scene.ids), scene.problem.d
     up, rows = a.client(scene.down, scene.rows, scene.work())

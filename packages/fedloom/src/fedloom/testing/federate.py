@@ -53,7 +53,7 @@ class ReferenceState(NamedTuple):
 
 
 class ReferenceFederation(NamedTuple):
-    """What does not change over rounds: local problems, shares ``[n, 1]``, settings, seed and layout."""
+    """Parts of a run that do not change over rounds: local problems, shares ``[n, 1]``, settings, seed and layout."""
 
     oracle: Oracle
     weight: Tensor
@@ -124,7 +124,7 @@ def play(
     Args:
         algorithm: the method.
         fed: federation that defines the local problems.
-        state: state before the round. It is not changed.
+        state: state before the round. This state is not changed.
         cohort: ids of the clients that train.
         dropped: ids of those clients in the cohort whose uploads are lost.
         weigher: weigher, or None to weight clients by their shares.

@@ -2,8 +2,7 @@
 
 The laws are checked on random heterogeneous quadratics and on a small network. The clients have different sizes and
 different samples. Each check starts in the middle of a run, in which some clients have trained twice, some once, and
-one never.
-``check_algorithm(MyAlgorithm())`` checks all laws.
+one never. ``check_algorithm(MyAlgorithm())`` checks all laws.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def arguments_unmodified(s: Subject) -> None:
 
 
 def no_state(s: Subject) -> None:
-    """Check that the algorithm does not change, and equal calls give equal bits without global generators."""
+    """Check that the algorithm does not change, and that equal calls without global generators give equal bits."""
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()

@@ -1,4 +1,4 @@
-"""Laws of partitions: what a draw may contain, and which samples prepare the samples of a client."""
+"""Laws of partitions, which state what a draw may contain and which samples are used to prepare a client's samples."""
 
 from __future__ import annotations
 
@@ -187,8 +187,9 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
 
     Args:
         partition: the partition.
-        data: data set that the partition accepts, or an argument of `fl.Dataset.create`. It is used instead of the
-            built-in data. The built-in data have ten classes, twelve users, and the columns ``site`` and ``time``.
+        data: data set that the partition accepts, or an argument of `fl.Dataset.create`. This data set is used instead
+            of the built-in data. The built-in data have ten classes, twelve users, and the columns ``site`` and
+            ``time``.
         without: names of laws that the partition violates on purpose.
 
     Raises:

@@ -53,7 +53,7 @@ def broken(law: str, part: object, error: Exception, stage: str | None, cure: st
     Args:
         law: name of the law.
         part: part that violates the law.
-        error: error that was caught. If the law itself raised it, it is an `AssertionError`.
+        error: error that was caught. If the law itself raised this error, it is an `AssertionError`.
         stage: function of the part that raised the error, or None if the law itself found the fault.
         cure: advice on how to repair the violation.
         where: text with a leading blank that names the problem on which the law was checked.
@@ -88,7 +88,7 @@ def hold(
 
     Raises:
         AssertionError: a law is violated. The message names the first such law, the part, the problem and the repair.
-            If the part's code raised an error, it names the function, the error, the file and the line.
+            If the part's code raised an error, the message names the function, the error, the file and the line.
     """
     stages = {name for name in dir(part) if not name.startswith("_")}
     for law, cure in laws.items():

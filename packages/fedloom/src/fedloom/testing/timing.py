@@ -129,7 +129,7 @@ def a_clock_changes_no_bit(method: object) -> None:
 def whole_cohort(method: object) -> None:
     """Check that a run with equal devices and a buffer for the whole cohort is bitwise equal to a synchronous run.
 
-    A run with a late deadline must also be equal to it.
+    A run with a late deadline must also equal the synchronous run.
     """
     plain = run_rounds(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
@@ -216,7 +216,7 @@ def permutation_of_devices(method: object) -> None:
 
 
 def scale_of_time(method: object) -> None:
-    """Check that a run is four times slower, with the same models, if devices, messages and deadlines are."""
+    """Check that making devices, messages and deadlines four times slower only makes the run four times slower."""
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))

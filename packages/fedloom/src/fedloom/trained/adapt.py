@@ -59,8 +59,8 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     """Train the personal model ``[d]`` of a new client. Return the model and the client's local problem.
 
     The client joins the run's n clients with a share equal to their mean share. Its state is the method's initial
-    client state for the global model, or for the initial model if there is no global model. It then performs the
-    method's client step in ``rounds`` rounds. For each round, the server computes a download, and the state of the
+    client state for the global model, or for the initial model if there is no global model. The client then performs
+    the method's client step in ``rounds`` rounds. For each round, the server computes a download, and the state of the
     server does not change. At the end, the method's `personal` function returns the model.
 
     Args:

@@ -47,8 +47,8 @@ def export_model(
     """Write a model to a file, as the state dict of a plain `nn.Module` or as a graph that accepts raw rows.
 
     A ``safetensors`` file contains the state dict, with adapters merged into their layers. Its metadata describe the
-    input of the module (``facts``). ``onnx`` and ``torch`` files also contain imputation, scaling and levels. Their
-    graphs return ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
+    input of the module (``facts``). ``onnx`` and ``torch`` files also contain imputation, scaling and levels. The
+    graphs in these files return ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
 
     - For a table, ``onnx`` accepts ``numbers`` ``[batch, .]`` float64, in which missing cells are NaN or one of the
       markers in the training data, and ``texts`` ``[batch, .]`` strings. The metadata entry ``columns`` lists the names
@@ -135,7 +135,9 @@ def units(model: Model, factors: Factors | None) -> str:
 
 
 class Program:
-    """Model that was exported for torch. It does not need the code of its architecture, and no code in the file is run.
+    """Model that was exported for torch.
+
+    This model does not need the code of its architecture, and no code in the file is run.
 
     Attributes:
         facts: facts about the model's input data.
@@ -199,7 +201,10 @@ def _example(model: Model) -> Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress what the exporters print within the block. If they fail, the error is reported in one sentence."""
+    """Suppress what the exporters print within the block.
+
+    If an exporter fails, the error is reported in one sentence.
+    """
     for exporter in ("torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(exporter).setLevel(logging.ERROR)
     try:

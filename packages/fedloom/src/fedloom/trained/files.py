@@ -27,7 +27,7 @@ def check_model_file(
 
     Args:
         path: the file.
-        format: one of `fedloom.trained.export.FORMATS`. Other names are rejected by that module.
+        format: one of `fedloom.trained.export.EXPORT_FORMATS`. Other names are rejected by that module.
         inputs: files that the same call reads, which must not be overwritten.
         force: True to allow a file of a different kind to be replaced.
 

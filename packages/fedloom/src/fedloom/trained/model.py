@@ -50,8 +50,8 @@ class ModelRecipe:
         seed: seed from which the initial values are drawn.
         dtype: dtype of the parameters and samples.
         objective: training objective and metrics that differ from the defaults for the kind of target.
-        base: saved state dict before training. It is set if rows do not contain the whole model, or if training started
-            from a weight file (see `start`).
+        base: saved state dict before training. This state dict is set if rows do not contain the whole model, or if
+            training started from a weight file (see `start`).
     """
 
     spec: ModelSpec
@@ -95,8 +95,8 @@ class Model:
     Attributes:
         recipe: recipe from which the model is built.
         row: parameters of the model ``[d]``.
-        statistics: means and variances ``[b]`` of the model's batch normalization. It is empty for a model without
-            batch normalization.
+        statistics: means and variances ``[b]`` of the model's batch normalization. Empty for a model without batch
+            normalization.
         fitted: values for preparing a table's columns, as fitted at the model's client ``[p, .]``. None if these values
             are unknown.
         about: method, algorithm, seed, kind, client and round, as far as they are known.
@@ -167,7 +167,7 @@ class Model:
         labels.
 
         Raises:
-            ConfigError: the task has no classes, or one of the conditions of `predict` holds.
+            ConfigError: the task has no classes, or `predict` would raise this error.
         """
         facts = self.recipe.facts
         if not facts.classes:
@@ -205,7 +205,7 @@ class Model:
 
         Args:
             data: labeled data with the same columns and classes as the training data. Some of the classes may be
-                missing. It is a data set or an argument of `Dataset.create`, such as arrays ``(x, y)``.
+                missing. The data may be a data set or an argument of `Dataset.create`, such as arrays ``(x, y)``.
 
         Raises:
             DataError: columns, classes or shape differ from those of the training data.
@@ -285,8 +285,8 @@ class Model:
 
         Args:
             path: the file.
-            spec: the architecture, because a model file cannot choose it. It is a value, the name of an architecture,
-                or the user's own model.
+            spec: the architecture, because a model file cannot choose it. The architecture is given as a value, by its
+                name, or as the user's own model.
             objective: objective from which the metrics follow.
 
         Raises:

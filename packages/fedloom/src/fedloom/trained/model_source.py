@@ -35,7 +35,7 @@ class ModelSource(Protocol):
 
     @property
     def fitted(self) -> Tensor | None:
-        """Values fitted at each client to prepare a table's columns ``[n, p, .]``, or None if the data are no table."""
+        """Values fitted at each client to prepare a table's columns ``[n, p, .]``, or None for other data."""
         ...
 
     def kinds(self) -> list[str]:

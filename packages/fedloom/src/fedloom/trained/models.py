@@ -128,8 +128,8 @@ class Models:
         The columns of a table are scaled as at the given client, or jointly for all clients if no client is given.
 
         Args:
-            kind: "global", "personal" or "hybrid". If None, it is the best model of the client, or the global model if
-                no client is given.
+            kind: "global", "personal" or "hybrid". If None, the best model of the client is used, or the global model
+                if no client is given.
             client: number or name of the client.
 
         Raises:
@@ -231,7 +231,7 @@ class Models:
                 epochs in a method (FedSLR's phase II) stay unchanged.
             steps: number of steps per round, used instead of epochs.
             lr: step size, used instead of the run's schedule.
-            holdout: fraction of the samples that is held out from training, in [0, 1). If it is positive,
+            holdout: fraction of the samples that is held out from training, in [0, 1). If this fraction is positive,
                 ``about["scores"]`` contains the metrics of the new model and of the global model on these samples.
 
         Raises:

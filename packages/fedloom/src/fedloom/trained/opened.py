@@ -23,8 +23,9 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
     Args:
         path: file that was written by a node of a Flower app (``Local(..., folder=...)``), by ``fedloom deploy
             models``, or by a model's method ``save``.
-        model: the architecture, because a model file cannot choose it. It is a module, of which a copy receives the
-            parameters. For a model of a run, it may also be a value such as ``fl.models.MLP(hidden=[64])``.
+        model: the architecture, because a model file cannot choose it. The architecture is given as a module, and the
+            parameters are loaded into a copy of this module. For a model of a run, the architecture may also be a value
+            such as ``fl.models.MLP(hidden=[64])``.
 
     Raises:
         LayoutError: the file does not contain a single model, or contains a different architecture.

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, write_singular
 from fedloom.trained.model import Model, score_outputs
 from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
 from fedloom.trained.raw import check_threshold, labels_of
@@ -39,7 +39,7 @@ class Predictions:
         threshold: probability from which on the second class of a binary task is predicted. If None, it is 1/2.
         far: columns whose median is far outside the training data, for example because they are in a different unit.
         set_threshold: threshold from a conformal analysis, which gives sets of classes or intervals of numbers. If
-            None, there are none.
+            None, there are no sets or intervals.
     """
 
     facts: InputSpec
@@ -174,8 +174,8 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
     Args:
         models: models of a run.
         rows: result of the function `new_rows`.
-        kind: "global", "personal" or "hybrid". If None, it is the best model of a client, or the global model if there
-            is no client.
+        kind: "global", "personal" or "hybrid". If None, the best model of a client is used, or the global model if
+            there is no client.
         client: client whose model makes all predictions. If None and a column contains the clients, each row is
             predicted by the model of its client.
 
@@ -219,7 +219,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
         else "the global model, scaled as at each site"
     ]
     notes += [f"not a client of the run, so the global model predicts: {unknown_sites}"] if strange else []
-    return Assignment(groups, owners, tuple(notes))
+    return Assignment(groups, owners, tuple(map(write_singular, notes)))
 
 
 @default_to_cpu()

@@ -1,7 +1,7 @@
 """Reading of a torch program from an untrusted file. Each part of the file is checked, and nothing is unpickled.
 
-`torch.export.load` alone is not safe. It falls back to the full unpickler, loads compiled libraries, evaluates size
-expressions and guards as Python code, and calls any torch function that a graph names.
+`torch.export.load` alone is not safe. That function falls back to the full unpickler, loads compiled libraries,
+evaluates size expressions and guards as Python code, and calls any torch function that a graph names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GRAPH_ENTRY, SAMPLES_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
 CONFIG_ENTRIES = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 TENSOR_ENTRY_PATTERN = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
 SOURCE_NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
-"""References from a graph to the source code from which it was made. They are left out."""
+"""References from a graph to the source code from which it was made. These references are left out."""
 GRAPH_TEXT_PATTERN = re.compile(r"[\w.+-]*")
 """Pattern of the text in a graph, which consists of names, versions and numbers. The pattern is strict because this
 text becomes part of generated code."""

@@ -83,7 +83,7 @@ class RawModel(nn.Module):
 class Scaling(nn.Module):
     """Layer that divides bytes by 255 and leaves floats unchanged.
 
-    It then subtracts the mean and divides by the standard deviation.
+    The layer then subtracts the mean and divides by the standard deviation.
     """
 
     def __init__(self, facts: InputSpec, dtype: torch.dtype) -> None:

@@ -1,4 +1,7 @@
-"""Models of a run in the files of its directory. They are written all at once and read when they are needed."""
+"""Models of a run in the files of its directory.
+
+The files are written all at once, and models are read when they are needed.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ def _tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
 class _Pieces(Mapping[str, Tensor]):
     """Lazy mapping of ``rows.<first client>`` to the personal models of a group of clients.
 
-    Each is created when it is read.
+    Each model is created when it is read.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -133,8 +136,8 @@ class SavedModels:
 
     Args:
         folder: folder that contains the files.
-        algorithm: the method. It is given by the caller, like the architecture, because a model file can choose
-            neither.
+        algorithm: the method. The method is given by the caller, like the architecture, because a model file must not
+            choose either of them.
         spec: the architecture.
         local: settings of local training in the run.
         seed: seed of the run.

@@ -57,7 +57,16 @@ class AnalysisStep(Value):
 
     @classmethod
     def create(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
-        """Build a step of an analysis from the bytes of its question."""
+        """Return the step of an analysis, with the bytes of its question.
+
+        Raises:
+            Broken: the question is too long for a message to the sites.
+        """
+        if 2 * len(content) > MAX_TERMS_BYTES:
+            raise Broken(
+                f"a question of the analysis {analysis} has {len(content)} bytes, but sites read at most "
+                f"{MAX_TERMS_BYTES // 2}. Choose fewer bins or columns"
+            )
         return cls(analysis=analysis, step=step, content=content.hex())
 
     @property

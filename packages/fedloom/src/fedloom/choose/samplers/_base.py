@@ -29,7 +29,7 @@ class Sampler(Value, ABC):
     def probes(self) -> bool:
         """True if the server sends a query to candidates before the round.
 
-        Their answers are recorded as work and traffic.
+        The candidates' answers are recorded as work and traffic.
         """
         return False
 

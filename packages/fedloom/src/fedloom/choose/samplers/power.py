@@ -14,7 +14,7 @@ from fedloom.local import Ctx, Nothing, Work
 
 
 class Losses(NamedTuple):
-    """Last loss ``[n]`` that each client sent. It is infinite before the client's first reply."""
+    """Last loss ``[n]`` that each client sent. The loss is infinite before the client's first reply."""
 
     loss: Tensor
 

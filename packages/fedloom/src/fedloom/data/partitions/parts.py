@@ -78,7 +78,7 @@ def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]
 def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, offsets: Ints) -> NDArray[np.bool_]:
     """Return a mask of the test samples in one stratified fold: samples in class order go to the folds in turn.
 
-    If a client has a single sample of a class, this sample is never tested.
+    If a client has a single sample of a class, this sample is never used for testing.
     """
     cell = owner * (int(label.max(initial=0)) + 1) + label
     by_class = sort_by_key(cell, np.argsort(order, kind="stable"))

@@ -76,7 +76,7 @@ def make_dataset(
         vocabulary: names of the tokens, or the number of tokens. If it is given, x contains tokens [N, length], with 0
             as padding at the end.
         original_dtype: numpy name of the original type of x. If empty, it is the type of x.
-        layout: "sequence" if x has the shape ``[N, time, features]``. None: "image".
+        layout: "sequence" if x has the shape ``[N, time, features]``. None for "image".
 
     Raises:
         DataError: shapes, types, lengths or values are invalid.

@@ -94,8 +94,8 @@ def image_copies(images: torch.Tensor, design: Design | None) -> int:
     """Return the number of images that seem to be modified copies of others, or 0 if this could be due to chance.
 
     Mirroring, quarter turns, shifts and contrast are recognized because they do not change the spectrum. Noise is
-    recognized because it does not change the thumbnail.
-    Other rotations and crops of a small part are not recognized, because they change both.
+    recognized because it does not change the thumbnail. Other rotations and crops of a small part are not recognized,
+    because they change both.
 
     Args:
         images: images ``[N, C, H, W]``.

@@ -31,7 +31,7 @@ class Digests(NamedTuple):
     """Digests of samples, which are equal if both samples and targets are equal.
 
     Attributes:
-        values: ``[N]``.
+        values: digest of each sample ``[N]``.
         chance: probability that two samples are equal by chance. For a table, this is the product over its columns, as
             if they were independent. For other samples, it is 0.
         fine: True if a column has so many distinct values that dependence between columns cannot explain identical

@@ -56,7 +56,7 @@ MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
 """Number up to which all integers are exact in double precision."""
 NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
-"""Names, in lower case, of the class of rows without the outcome."""
+"""Common names, in lower case, of a class that consists of the rows without the outcome."""
 
 Floats = NDArray[np.float64]
 

@@ -138,8 +138,8 @@ FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """Pattern of a street and a number, in either order."""
 MIN_WORD_SHARE = 0.2
-"""Minimum number of distinct texts after removal of digits, per text, for which texts with numbers may be addresses and
-not sizes or labels."""
+"""Minimum fraction of texts that remain distinct when digits are removed, at which texts with numbers may be addresses
+and not sizes or labels."""
 MIN_SENTENCE_WORDS = 4
 """Minimum number of words for which a cell is considered a sentence and not the name of a level."""
 
@@ -260,7 +260,7 @@ def _vary(texts: list[str]) -> bool:
 
 
 def _reaches(what: str, texts: list[str], text: bool) -> bool:
-    """Return True if the cells fit the meaning of the column's name, unlike a column of yes and no, or of counts."""
+    """Return True if the cells may contain what the column's name suggests, unlike cells with yes and no or counts."""
     if what == "addresses":
         return text
     if what == "postal codes":

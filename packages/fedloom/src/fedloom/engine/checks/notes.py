@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
+import torch
 from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Sampler, SharesWeigher, UniformWeigher
 from fedloom.choose.shares import uses_clusters
 from fedloom.engine.setting import Setting
+from fedloom.errors import attribute_error
 from fedloom.local import Ctx
 from fedloom.local.oracles import Network, loop_reason
 from fedloom.local.rows import Fields
 from fedloom.models.imported import batch_norm_layers
 from fedloom.rows.aggregators import FLTrust
 from fedloom.rows.attacks import Forgery
+from fedloom.seeds import as_global, generator
 from fedloom.tasks import Classification
 from fedloom.values import kind_of
+
+UNSEEDED_CURE = "Equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
+GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
+
+UNSEEDED_DRAWS = 4
+"""Number of equal calls of a user's sampler, whose cohorts may be equal by chance."""
 
 
 def notes_of(
@@ -35,6 +45,7 @@ def notes_of(
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
+    notes += _unseeded_sampler(sampler, ctx)
     notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
     notes += [*_softmax_twice(oracle), *_note_changed_values(oracle)]
@@ -43,6 +54,23 @@ def notes_of(
     if method.global_model(server) is not None:
         notes += _slow_with(method, ctx.n if fewest is None else fewest, ctx.n)
     return notes
+
+
+def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
+    """Note a user's sampler that draws other clients in two equal calls."""
+    if sampler.probes or type(sampler).__module__.startswith("fedloom."):
+        return []
+    cohorts = list[list[int]]()
+    for _ in range(UNSEEDED_DRAWS):
+        one, seeded = deepcopy(sampler), as_global(generator(0, purpose="probe"), torch.device("cpu"))
+        with attribute_error("sampler", sampler, "round 1"), seeded:
+            cohorts.append(one.apply(one.init(ctx), None, ctx._replace(round=1))[0].tolist())
+    if all(cohort == cohorts[0] for cohort in cohorts):
+        return []
+    return [
+        f"sampler {type(sampler).__name__} draws different clients in equal calls, for example from its own "
+        f"generator. {UNSEEDED_CURE}"
+    ]
 
 
 def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
@@ -173,6 +201,23 @@ def _note_changed_values(oracle: Network) -> list[str]:
             "the model draws random numbers that do not depend on the seed, for example from its own "
             "torch.Generator. Results differ between equal runs and with the number of workers. Draw "
             "from the global generator of torch, numpy or random, which every step seeds"
+        )
+    notes += [
+        f"{function} returns different values in equal calls, for example because it draws from its own generator or "
+        "counts its calls. Results differ between equal runs and with the number of workers. Draw from the global "
+        "generator of torch, numpy or random, which every step seeds"
+        for function in oracle.unseeded
+    ]
+    if oracle.mixes_samples:
+        notes.append(
+            "the model's outputs for a sample depend on the other samples of its batch, for example because "
+            "an operation runs over the axis of the samples. Predictions then depend on which samples are "
+            "predicted together. Use another axis, such as dim=1"
+        )
+    if oracle.unregistered:
+        notes.append(
+            f"the model holds layers or parameters in plain lists or dicts ({_shorten_names(oracle.unregistered)}), "
+            "which are neither trained nor sent nor saved. Use torch.nn.ModuleList, ModuleDict or ParameterList"
         )
     if reason := loop_reason(oracle.module, oracle.fed):
         notes.append(

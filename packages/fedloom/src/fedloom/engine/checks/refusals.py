@@ -295,13 +295,15 @@ def check_early_stop(setting: Setting, fed: Federation) -> None:
         return
     if rule.part not in setting.evaluate.parts:
         raise Refused(
-            f"early_stop watches the {rule.part} part, but evaluate.parts does not contain this part. Add "
-            "the part to evaluate.parts"
+            f"early_stop watches the {rule.part} part, but evaluate.parts does not contain this part",
+            rule="early-stop-part",
+            fix=f"set {{evaluate.parts = {[*setting.evaluate.parts, rule.part]}}}",
         )
     if not int(fed.sizes(rule.part).sum()):
         raise Refused(
-            f"early_stop watches the {rule.part} part, but no client has samples in this part. Set "
-            "partition.validation, such as validation = 0.2, or early_stop.part = 'train'"
+            f"early_stop watches the {rule.part} part, but no client has samples in this part",
+            rule="early-stop-part-empty",
+            fix="set {early_stop.part = 'train'}, or a larger {partition.validation}",
         )
 
 
@@ -335,8 +337,9 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
     if fed.partition and fed.partition.get("test", 1.0) != 0:
         raise Refused(
             f"no client has a test row (the training parts have {int(fed.sizes('train').sum())} "
-            "rows), so nothing would be evaluated. Use fewer clients or a larger test fraction. To "
-            "train without a test part, set test = 0 in the partition"
+            "rows), so nothing would be evaluated",
+            rule="test-part-empty",
+            fix="set {partition.test = 0} to train without a test part, or use fewer clients or a larger test fraction",
         )
     return [NOT_EVALUATED]
 

@@ -25,7 +25,7 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
     """Return the attackers' downloads and their forged uploads.
 
     The attack produces models, and the method encodes these models (`Algorithm.encode`), so that a forged model has the
-    same effect on the server in whatever form the method sends models.
+    same effect on the server, no matter in which form the method sends models.
 
     Args:
         job: the run as the server knows it.

@@ -12,7 +12,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.clients.poisoning import TRIGGERED_PARTS
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
-from fedloom.errors import ClientError, FedloomError, attribute_error, cause_of
+from fedloom.errors import ClientError, FedloomError, FunctionError, attribute_error, cause_of
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.metrics import METRICS, leading
@@ -34,7 +34,7 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
 
     A client uses its personal model unless the global model is strictly better on its part ``select_on``. If this part
     is empty, the client uses its personal model (FLAME, model selection). If the outputs of the personal model are not
-    finite, the client uses the global model. `fedloom.metrics.ROLES` defines which metric is compared.
+    finite, the client uses the global model. `fedloom.metrics.TASK_ROLES` defines which metric is compared.
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
     name = leading(personal, "client")
@@ -62,9 +62,12 @@ def hybrid_scores(scores: Scores, select_on: str) -> Scores:
 
 
 def score_chunk(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
-    """Return the scores of the global model and of the personal models for a chunk of clients."""
-    with attribute_error("model", job.setting.model, f"round {task.round}"):
-        return _scores(job, down, global_model, task)
+    """Scores of the global model and the personal models of a chunk of clients."""
+    with attribute_error("model", job.oracle.module, f"round {task.round}"):
+        try:
+            return _scores(job, down, global_model, task)
+        except FunctionError as error:
+            raise ClientError("scoring", task.round, task.ids.tolist(), f"{error}") from error
 
 
 def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
@@ -199,7 +202,7 @@ def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores
 def final_outputs(job: Job, state: State, kind: str) -> Pass:
     """Compute the outputs of "global" or "personal" models on the test parts of the evaluated clients.
 
-    These are the same outputs that `scores_of` evaluates.
+    These are the same outputs that `fedloom.engine.scoring.scores_of` evaluates.
     """
     if kind == "personal":
         t = max(state.round, 1)

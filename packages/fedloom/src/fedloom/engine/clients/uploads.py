@@ -300,9 +300,9 @@ class Uploads:
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Combine the rows of some clients with the aggregator, which decides by the primary field (or else the first).
+        """Combine the rows of some clients with the aggregator, and return the results and the aggregator's new state.
 
-        Also return the new state of the aggregator.
+        A selection rule chooses rows by the primary field, or by the first field if there is no primary field.
         """
         job = self.job
         assert job.setting.aggregator is not None

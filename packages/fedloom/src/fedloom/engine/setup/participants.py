@@ -100,9 +100,11 @@ def _closed(weigher: Weigher) -> Weigher:
     try:
         return weigher.with_groups(())
     except ConfigError as error:
-        what = str(error).partition(";")[0]
+        what = str(error).partition(";")[0].replace("weigher.", "aggregation_weights.")
         raise ConfigError(
-            f"{what}. Name the groups in [aggregation_weights], for example group = 'sex' or 'age>=75'"
+            what,
+            rule="weigher-without-groups",
+            fix="name the groups in {aggregation_weights.group}, for example 'sex' or 'age>=75'",
         ) from None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
-from fedloom.engine.checks.notes import notes_of
+from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE, notes_of
 from fedloom.engine.checks.refusals import check_mixed_width, check_tested, check_width, initial, ruled
 from fedloom.engine.checks.rehearsal import Start, check_layers
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
@@ -27,6 +27,7 @@ from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields
 from fedloom.rows.channels import Channel
+from fedloom.seeds import rng_states
 
 
 class StartedMethod(NamedTuple):
@@ -56,8 +57,9 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
     setting, (oracle, ctx, x0, _), n = participants.setting, problems, participants.fed.n
     method, sampler = setting.method, setting.sampler
     with attribute_error("method", method, "init"), ruled(f"method-{type(method).__name__.lower()}"):
-        method = method.derive_options(ctx)
+        method, drawn = method.derive_options(ctx), rng_states()
         states = initial(method, x0, ctx)
+        draws = [GLOBAL_DRAWS_NOTE] * (rng_states() != drawn)
     setting = setting.with_(algorithm=method)
     server = states[0]
     check_shares(setting, server, ctx)
@@ -75,7 +77,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
     with ruled(f"method-{type(method).__name__.lower()}"):
         method_notes = notes_of(setting, oracle, server, ctx, fewest, participants.attackers)
     tested = check_tested(setting, participants.eval_fed)
-    notes = [*participants.notes, *tested, *method_notes, *idle_workers(setting.engine)]
+    notes = [*participants.notes, *tested, *draws, *method_notes, *idle_workers(setting.engine)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     check_layers(setting, oracle, ctx, states)

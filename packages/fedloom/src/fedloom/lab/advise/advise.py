@@ -51,8 +51,7 @@ def advise(
         partition: rule that splits a data set among clients.
         budget: compute budget of the race, in units of the gradients of one FedAvg run with all ``rounds``.
         margin: largest difference that does not matter in practice, in the units of the metric (0.01 is one percentage
-            point of accuracy).
-            None: no margin is stated.
+            point of accuracy). None: no margin is stated.
         tune: the keys ``metric`` and ``space`` of the table ``[tune]`` of an experiment file.
         folder: directory of the race. The same call with the same folder resumes the race. None: a temporary directory
             is used.
@@ -62,8 +61,7 @@ def advise(
         progress_bar: True to write a line to standard error after every comparison.
         name: name of the experiment that is written for the final comparison.
         choices: other fields of `fedloom.Setting` that apply to all methods, such as ``rounds=50`` or ``local={"lr":
-            0.1}``.
-            ``seed`` is the seed of the split and of each method's first run.
+            0.1}``. ``seed`` is the seed of the split and of each method's first run.
 
     Returns:
         The advice. Its method ``lines`` returns the advice in sentences.

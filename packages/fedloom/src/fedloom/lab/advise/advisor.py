@@ -81,7 +81,7 @@ class LapWork(NamedTuple):
         rounds: number of rounds of the whole run.
         end: round at which the lap ends.
         unit: unit of work, with the path at which the result is published.
-        before: round at which the previous lap of the same arm and seed ended. None if this is the first lap.
+        before: round at which the previous lap of the same candidate and seed ended. None if this is the first lap.
     """
 
     lap: Lap
@@ -118,9 +118,7 @@ class Advisor:
         margin: largest difference of the metric that does not matter in practice. None: no margin is stated.
         read: function that converts a document to an experiment.
         methods: registered names of the methods that take part. None: the portfolio that is stored with the package.
-            Local training
-            and FedAvg always take
-            part.
+            Local training and FedAvg always take part.
 
     Raises:
         ConfigError: the experiment is invalid, has no validation data, or the budget is too small. Nothing is written
@@ -235,8 +233,7 @@ class Advisor:
         """Train laps and return their results in the same order.
 
         The number of rounds of a method is planned with its first setting. If the rounds of another setting cost much
-        more or
-        less, the first lap of that setting is repeated with an adjusted number of rounds.
+        more or less, the first lap of that setting is repeated with an adjusted number of rounds.
         """
         results = train([self._work_of(lap) for lap in laps])
         firsts = {lap.arm.label: result for lap, result in zip(laps, results, strict=True) if lap.arm.number == 0}
@@ -322,9 +319,9 @@ class Advisor:
         return self._read(self._entries.document(dict.fromkeys(labels, rounds), arms), self._where)
 
     def _plan(self, arm: Arm) -> int:
-        """Return the number of rounds in an arm's full run.
+        """Return the number of rounds in a full run of a candidate.
 
-        It is that of the arm's method, unless the arm's rounds differ in cost.
+        The number is that of the candidate's method, unless the rounds of the candidate differ in cost.
         """
         return self._rounds.get((arm.label, arm.number), self._rounds[arm.label, 0])
 

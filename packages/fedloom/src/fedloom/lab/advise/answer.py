@@ -58,8 +58,8 @@ class ClientAdvice(NamedTuple):
     Attributes:
         name: name of the client.
         choice: recommended action for the client.
-        gain: predicted gain of the method over training alone. It is computed from the data of the race and is above 0
-            if the method is better.
+        gain: predicted gain of the method over training alone. The prediction is computed from the data of the race,
+            and is above 0 if the method is better.
         estimate: mean gain on the validation data of the client that the race did not use. NaN if the client has no
             such data.
         half: half-width of the confidence interval of ``estimate`` over seeds. NaN if there is only one seed.
@@ -77,18 +77,18 @@ class Advice(NamedTuple):
 
     Attributes:
         verdict: conclusion of the race, in words.
-        method: best federated method. It leads the race unless training alone does.
+        method: best federated method. This method leads the race unless training alone does.
         arms: chosen settings of each method, keyed by label.
         metric: metric by which the methods are compared.
-        gains: gain of the method over local training and over FedAvg, keyed by label. It is measured on validation data
-            that the race did not use, and is above 0 if the method is better. A gain is None if a run failed.
+        gains: gain of the method over local training and over FedAvg, keyed by label. Each gain is measured on
+            validation data that the race did not use, and is above 0 if the method is better. A gain is None if a run
+            failed.
         racing: labels of the methods still in the race, best first.
         departures: for each method that has left the race, the better method, the number of the interim analysis (look)
             at which it left, the difference on the data of the race, and the reason if the method failed.
         left_out: reason why a method did not take part, keyed by label.
         more: number of additional gradients after which the race would be decided. None if no more are needed, or if
-            even the
-            maximum number of seeds would not decide the race.
+            even the maximum number of seeds would not decide the race.
         needed: total budget that would decide the race, in FedAvg runs. None if ``more`` is None.
         clients: advice for every client.
         cost: cost of one run of the method: rounds, gradients, bytes, and hours. The hours are None if no devices are
@@ -350,7 +350,7 @@ def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: fl
 def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
     """Return the predicted gain of the personal over the shared model, ``[clients]``.
 
-    It is 1 or -1 if only one of them exists.
+    The result is 1 or -1 if only one of the two models exists.
     """
     results = [result for (label, _), result in outcome.results.items() if label == method]
     pairs = [(one.values(DECIDING_PART, "personal"), one.values(DECIDING_PART, "global")) for one in results]

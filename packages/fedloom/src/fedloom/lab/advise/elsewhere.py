@@ -52,7 +52,7 @@ def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
     Args:
         experiment: text that `fedloom.lab.experiment.units.travel.pack_experiment` returned.
         unit: text that `pack_lap` returned.
-        data: bytes that `pack_experiment` returned. Each worker needs them only once.
+        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
 
     Returns:
         A `UnitReply`, encoded as bytes, with the result and the checkpoint of the lap.

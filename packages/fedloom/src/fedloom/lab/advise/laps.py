@@ -33,7 +33,7 @@ LAP_FILE = "lap.json"
 DECIDING_PART, ESTIMATING_PART = "validation", "test"
 """Parts of a race's federation: the part by which the race is decided, and the part that only the final estimates use.
 
-Both contain validation data of the experiment.
+Both parts contain validation data of the experiment.
 """
 Subjects = NDArray[np.int64]
 """Subjects ``[k]``: an array of subject numbers in increasing order, or of one number for each subject."""
@@ -75,7 +75,7 @@ class LapResult(NamedTuple):
         bytes: number of bytes sent so far, in both directions.
         seconds: virtual time in seconds so far. None if no devices are simulated.
         scores: score of each client, keyed by kind of model and part. None for a score that is unknown.
-        reason: reason why the scores are missing. It is empty if they exist.
+        reason: reason why the scores are missing. The reason is empty if the scores exist.
     """
 
     round: int
@@ -101,21 +101,15 @@ class LapResult(NamedTuple):
 def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
     """Return the federations of a race, one per seed.
 
-    They contain no test data, and hold out samples for the final estimates.
+    These federations contain no test data, and hold out samples for the final estimates.
 
-    Half of each client's validation subjects are held out for the final estimates, as the part ``test``. No run of the
-    race uses
-    these subjects before that. With the first seed, models are validated on the other half. With every other seed, they
-    are validated
-    on equally many
-    subjects from the training part instead, and in exchange are trained on equally many subjects of that other half.
-    Every seed
-    therefore adds new validation data, and all seeds train on the same number of subjects. If the data have an order in
-    time, all seeds
-    validate on the same half, which comes later. The samples of a subject stay together, and the classes keep their
-    proportions. If a client has only one
-    validation subject,
-    the subject is used to decide the race.
+    Half of each client's validation subjects are held out for the final estimates, as the part ``test``. The race
+    itself never uses these subjects. With the first seed, models are validated on the other half. With every other
+    seed, they are validated on equally many subjects from the training part instead, and in exchange are trained on
+    equally many subjects of that other half. Every seed therefore adds new validation data, and all seeds train on the
+    same number of subjects. If the data have an order in time, all seeds validate on the same half, which comes later.
+    The samples of a subject stay together, and the classes keep their proportions. If a client has only one validation
+    subject, the subject is used to decide the race.
     """
     cut = _Cut(fed)
     decide, kept = cut.halve_validation()
@@ -155,7 +149,7 @@ class _Cut:
             return None
 
     def _take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
-        """Choose as many other subjects of the training part for each client, spread over its classes."""
+        """Choose validation subjects from the training part, as many as each client had, spread over its classes."""
         clients = self._fed.n
         trained, home, rank = self._ranked(np.unique(self._who[~self._validates]))
         sizes = np.bincount(home, minlength=clients)
@@ -177,8 +171,7 @@ class _Cut:
         """Return a federation in which the given subjects are used to evaluate models.
 
         Subjects of the validation part that are in ``first`` are used for validation or training. The other subjects of
-        the
-        validation part are not used.
+        the validation part are not used.
         """
         fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
         chosen = np.isin(self._who, decide) & rests

@@ -2,18 +2,15 @@
 
 The difference between two methods is a table with one value for each seed and client. Seeds and clients are random
 effects: some clients gain more than others, and a seed may favor one method for all clients. The standard error
-accounts
-for the variance of both (two-way random effects), and its degrees of freedom follow Satterthwaite. Therefore, many
-clients with one lucky seed are not enough to decide a race, and neither are many seeds with one unusual client. Because
-a pair of methods
-has few seeds, its variance over seeds is taken to be at least the variance estimated from all methods of the race.
+accounts for the variance of both (two-way random effects), and its degrees of freedom follow Satterthwaite. Therefore,
+many clients with one lucky seed are not enough to decide a race, and neither are many seeds with one unusual client.
+Because a pair of methods has few seeds, its variance over seeds is taken to be at least the variance estimated from all
+methods of the race.
 
 A race has several interim analyses, called looks. The significance levels of the looks add up to the level of the race
-(by the spending function
-of Lan and DeMets that resembles Pocock's), and each look divides its level among the rivals of a method. By
-Bonferroni's
-inequality, the best method is eliminated with a probability of at most the level of the race, however the looks depend
-on each other.
+(by the spending function of Lan and DeMets that resembles Pocock's), and each look divides its level among the rivals
+of a method. By Bonferroni's inequality, the best method is eliminated with a probability of at most the level of the
+race, however the looks depend on each other.
 
 References: F. E. Satterthwaite, Biometrics Bulletin 2, 1946; S. L. Hillis, Statistics in Medicine 26, 2007 (its readers
 and cases correspond to clients and seeds here); K. K. G. Lan and D. L. DeMets, Biometrika 70, 1983.
@@ -35,9 +32,8 @@ INTERVAL_LEVEL = 0.03
 than local training.
 
 In simulated races between six equally good methods, local training was eliminated, or the interval was above 0, in at
-most 5 % of the races.
-With a level of 0.05, this happened in up to 7 % of the races, because the method that leads is also the luckiest
-one."""
+most 5 % of the races. With a level of 0.05, this happened in up to 7 % of the races, because the method that leads is
+also the luckiest one."""
 
 Values = NDArray[np.float64]
 
@@ -181,8 +177,9 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
 def shrink_gains(values: Values) -> Values:
     """Predict the difference for each client, ``[clients]``, as its mean shrunk towards the mean of all clients.
 
-    This is the best linear unbiased prediction in the two-way model. It keeps only the share of the variance between
-    clients that persists over seeds. Clients with any value that is not finite are given the mean of the other clients.
+    The prediction is the best linear unbiased prediction in the two-way model. This prediction keeps only the share of
+    the variance between clients that persists over seeds. Clients with any value that is not finite are given the mean
+    of the other clients.
 
     Args:
         values: differences ``[seeds, clients]``.
@@ -202,7 +199,7 @@ def spend_level(looks: int, level: float = RACE_ERROR_LEVEL) -> list[float]:
 
     Args:
         looks: number of looks, which must be fixed before the first one.
-        level: total significance level of all looks.
+        level: significance level of all looks together.
 
     >>> levels = spend_level(3)
     >>> levels[0] > levels[1] > levels[2], round(sum(levels), 12)

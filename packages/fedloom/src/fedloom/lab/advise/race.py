@@ -1,17 +1,14 @@
 """Race: decide which candidates are trained for how long, which settings are kept, and which methods are eliminated.
 
 Every method starts with the same number of settings, each of which is a candidate (arm). After a ninth of the work of a
-whole run, with one seed, about the
-best third of each method's settings are kept. After a third of the work, with two seeds, only the best setting of each
-method is kept. From then on, methods are compared with each other. A method is eliminated if another method is better
-by more
-than chance (`fedloom.lab.advise.looks`). The remaining methods are trained to the end. So are local training and
-FedAvg, as
-references. While the race is undecided, the rest of the budget is spent on more seeds.
+whole run, with one seed, about the best third of each method's settings are kept. After a third of the work, with two
+seeds, only the best setting of each method is kept. From then on, methods are compared with each other. A method is
+eliminated if another method is better by more than chance (`fedloom.lab.advise.looks`). The remaining methods are
+trained to the end. So are local training and FedAvg, as references. While the race is undecided, the rest of the budget
+is spent on more seeds.
 
-The functions in this module choose what to train next and read the results. They do not train themselves, so they can
-be tested with
-arbitrary results.
+The functions in this module choose what to train next and read the results. These functions do not train anything
+themselves, so they can be tested with arbitrary results.
 """
 
 from __future__ import annotations
@@ -34,15 +31,14 @@ FIRST_SEEDS, MOST_SEEDS = 2, 5
 MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
 """Maximum number of interim analyses (looks) at which methods may be eliminated."""
 ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
-"""Methods that take part in every race and serve as references for all others. They are always trained to the
+"""Methods that take part in every race and serve as references for all others. Both methods are always trained to the
 end."""
 DEFAULT_BUDGET_RUNS = 16.0
-"""Default budget of a race, in units of the gradients of one FedAvg run. It is twice the cost of tuning FedAvg alone
-with 8 trials."""
+"""Default budget of a race, in units of the gradients of one FedAvg run. This budget is twice the cost of tuning FedAvg
+alone with 8 trials."""
 MOST_ARMS, MOST_STAYING = 16, 4
 """Maximum number of settings per method at the start, and maximum number that is kept after the first comparison. Any
-budget that
-remains is spent on more seeds."""
+budget that remains is spent on more seeds."""
 
 RunLaps = Callable[[Sequence[Lap]], Sequence[LapResult]]
 """Function that trains laps in parallel and returns their results in the order of the laps."""
@@ -53,7 +49,7 @@ class Departure(NamedTuple):
 
     Attributes:
         look: number of the interim analysis (look), counted from 1.
-        rival: label of the method that is better. It is empty if all settings of the method failed.
+        rival: label of the method that is better. The label is empty if all settings of the method failed.
         difference: score of the rival minus score of the method, above 0 if the rival is better.
         reason: reason why there is no result, if all settings of the method failed.
     """
@@ -73,8 +69,8 @@ class RaceOutcome(NamedTuple):
         racing: labels of the methods still in the race, best first.
         departures: eliminations of the other methods, keyed by label.
         looks: number of interim analyses (looks) that were made.
-        level: one-sided significance level at which one method may eliminate another at the next look, or at the last
-            one if none is left.
+        level: one-sided significance level at which one method may eliminate another at the next interim analysis, or
+            at the last one if none is left.
         spent: number of gradients spent on all laps and on planning their number of rounds.
     """
 
@@ -98,7 +94,8 @@ class LapShares(NamedTuple):
     Attributes:
         early: rounds up to the first comparison.
         middle: rounds up to the second comparison.
-        personal: training of the personal models that are evaluated after one lap. Every lap trains them again.
+        personal: training of the personal models that are evaluated after one lap. The personal models are trained
+            again after every lap.
     """
 
     early: float = EARLY_DEPTH
@@ -179,7 +176,8 @@ def race(
     """Run a race between methods and return its outcome.
 
     Args:
-        arms: settings of every method, keyed by label. Their number and ``stay`` are determined by `choose_counts`.
+        arms: settings of every method, keyed by label. The number of settings per method and ``stay`` are determined by
+            `choose_counts`.
         stay: number of settings per method that are kept after the first comparison.
         budget: maximum number of gradients that the race may use.
         work: number of gradients of one whole run.
@@ -187,8 +185,8 @@ def race(
         run: function that trains laps and returns their results.
         tell: function that is called with a sentence after every comparison.
         higher: True if higher values of the metric are better.
-        planned: function that returns the number of gradients that were used outside of laps. They are part of the
-            budget.
+        planned: function that returns the number of gradients that were used outside of laps. These gradients are part
+            of the budget.
     """
     return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell, planned).go(stay)
 

@@ -44,7 +44,7 @@ class Entries:
     """Methods that take part in a race, with an experiment for each.
 
     Args:
-        document: content of an experiment file. Its methods are ignored.
+        document: content of an experiment file. The methods in the file are ignored.
         where: name of the file, for error messages.
         read: function that converts a document to an experiment.
         methods: registered names of the methods that take part. Local training and FedAvg are always added.

@@ -21,7 +21,7 @@ import typer
 from typer import core
 from typer.core import TyperGroup
 
-from fedloom.errors import PLAIN_KEYS, ConfigError, DataError, FedloomError, RunStopped, Stop, printable
+from fedloom.errors import PLAIN_KEYS, ConfigError, DataError, FedloomError, RunStopped, Stop, printable, write_singular
 from fedloom.hints import RENAMED_KEYS
 from fedloom.version import __version__
 
@@ -74,8 +74,8 @@ class Words(TyperGroup):
     """Command group that rejects arguments that are empty or are not valid text.
 
     An empty argument usually comes from a shell variable that is not set. As a path, it would mean the current folder.
-    Numbers must be written in plain digits, although Python would also accept ``1_0``, digits of other scripts,
-    and spaces.
+    Numbers must be written in plain digits, although Python would also accept ``1_0``, digits of other scripts, and
+    spaces.
     """
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
@@ -144,7 +144,7 @@ class Words(TyperGroup):
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Return the command that the first argument names.
 
-        If there is no such command, the error suggests similar commands once.
+        If the command does not exist, the error suggests similar commands once.
         """
         try:
             return super().resolve_command(ctx, args)
@@ -188,7 +188,7 @@ def say(*lines: object, err: bool = False) -> None:
     Control characters are shown as escapes, because names in the lines may come from files.
     """
     for line in lines:
-        typer.echo(printable(line), err=err)
+        typer.echo(write_singular(printable(line)), err=err)
 
 
 def say_json(value: object) -> None:
@@ -258,7 +258,8 @@ PACKAGES_BY_MODULE = {
     "optuna": "fedloom[tune]",
     "scikit_posthocs": "fedloom-studies",
 }
-"""Package that installs each optional module, keyed by module. It is named if an import fails."""
+"""Package that installs each optional module, keyed by module. The package is named in the error message if the import
+fails."""
 
 
 @contextmanager
@@ -266,8 +267,8 @@ def about_file(file: Path) -> Iterator[None]:
     """Add the name of the experiment file and the line of the key in question to error messages raised in the block.
 
     Raises:
-        ConfigError: the block raised it. The file and the line are added to its message. The same is done for a
-            DataError.
+        ConfigError: the block raised it. The file and the line are added to its message. The same information is added
+            to a DataError.
     """
     try:
         yield
@@ -294,8 +295,8 @@ NAMED_KEY = re.compile(
     r"(?:\[\[(?P<array>\w+)\]\] (?P<place>\d+):? ?|\[(?P<table>\w+)\]:? ?|(?P<part>\w+)\.)?"
     r"(?:(?P<key>\w+)(?:[.:]| is )|unknown \w+ '(?P<word>[^']+)')"
 )
-"""Pattern for the start of an error message about an experiment file. It matches a table, an entry in a list of tables,
-a key, or an unknown word."""
+"""Pattern for the start of an error message about an experiment file. The pattern matches a table, an entry in a list
+of tables, a key, or an unknown word."""
 KEY_OF_FIX = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?")
 
 
@@ -306,7 +307,7 @@ def line_of(
 
     Args:
         text: text of the file.
-        table: table that contains the key. It is empty for a key at the top level of the file.
+        table: table that contains the key. The name of the table is empty for a key at the top level of the file.
         key: name of the key.
         word: unknown key or value.
         array: name of a list of tables, given instead of ``table``.

@@ -43,8 +43,8 @@ def analyze_file(
     """Compute statistics from sums over all clients of a file.
 
     The clients are the users named in the table or, if there are none, the clients that the file's partition creates
-    with its first seed.
-    Options are taken from the file's [[analysis]] table of this kind and can be changed with --set.
+    with its first seed. Options are taken from the file's [[analysis]] table of this kind and can be changed with
+    --set.
 
     Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """

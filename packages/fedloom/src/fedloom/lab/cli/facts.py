@@ -18,8 +18,7 @@ from fedloom.lab.cli._app import AsJson, DataDir, app, errors, say, say_json
 
 LISTS_ENTRY_POINTS = entry_points(group="fedloom.lists")
 """Kinds of parts that other packages add to ``fedloom list``. Each entry point is a function that returns names with a
-one-line description
-each."""
+one-line description each."""
 LISTED_KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
     "devices", "schedules", "analyses", "metrics", *LISTS_ENTRY_POINTS.names,

@@ -152,13 +152,13 @@ FAR_ROWS_EXIT_CODE = 3
 class PredictionsFile:
     """CSV file to which a command writes its predictions.
 
-    Without ``force``, an existing file is replaced only if it has the same columns as the new file. This protects a
-    table with labels, or a predictions file to which someone has added a column.
+    Without ``force``, an existing file is replaced only if it has the same columns as the new file. This rule protects
+    a table with labels, or a predictions file to which someone has added a column.
 
     Args:
         path: path of the file.
         inputs: files that the command reads.
-        force: True to replace a file even if it has different columns.
+        force: True to replace an existing file of any kind.
 
     Raises:
         ConfigError: predictions must not be written to this path.
@@ -304,7 +304,7 @@ def export(
 ) -> None:
     """Write a model to a file for use in other programs.
 
-    The model is the one that predict uses. It is written as an ONNX or torch graph that accepts raw rows, or as
+    The model is the one that predict uses. The model is written as an ONNX or torch graph that accepts raw rows, or as
     parameters only.
 
     Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx

@@ -134,7 +134,7 @@ def run(
                 err=True,
             )
         elif before and before == _recorded_figures(plan.out):
-            say(f"nothing to do: all {len(outcomes)} runs in {plan.out} are finished", err=as_json)
+            say(f"nothing to do, because every run in {plan.out} is finished", err=as_json)
         _print_failures(outcomes)
         if as_json:
             _print_json([plan.out] if (plan.out / "metrics.parquet").exists() else [])

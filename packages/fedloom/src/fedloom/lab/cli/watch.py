@@ -52,9 +52,8 @@ def watch(
 ) -> None:
     """Serve the report of a run that is in progress.
 
-    Open it in a browser on this machine. It includes a table of which process works on which run. Ctrl-C stops the web
-    server but
-    not the run.
+    Open it in a browser on this machine. The page includes a table of which process works on which run. Ctrl-C stops
+    the web server but not the run.
 
     Example: fedloom watch runs/quickstart
     """
@@ -85,7 +84,7 @@ def watch(
 
 
 class Page:
-    """HTML page with the report of a directory. It is rewritten when new metrics are recorded.
+    """HTML page with the report of a directory. The page is rewritten when new metrics are recorded.
 
     Args:
         folder: folder of a run or of a deployment.
@@ -139,7 +138,7 @@ class Page:
     def _work(self) -> str:
         """Return a table of which process works on which unit, while several processes share the directory.
 
-        The text is empty otherwise.
+        The HTML is empty if no processes share the directory.
         """
         from fedloom.lab.experiment.units.status import list_status
         from fedloom.lab.report.markup import scrolling

@@ -35,11 +35,12 @@ class Comparison(RecordedComparison):
     """Result of `compare`: the recorded comparison, and the result of each run with its trained models.
 
     Attributes:
-        folder: run directory with the same contents as one that `fedloom run` writes. It can also be opened with
-            `fedloom.open_run`.
+        folder: run directory with the same contents as one that `fedloom run` writes. The directory can also be opened
+            with `fedloom.open_run`.
         results: results of the completed runs, keyed by (label, seed).
         failures: reason why a run has no result, keyed by (label, seed).
-        chosen: settings that the search chose for each method, keyed by label. It is empty if there was no search.
+        chosen: settings that the search chose for each method, keyed by label. The mapping is empty if there was no
+            search.
     """
 
     def __init__(
@@ -99,14 +100,13 @@ def compare(
 
     Args:
         methods: methods to compare, keyed by label. Each is a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of
-            your class), the
-            name of a method, or a table with ``algorithm``, its options and settings for this method only: ``model``,
-            ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``,
-            ``aggregator``, ``upload_transform``. Methods in a list are labeled by their names.
+            your class), the name of a method, or a table with ``algorithm``, its options and settings for this method
+            only: ``model``, ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``,
+            ``personalized_aggregation``, ``aggregator``, ``upload_transform``. Methods in a list are labeled by their
+            names.
         data: a federation, which is already split into clients. Also accepted: a data set, the name of a data set, or
-            arrays ``(x, y)`` and other inputs of
-            `fedloom.Dataset.create`. A list with a pair ``(train, test)`` for each client, or anything else that
-            `fedloom.Federation.create` accepts, is treated as a federation.
+            arrays ``(x, y)`` and other inputs of `fedloom.Dataset.create`. A list with a pair ``(train, test)`` for
+            each client, or anything else that `fedloom.Federation.create` accepts, is treated as a federation.
         model: model to train, as in `fedloom.simulate`. None: softmax regression.
         partition: rule that splits a data set among clients, such as ``fl.partitions.dirichlet(clients=20,
             alpha=0.1)``. The split is drawn again for every seed. A federation is already split, so seeds change
@@ -125,20 +125,20 @@ def compare(
         margin: largest difference that does not matter in practice, in the units of the leading metric (0.01 is one
             percentage point of accuracy). Methods are called equivalent if their difference lies within the margin.
             None: no methods are called equivalent.
-        analyses: analyses to compute after the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables
-            with ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows their results.
+        analyses: analyses to compute after the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
+            ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows their results.
         folder: run directory. The same call with the same folder resumes an interrupted comparison. A search for
             settings uses the folder ``<folder>-tune`` next to it. None: a temporary directory is used.
         join: True to share the runs with other processes that make the same call with the same folder, on any machine
             that can access the folder. Every process returns the whole comparison.
-        executor: executor that performs the runs. It is an object with a method ``submit(function, *arguments)``, such
-            as Dask's ``Client.get_executor()``, submitit's executors and the executors of `concurrent.futures`. Classes
-            that the call uses must be defined in modules that the workers can import. The data are sent once per
-            worker. The whole search for the settings of one method is submitted as a single call.
+        executor: executor that performs the runs. The executor is an object with a method ``submit(function,
+            *arguments)``, such as Dask's ``Client.get_executor()``, submitit's executors and the executors of
+            `concurrent.futures`. Classes that the call uses must be defined in modules that the workers can import. The
+            data are sent once per worker. The whole search for the settings of one method is submitted as a single
+            call.
         callbacks: functions that are called with an event (`fedloom.lab.experiment.events.Event`: label, seed, round,
             figures) after every round and at the end of every run. An exception in a callback is reported as a warning.
-            To
-            end runs early, pass ``early_stop``.
+            To end runs early, pass ``early_stop``.
         track: tracker that logs the metrics of every run to ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
         progress_bar: True to show progress on standard error, as a bar in a terminal and as lines elsewhere.
         name: name of the comparison, shown in titles.

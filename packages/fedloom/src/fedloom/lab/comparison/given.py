@@ -1,9 +1,8 @@
 """Experiment built from Python values: data in memory, methods, modules, and a partition or an existing federation.
 
-The result is the same `Experiment` that a file would define, so the same code tunes, runs, resumes and reports it. Its
-settings identify objects in memory by their class and digest. If the same call is made again with the same values, it
-resumes from the
-folder.
+The result is the same `Experiment` that a file would define, so the same code tunes, runs, resumes and reports it. The
+settings of this experiment identify objects in memory by their class and digest. If the same call is made again with
+the same values, it resumes from the folder.
 """
 
 from __future__ import annotations

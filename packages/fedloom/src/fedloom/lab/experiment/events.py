@@ -37,9 +37,9 @@ class Event(NamedTuple):
             measured so far.
         pace: recent time per round in seconds, including a proportional share of the evaluation. None while the time is
             unknown.
-        diverged: sentence that describes the divergence, if this event is the first to detect it. It is empty
+        diverged: sentence that describes the divergence, if this event is the first to detect it. The sentence is empty
             otherwise. The run continues.
-        status: word for how the run ended, such as "failed". It is empty while the run is in progress.
+        status: word for how the run ended, such as "failed". The word is empty while the run is in progress.
     """
 
     label: str
@@ -55,7 +55,8 @@ class Event(NamedTuple):
 Listener = Callable[[Event], object]
 """Function that is called with every event.
 
-Its return value is ignored. An exception that it raises is reported as a warning and does not end the run.
+The return value of the function is ignored. An exception that it raises is reported as a warning and does not end the
+run.
 """
 
 

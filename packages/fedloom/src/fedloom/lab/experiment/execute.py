@@ -83,7 +83,8 @@ class Plan:
         experiment: the experiment to run.
         out: run directory, created if it does not exist.
         data_dir: folder of data sets.
-        force: True to discard the existing results. They are discarded after `run` has locked the directory.
+        force: True to discard the existing results. Existing results are discarded after `run` has locked the
+            directory.
         partly: True to discard only the results of the methods in this experiment. The directory must belong to this
             experiment.
         dry: True to only inspect the directory. Nothing is written or discarded in that case.
@@ -193,8 +194,8 @@ class Plan:
 
         Raises:
             CheckpointError: the disk is full or refuses a write. Completed work is kept.
-            RunDirError: another process is using the directory, or has started a different experiment in it.
-                It is also raised if two labels differ only in case and the file system ignores case.
+            RunDirError: another process is using the directory, or has started a different experiment in it. This error
+                is also raised if two labels differ only in case and the file system ignores case.
             ConfigError: ``join`` is combined with ranks or with discarding existing results.
             RunStopped: the user interrupted this process, which had joined the experiment. The other processes
                 continue.

@@ -56,12 +56,12 @@ def read(
         path: path of the file. The file may be in a run directory, where its table ``resolved`` records the versions
             that the run used.
         values: changes to single values, such as ``local.lr=0.1``.
-        methods: labels or algorithms of the methods to keep. All methods are kept if it is empty.
+        methods: labels or algorithms of the methods to keep. All methods are kept if no labels are given.
         rounds: number of rounds of every method, which replaces the number in the file.
         trust: True to run code that the file names by import path even if another user owns the file.
         refit: True to train on all samples, with the first seed.
-        recorded: True if an earlier version may have written the file, as in a run directory. Its keys may then have
-            their old names.
+        recorded: True if an earlier version may have written the file, as in a run directory. The keys of such a file
+            may have their old names.
         document: content of the file, if it has already been read.
         engine: values for keys of the table [engine]. Values that are not None replace those of the file.
 
@@ -87,7 +87,7 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
         document: content of an experiment file. In Python, values may replace its tables, and method objects may
             replace the names of algorithms.
         where: name of the file, for error messages.
-        way: keys that the origin of the document accepts, for error messages. None: the document comes from a file.
+        way: keys that the origin of the document accepts. None: the document comes from a file.
 
     Raises:
         ConfigError: a key is unknown, a type is wrong, or a value is out of range. The message states the file, the

@@ -33,7 +33,7 @@ class Index(NamedTuple):
 
 
 def index() -> Index:
-    """Return the cached index. It is rebuilt if it is missing or was built from different source files."""
+    """Return the cached index. The index is rebuilt if it is missing or was built from different source files."""
     text = cache.find(INDEX_FILE, _sources())
     return _make() if text is None else Index(**json.loads(text))
 

@@ -147,7 +147,7 @@ class RunDirectory:
         return read_table(self.path / METRICS_FILE, FIGURE_COLUMNS)
 
     def table(self) -> pa.Table:
-        """Return a table of every metric of every run. Its first two columns are ``method`` and ``seed``.
+        """Return a table of every metric of every run. The first two columns of the table are ``method`` and ``seed``.
 
         Raises:
             RunDirError: the file with the metrics is missing or damaged.
@@ -233,16 +233,13 @@ class RunDirectory:
         Args:
             data: file with rows (for texts, the lines of a .txt file), or any value that
                 `fedloom.data.new_rows.new_rows` accepts. If a table contains the column that identified the clients in
-                training, this column selects
-                each row's client here too.
+                training, this column selects each row's client here too.
             method: label of the method. None: the method that is best on validation (see `best`).
             seed: seed of the run. None: the first seed.
             client: client whose model makes the predictions for all rows. None: each row uses the model of its site,
-                and rows without a
-                site use the global model.
+                and rows without a site use the global model.
             kind: "global", "personal" or "hybrid", or the path of an adapted model, which then makes the predictions
-                for all rows. None: the
-                best kind for each client.
+                for all rows. None: the best kind for each client.
             data_dir: folder of data sets.
             id_columns: columns of the table that are copied to the predictions.
 
@@ -281,8 +278,8 @@ class RunDirectory:
 
         If neither a client nor a kind is given, all models of a run are scored, provided that the site of each row is a
         client of the run. Otherwise, only the global model is scored. If a model for tables would scale its inputs by
-        the clients' average, a second result is
-        yielded that scales them by the new rows, as for a client that trains on these rows.
+        the clients' average, a second result is yielded that scales them by the new rows, as for a client that trains
+        on these rows.
         """
         runs = self.runs(method, seed)
         data = runs[0].models.recipe.facts.labelled(data)

@@ -82,7 +82,8 @@ class Outcome(NamedTuple):
 
 
 _version = cache(version)
-"""Version of a package. It is cached because every call would otherwise read and parse the package's metadata files."""
+"""Version of a package. The version is cached because every call would otherwise read and parse the package's metadata
+files."""
 
 
 def write_settings(out: Path, experiment: Experiment) -> None:
@@ -302,8 +303,8 @@ def partition_table(
             sizes are known.
         groups: number of each client's planted group, ``[n]``. None: -1 is written for all clients.
         attackers: indices of the clients that are attackers.
-        tests: test part of each client. The sizes of the test parts and one digest of all test parts are written.
-            None: the test parts are unknown.
+        tests: test part of each client. The sizes of the test parts and one digest of all test parts are written. None:
+            the test parts are unknown.
     """
     n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {

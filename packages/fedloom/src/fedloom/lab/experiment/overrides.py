@@ -34,11 +34,9 @@ def apply_overrides(
         document: content of an experiment file.
         where: name of the file, for error messages.
         values: changes of the form ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, with the value in
-            TOML syntax. If a change
-            sets a different ``kind`` or ``source``, the other keys of that table are removed first. If a change sets
-            epochs, steps are
-            removed, and vice versa.
-        methods: labels or algorithms of the methods to keep. All methods are kept if it is empty.
+            TOML syntax. If a change sets a different ``kind`` or ``source``, the other keys of that table are removed
+            first. If a change sets epochs, steps are removed, and vice versa.
+        methods: labels or algorithms of the methods to keep. All methods are kept if no labels are given.
         rounds: number of rounds of every method, which replaces the numbers in the file.
         refit: True to train on all samples with the first seed and hold out no test samples, as is done after a
             cross-validation.

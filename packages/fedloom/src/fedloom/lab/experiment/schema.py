@@ -1,6 +1,6 @@
 """Experiment: a comparison of methods, represented as a value.
 
-It describes one federation, one model and one or more methods.
+An experiment describes one federation, one model and one or more methods.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[n
 class DataTable(SettingTable):
     """Table [data].
 
-    Its key ``source`` is the name of a data set, or a path. The content of the path determines how it is read.
+    The key ``source`` is the name of a data set, or a path. The content of the path determines how it is read.
     """
 
     def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:

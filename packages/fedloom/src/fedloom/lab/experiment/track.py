@@ -1,10 +1,9 @@
 """Tracking: log the metrics of a run in progress to TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
 Only metrics of the whole federation are logged. A run that is interrupted and resumed logs the same metrics as an
-uninterrupted run. All trackers write to the
-folder ``tracking`` in the run directory. If MLFLOW_TRACKING_URI is set, MLflow logs to that address instead. W&B works
-offline
-unless WANDB_MODE is set to another mode. ``wandb sync`` uploads the offline files.
+uninterrupted run. All trackers write to the folder ``tracking`` in the run directory. If MLFLOW_TRACKING_URI is set,
+MLflow logs to that address instead. W&B works offline unless WANDB_MODE is set to another mode. ``wandb sync`` uploads
+the offline files.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ class Tracker:
     """Listener that passes the metrics of each run of an experiment to a writer for that run.
 
     If the tracker fails, for example because its server cannot be reached, a warning is issued and the run continues.
-    Metrics are kept
-    until
-    the tracker works again. It is retried after `RETRY_SECONDS`, and at the end of the run. If the experiment is run
-    again with the same tracker, the metrics that are still missing are written.
+    Metrics are kept until the tracker works again. A failed tracker is retried after `RETRY_SECONDS`, and at the end of
+    the run. If the experiment is run again with the same tracker, the metrics that are still missing are written.
 
     Args:
         kind: one of `TRACKERS`.

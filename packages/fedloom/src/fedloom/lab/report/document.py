@@ -37,7 +37,7 @@ from fedloom.lab.report.tables import csv_text
 from fedloom.rundir import file_name
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Content security policy of the page. It allows the page's embedded scripts and no network requests."""
+"""Content security policy of the page. This policy allows the page's embedded scripts and no network requests."""
 REPORT_TITLE_END = " · fedloom report</title>"
 """End of a report's title, by which reports are recognized because no other page uses it."""
 SCRIPTS_FILE = "vega.js"

@@ -39,6 +39,6 @@ def scrolling(
         heads: titles of the columns.
         lines: cells of each line. A line whose first cell is ``All`` is highlighted.
         text: indices of the columns, apart from the first one, that contain text instead of numbers.
-        title: heading above the table. If it is empty, there is no heading.
+        title: heading above the table. If the title is empty, there is no heading.
     """
     return render_part("table", label=label, heads=heads, lines=lines, text=text, title=title)

@@ -39,8 +39,8 @@ FIGURE_SECTIONS = {
         "convergence",
     ),
 }
-"""Sections of the page that show metrics of the whole federation, keyed by metric. Other metrics are shown in the
-section "others"."""
+"""Sections of the page that show metrics of the whole federation, keyed by metric. All other metrics of the federation
+are shown in the section "others"."""
 
 
 def figure(name: str) -> Metric:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from fedloom.lab.report.charts.kit import Spec
 
+MEAN_NAMES = ("mean", "weighted")
+"""Means of a metric over clients, and over samples. Tables of secure sums contain only the second mean."""
+
 
 def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
     """Draw the mean of a metric over clients by round, with one line per kind of model.
@@ -56,8 +59,8 @@ def notebook_page(table: pa.Table, title: str) -> str:
     rows = []
     for model in MODEL_KINDS:
         figures = [
-            _last(table, model, part, f"{name}/{statistic}")
-            for part, statistic in (("test", "mean"), ("test", "worst10"), ("validation", "mean"))
+            next((v for one in statistics if (v := _last(table, model, part, f"{name}/{one}")) is not None), None)
+            for part, statistics in (("test", MEAN_NAMES), ("test", ("worst10",)), ("validation", MEAN_NAMES))
         ]
         if any(value is not None for value in figures):
             rows.append([model, *(UNKNOWN_DASH if value is None else significant(value * scale) for value in figures)])
@@ -109,12 +112,13 @@ def _chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
 
 
 def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> list[dict[str, Any]]:
-    rows = rows_where(table, metric=f"{name}/mean", part=part).sort_by("round")
+    found = [rows_where(table, metric=f"{name}/{one}", part=part).sort_by("round") for one in MEAN_NAMES]
+    rows = found[0] if len(found[0]) else found[1]
     if strict and not len(rows):
         if part not in (parts := set(table["part"].to_pylist()) - {""}):
             raise unknown("part", part, parts)
         measured = set(rows_where(table, part=part)["metric"].to_pylist())
-        names = [metric.removesuffix("/mean") for metric in measured if metric.endswith("/mean")]
+        names = sorted({metric.rpartition("/")[0] for metric in measured if metric.endswith(MEAN_NAMES)})
         raise ConfigError(f"{name!r} on the part {part!r} was not measured; {nearest(name, names)}")
     scale = metric(name).scale
     return [

@@ -1,10 +1,9 @@
 """Values computed from recorded metrics: curves, results by seed, and intervals over seeds.
 
 Every interval is the two-sided 95 % Student t interval for the mean over seeds. A statistic over clients is used as it
-was
-recorded. If it was not recorded, it is computed from the values of the clients. A seed whose run failed, or diverged
-before its end, has
-no result. The costs of runs that ended early are not combined with those of complete runs.
+was recorded. If a statistic was not recorded, it is computed from the values of the clients. A seed whose run failed,
+or diverged before its end, has no result. The costs of runs that ended early are not combined with those of complete
+runs.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ WORK_FIGURES = (
     "simulated_seconds",
 )
 COUNTED_FIGURES = (*WORK_FIGURES, "seconds")
-"""Metrics of cost, which are recorded even if the run of a seed ends early. They are used if no seed has been
+"""Metrics of cost, which are recorded even if the run of a seed ends early. These metrics are used if no seed has been
 completed."""
 LOST_STATUSES = ("diverged", "failed")
 """Statuses of runs without a result."""
@@ -155,7 +154,8 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
 def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
     """Return the seeds whose runs only repeat those of an earlier seed, mapped to this earlier seed.
 
-    All their metrics except costs are equal, because nothing random affects them. Such seeds count as one result.
+    All their metrics except costs are equal, because nothing random affects them. Seeds whose runs are repetitions
+    count as one result.
     """
     results = [values for name, values in figures.items() if name not in COUNTED_FIGURES]
     first: dict[int, int] = {}
@@ -181,9 +181,8 @@ class Row:
 
     For each metric on the clients' test parts, ``figures`` contains ``metric`` (the mean over clients in the last
     round) and ``metric/worst10``, and if they were recorded, ``metric/weighted``, ``metric/sigma`` and ``metric/jain``.
-    It also contains
-    ``loss/variance``, ``metric@validation`` (in the round that was best on validation data), ``metric@common`` (on the
-    common test set), and the totals of work and traffic.
+    ``figures`` also contains ``loss/variance``, ``metric@validation`` (in the round that was best on validation data),
+    ``metric@common`` (on the common test set), and the totals of work and traffic.
     """
 
     run: str
@@ -231,7 +230,10 @@ class Row:
 
     @property
     def remark(self) -> str:
-        """Status of the runs if one diverged or failed, or if no client was tested. It is empty otherwise."""
+        """Status of the runs if one diverged or failed, or if no client was tested.
+
+        The remark is empty if all runs ended well.
+        """
         return UNTESTED_REASON if self.untested else "" if self.sound else self.status
 
     @property
@@ -273,7 +275,7 @@ class Row:
     def _share(self, seeds: list[int]) -> str:
         """Return text that names the seed, or states the number of seeds if there are several.
 
-        The text is empty if it would include all seeds.
+        The text is empty if all seeds are meant.
         """
         if len(seeds) == 1:
             return f" (seed {seeds[0]})"

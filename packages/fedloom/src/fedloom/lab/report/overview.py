@@ -29,8 +29,7 @@ MAX_OPEN_NOTES = 4
 """Number of notes that are always visible. If there are more, the others are collapsed."""
 UNEQUAL_WORK_RATIO = 1.1
 """Ratio to the smallest amount of work up to which methods are considered to do equal work, as in `fedloom tune`. A
-note names the methods
-whose work exceeds that of FedAvg by a larger ratio."""
+note names the methods whose work exceeds that of FedAvg by a larger ratio."""
 FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
 """Work and traffic, whose columns follow the leading metric."""
 MAX_COLUMNS = 6
@@ -160,8 +159,7 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
     Args:
         rows: rows of the results table.
         runs: runs that the rows belong to. The best row of a column is set in bold among rows with equal data and
-            attack, or among
-            all rows if no runs are given.
+            attack, or among all rows if no runs are given.
     """
     columns = columns_of(rows)
     if not columns:

@@ -54,26 +54,23 @@ def write_report(
 ) -> Path:
     """Write a report on one or more run directories and return its path.
 
-    ``out`` is a self-contained page. Readers can save every chart as SVG and its data as CSV. The files
-    ``results.csv`` and ``results.tex`` are written to a folder with the same name as the page, without its suffix. If
-    some method can serve as the
-    baseline, ``pairs.csv`` and ``pairs.tex`` are also written. If there are only a few clients and
-    they have names, ``sites.csv`` and ``sites.tex`` are also written.
+    ``out`` is a self-contained page. Readers can save every chart as SVG and its data as CSV. The files ``results.csv``
+    and ``results.tex`` are written to a folder with the same name as the page, without its suffix. If some method can
+    serve as the baseline, ``pairs.csv`` and ``pairs.tex`` are also written. If there are only a few clients and they
+    have names, ``sites.csv`` and ``sites.tex`` are also written.
 
     Args:
         run_dirs: paths of the run directories. If there are several, they are compared.
-        out: path of the HTML file, e.g. ``RUN/report.html``. Its folder is created if it does not exist.
+        out: path of the HTML file, e.g. ``RUN/report.html``. The folder of the file is created if it does not exist.
         columns: metrics in ``results.tex``, by the names of their columns in ``results.csv``. None: up to six metrics
-            that suit the
-            task are chosen.
+            that suit the task are chosen.
         charts: True to also write each chart as SVG, and its data as CSV, to the folder.
         baseline: label of the method against which all other methods are tested. None: the baseline is local training,
             or else FedAvg, if one of them was run.
         compare_model: which of a method's models appear in ``results.tex`` and in the comparison: the model that a
             client would use, the personal model, or all models.
         margin: largest difference of the leading metric that does not matter in practice, in the units of the metric.
-            None: no
-            methods are called equivalent.
+            None: no methods are called equivalent.
         force: True to replace files that were not written by a report.
 
     Returns:
@@ -81,12 +78,10 @@ def write_report(
 
     Raises:
         RunDirError: a folder is not a run directory, or one of its files is damaged, or ``out`` would lie inside a
-            file.
-            Nothing has been written in that case.
+            file. Nothing has been written in that case.
         ConfigError: ``out`` does not end in ``.html``, or lies inside a run directory (other than ``RUN/NAME.html``),
-            or exists but is not a report, or its folder contains files that no report has written. It is also raised if
-            a column
-            or method does not exist, or if the margin is not a number above 0.
+            or exists but is not a report, or its folder contains files that no report has written. This error is also
+            raised if a column or method does not exist, or if the margin is not a number above 0.
         CheckpointError: the disk is full or refuses the files. The recorded runs are not changed.
     """
     beside = check_report(run_dirs, out, force=force)
@@ -178,7 +173,7 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
     """Check that a report and its folder may be written, and return the folder.
 
     Raises:
-        RunDirError: there is a file in place of the folder.
+        RunDirError: there is a file at the path of the folder.
         ConfigError: the page must not be written to this path (see `write_report`).
     """
     if not out.name:

@@ -22,9 +22,8 @@ class Predicted(NamedTuple):
         row: position of each sample in the data, ``[N]``.
         target: target of each sample, ``[N]``.
         prediction: mean prediction for each sample over the seeds that tested it, ``[N]``. For two classes, the
-            prediction is
-            the probability of the second class. For more classes, it is the fraction of seeds that predicted the right
-            class, and all targets are 1.
+            prediction is the probability of the second class. For more classes, it is the fraction of seeds that
+            predicted the right class, and all targets are 1.
         event: 1 if the target is the time of an event, or 0 if it is a censoring time, ``[N]``. None for tasks without
             events.
         subject: number of each sample's subject, ``[N]``. None if each sample belongs to a different subject.

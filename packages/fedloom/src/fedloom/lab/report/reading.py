@@ -105,9 +105,8 @@ def _recounted(
 ) -> dict[Key, Points]:
     """Recompute the metrics over clients, leaving out the attackers of all methods.
 
-    While a run is in progress, its metrics leave out only its own attackers. If only one method is attacked, the
-    metrics of the other methods therefore
-    still include these clients.
+    A run itself leaves out only its own attackers. If only one method is attacked, the metrics of the other methods
+    therefore still include these clients.
     """
     recounted: dict[Key, Points] = {}
     for key, points in series.items():
@@ -213,8 +212,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
     """Read the named columns of a file, each converted to the type that this column has in all run directories.
 
     If ``coded`` is true, text columns are read in dictionary encoding. ``lacking`` names additional columns that
-    earlier
-    versions did not write. If any of them is missing, all of them are skipped.
+    earlier versions did not write. If one of these columns is missing, all of them are skipped.
 
     Raises:
         RunDirError: the file is damaged, or does not contain one of the required columns.

@@ -49,7 +49,7 @@ class RunPartition:
         groups: planted group of each client, ``[n]``, or -1 if there are no planted groups.
         attackers: indices of the clients that attack.
         tested: number of test samples of each client, ``[n]``. None if these numbers were not recorded.
-        tests: digest of the test parts of all clients. It is empty if no digest was recorded.
+        tests: digest of the test parts of all clients. The digest is empty if it was not recorded.
     """
 
     counts: Numbers
@@ -108,14 +108,17 @@ class Run:
         return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
 
     def attackers(self, seed: int) -> frozenset[int]:
-        """Return the clients that attacked with the given seed. Their scores say nothing about a method."""
+        """Return the clients that attacked with the given seed.
+
+        The scores of such clients say nothing about a method.
+        """
         return self.partitions[seed].attackers if seed in self.partitions else frozenset()
 
     @property
     def ratio(self) -> float:
         """Number of test samples per training sample (see `ratios`).
 
-        It is 0 if the seeds do not split the same samples in new ways.
+        The ratio is 0 if the seeds do not split the same samples in new ways.
         """
         ratios, sizes = self.ratios, np.sum([part.sizes for part in self.partitions.values()], axis=0)
         return float(np.average(ratios, weights=sizes)) if ratios is not None else 0.0

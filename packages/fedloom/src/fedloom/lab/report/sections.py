@@ -29,7 +29,7 @@ class Section(NamedTuple):
     Attributes:
         title: heading of the section.
         lead: sentence below the heading.
-        body: content of the section as HTML. It is empty if the analysis recorded nothing.
+        body: content of the section as HTML. The body is empty if the analysis recorded nothing.
         files: CSV files to write next to the page, keyed by name without suffix.
     """
 
@@ -64,7 +64,7 @@ def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Sectio
 def plain_section(runs: list[Run], name: str) -> Section:
     """Return a section that shows the recorded table of an analysis, with rounded cells.
 
-    Its CSV file contains the values without rounding.
+    The CSV file of the section contains the values without rounding.
 
     Args:
         runs: runs that the report covers.

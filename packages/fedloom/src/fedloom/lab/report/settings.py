@@ -11,9 +11,8 @@ from fedloom.lab.report.run import Run
 TABLE_TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
 """Titles of tables in the experiment file, where they differ from the names of the tables."""
 UNREPORTED_TABLES = ("engine", "resolved", "tune")
-"""Tables that have no effect on the values in the report. They still appear in the full text of the file at the end of
-the
-section."""
+"""Tables that have no effect on the values in the report. These tables still appear in the full text of the file at the
+end of the section."""
 NOT_OPTIONS = ("algorithm", "label")
 """Keys of a method that are not compared with those of other methods."""
 

@@ -47,7 +47,7 @@ def site_tables(runs: list[Run]) -> str:
 def privacy_tables(runs: list[Run]) -> str:
     """Render an HTML table of epsilon by round for each run that spent any privacy.
 
-    It contains one column per method, with the maximum over seeds.
+    The table contains one column per method, with the maximum over seeds.
     """
     parts = []
     for run in runs:

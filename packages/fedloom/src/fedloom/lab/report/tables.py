@@ -38,12 +38,10 @@ def result_table(run_dir: Path) -> pa.Table:
     """Return a table with one row for each method and model of a run, with numbers that are neither rounded nor scaled.
 
     The first columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. Three columns follow for
-    each
-    metric: its mean over seeds (``<name>``), the half-width of the 95 % t interval (``<name>_ci95``), and the number of
-    seeds with a finite value (``<name>_seeds``). The metrics are ``<metric>`` (mean over the clients'
-    test parts in the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (in the round that was best on
-    validation data), ``<metric>_common`` (on the common test set), ``loss_variance``, work, traffic in bytes, and
-    seconds.
+    each metric: its mean over seeds (``<name>``), the half-width of the 95 % t interval (``<name>_ci95``), and the
+    number of seeds with a finite value (``<name>_seeds``). The metrics are ``<metric>`` (mean over the clients' test
+    parts in the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (in the round that was best on validation
+    data), ``<metric>_common`` (on the common test set), ``loss_variance``, work, traffic in bytes, and seconds.
 
     Raises:
         RunDirError: ``run_dir`` is not a run directory, or cannot be read.
@@ -123,7 +121,7 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
 def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
     """Render the mean of a metric and the half-width of its interval.
 
-    Both are rounded to two significant digits of the half-width.
+    Both numbers are rounded to two significant digits of the half-width.
 
     The result is ``(UNKNOWN_DASH, "")`` if there is no value.
 
@@ -233,7 +231,7 @@ def tex(text: str) -> str:
 
 
 def mark_cell(mean: str, half: str, *, best: bool = False, dagger: bool = False) -> str:
-    r"""Render a LaTeX cell with a value and its half-width. It may be bold or have a dagger.
+    r"""Render a LaTeX cell with a value and its half-width. The cell may be bold or have a dagger.
 
     >>> mark_cell("91.2", "0.4"), mark_cell("91.2", "0.4", best=True), mark_cell("91", "", dagger=True)
     ('$91.2 \\pm 0.4$', '$\\mathbf{91.2 \\pm 0.4}$', '$91^{\\dagger}$')

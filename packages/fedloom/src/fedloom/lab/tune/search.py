@@ -2,9 +2,9 @@
 
 The search space of a method consists of the defaults in `spaces.toml`, with the changes that the experiment makes to
 them. Each suggestion depends only on the finished trials and on (seed, method, trial number). A search that was
-interrupted therefore resumes with the same trials. If a space consists of lists and has no more settings than there
-are trials, every setting is tried (GridSampler). Otherwise, the next trial is suggested by the results of
-past trials (TPESampler).
+interrupted therefore resumes with the same trials. If a space consists of lists and has no more settings than there are
+trials, every setting is tried (GridSampler). Otherwise, the next trial is suggested by the results of past trials
+(TPESampler).
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from fedloom.seeds import generator, words
 from fedloom.values import fields_of
 
 Read = Callable[[Mapping[str, Any], str], Experiment]
-"""Function that converts a document to an experiment. It also receives the document's name, for error messages. It
-raises ConfigError if the document is
-invalid."""
+"""Function that converts a document to an experiment. The function also receives the document's name, for error
+messages. The function raises ConfigError if the document is invalid."""
 ALL_METHODS = "all"
 DERIVED_FACTOR = "1x"
-"""Value that leaves a derived option at the value that it is derived to have."""
+"""Value of a derived option that keeps it at its derived default."""
 
 
 @cache

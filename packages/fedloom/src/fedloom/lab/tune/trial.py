@@ -40,8 +40,7 @@ Params = Mapping[str, Any]
 """Values of settings, keyed by name, such as ``mu`` or ``local.lr``."""
 COMPARISON_POINTS = 5
 """Number of points in a trial at which it is compared with earlier trials. Each point requires an evaluation. With this
-number,
-a trial that has no chance can be stopped after a fifth of its rounds."""
+number, a trial that has no chance can be stopped after a fifth of its rounds."""
 TRIAL_PART: Literal["validation"] = "validation"
 
 
@@ -56,7 +55,7 @@ class Trial(Value):
         params: values of the settings, keyed by name.
         state: ``complete``, ``pruned`` (stopped early because it was below the median of the complete trials) or
             ``failed`` (it diverged, or the method does not accept the values on these clients).
-        value: validation metric over clients, averaged over seeds. It is None unless the trial is complete.
+        value: validation metric over clients, averaged over seeds. The value is None unless the trial is complete.
         marks: intermediate values of the metric, keyed by comparison point.
         rounds: number of rounds trained per seed.
         samples_backward: number of samples whose gradients were computed, over all clients, rounds and seeds.
@@ -131,7 +130,7 @@ class TrialJournal:
             raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start over with --force") from None
 
     def append(self, trial: Trial, space: dict[str, BaseDistribution]) -> None:
-        """Append a trial to the journal. Its settings have the distributions ``space``."""
+        """Append a trial to the journal. The settings of the trial have the distributions ``space``."""
         self._study.add_trial(trial.frozen(space))
         self.trials.append(trial)
 
@@ -228,7 +227,7 @@ def attempt(
         federations: federations without test data, keyed by seed.
         goal: compute budget of the trial, and the metric by which it is scored.
         trial: trial that Optuna suggested.
-        folder: folder for the checkpoints of the trial. An interrupted trial is resumed from them.
+        folder: folder for the checkpoints of the trial. An interrupted trial is resumed from these checkpoints.
         emitter: function that returns the callback for a run, given the run's name and setting. The callback is called
             after every round.
 

@@ -100,9 +100,8 @@ class Tuning:
 
     Raises:
         ConfigError: the experiment is invalid, has no validation data, has an invalid search space, or is run on
-            several ranks of torchrun. It is also raised if the directory lies inside a run directory or contains a file
-            that
-            the search reads. Nothing is written in that case.
+            several ranks of torchrun. This error is also raised if the directory lies inside a run directory or
+            contains a file that the search reads. Nothing is written in that case.
         RunDirError: the directory belongs to a different search, or is not the directory of a search.
         DataError: the data cannot be read.
     """
@@ -175,7 +174,7 @@ class Tuning:
     def rounds(self) -> int:
         """Total number of rounds of all trials.
 
-        With equal compute budgets, it is expressed in rounds of plain local training.
+        With equal compute budgets, the number is expressed in rounds of plain local training.
         """
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
@@ -205,8 +204,7 @@ class Tuning:
 
         Raises:
             RunStopped: the search was interrupted, or no trial of some method was completed. Finished trials are kept
-                in both cases. The same call resumes
-                the search.
+                in both cases.
             CheckpointError: the disk is full or refuses a write. Finished trials are kept.
         """
         self._stopped = False
@@ -486,7 +484,7 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
     Args:
         experiment: text that `pack_experiment` returned, including the table ``tune``.
         unit: JSON object with the keys ``label`` and ``rounds`` (the number of rounds of a trial).
-        data: bytes that `pack_experiment` returned. Each worker needs them only once.
+        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
 
     Returns:
         A `UnitReply`, encoded as bytes, with the journal of the trials.

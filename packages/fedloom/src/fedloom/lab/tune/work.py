@@ -1,9 +1,9 @@
 """Equal work: find the number of rounds in which a method computes as many gradients as plain local training.
 
 The work of a run is the number of samples whose gradients its rounds compute, plus the number whose gradients its
-personal models need after the last round. Rounds may differ in cost, for example in FedALA's second round or if a
-rule stops local training early. The plan is therefore made for the sum over rounds, and the actual cost of a run is
-compared with it.
+personal models need after the last round. Rounds may differ in cost, for example in FedALA's second round or if a rule
+stops local training early. The plan is therefore made for the sum over rounds, and the actual cost of a run is compared
+with it.
 """
 
 from __future__ import annotations

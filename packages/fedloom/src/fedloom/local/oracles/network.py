@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.groups import two_groups
+from fedloom.errors import attribute_error
 from fedloom.hints import unknown
 from fedloom.local.batches import PASS_STREAM
 from fedloom.local.oracles.allocator import keep_memory
@@ -31,8 +32,10 @@ from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.probes import (
     draws_itself,
     hides_randomness,
+    mixes_samples,
     reached_mask,
     spread_samples,
+    unregistered_modules,
     written_parameters,
 )
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
@@ -66,6 +69,8 @@ class Network(Oracle):
     """
 
     low = False
+    unseeded: Sequence[str] = ()
+    """Names of the user's loss and metrics whose values differ between equal calls with equal global generators."""
     moved: Sequence[str] = ()
     """Names of the module's buffers and attributes that training changes."""
 
@@ -91,7 +96,9 @@ class Network(Oracle):
             self.class_weights = None if weights is None else weights.to(self.device, self.dtype)
             index = spread_samples(fed)
             if fed.data.name != "blank":  # the server of a deployment has no samples
-                probe(task, self.run(self.layout.vector(self.module), fed.fetch(index)), fed.targets(index))
+                with attribute_error("model", module, "a trial on a few samples"):
+                    outputs = self.run(self.layout.vector(self.module), fed.fetch(index))
+                self.unseeded = probe(task, outputs, fed.targets(index))
         keep_memory()
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:
@@ -330,6 +337,16 @@ class Network(Oracle):
     def hides_randomness(self) -> bool:
         """True if outputs depend on anything but the parameters, the samples and the global random generators."""
         return not self.moved and hides_randomness(self._module, self.fed)
+
+    @cached_property
+    def mixes_samples(self) -> bool:
+        """True if the outputs for a sample depend on the other samples of a batch."""
+        return mixes_samples(self._module, self.fed)
+
+    @property
+    def unregistered(self) -> Sequence[str]:
+        """Names of layers and parameters that no list of parameters contains."""
+        return unregistered_modules(self._module)
 
     @cached_property
     def overwritten(self) -> Sequence[str]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedloom.errors import attribute_error
 from fedloom.local.oracles.forward import Spot, caught, repeat_single
-from fedloom.models.imported import Mark, Values
+from fedloom.models.imported import Mark, Values, batch_norm_layers
 from fedloom.models.sequences import Recurrence
 from fedloom.rows.layout import Layout, trainable
 from fedloom.seeds import as_global, forked, generator, preserve_rng, rng_states
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 PROBE_SAMPLES = 32
 """Number of samples, taken from all clients, for trying custom losses and metrics and for finding unused parameters."""
+
+MIXED_TOLERANCE = 1e-4
+"""Largest difference between outputs for the same sample in two batches that counts as a rounding error."""
 
 RANDOM_PASSES = 8
 """Number of passes for a network that draws random numbers. A layer that is dropped with probability 1/2 is missed with
@@ -54,6 +58,39 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
     return not torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num())
 
 
+def mixes_samples(module: nn.Module, fed: Federation) -> bool:
+    """Return True if the outputs for a sample depend on the other samples of a batch, for example by a wrong axis.
+
+    Modules are tried in evaluation mode. Normalization by the statistics of a batch does not count.
+    """
+    if batch_norm_layers(module):
+        return False
+    probe, x, outputs = _probe(module, fed).eval(), fed.fetch(spread_samples(fed)), list[Tensor]()
+    for pair in ([0, len(x) // 2], [0, len(x) - 1]):
+        with (
+            attribute_error("model", module, "a trial on two samples"),
+            as_global(generator(0, purpose="probe"), fed.device),
+            torch.no_grad(),
+        ):
+            outputs.append(probe(x[pair])[0].nan_to_num())
+    one, other = outputs
+    return not torch.allclose(one, other, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE)
+
+
+def unregistered_modules(module: nn.Module) -> list[str]:
+    """Return the names of layers and parameters that are only in plain lists and dicts, where torch finds none."""
+    registered, names = {*map(id, module.modules()), *map(id, module.parameters())}, list[str]()
+    for owner, m in module.named_modules():
+        for key, held in vars(m).items():
+            pairs = held.items() if isinstance(held, dict) else enumerate(held if type(held) in (list, tuple) else ())
+            if not key.startswith("_"):
+                lost = (
+                    k for k, one in pairs if isinstance(one, nn.Module | nn.Parameter) and id(one) not in registered
+                )
+                names += [f"{owner}.{key}[{k!r}]".lstrip(".") for k in lost]
+    return names
+
+
 def fails_stacked(module: nn.Module, fed: Federation) -> str:
     """Return the error message of vmap for the module, or "" if vmap accepts it. vmap must accept a training step.
 
@@ -78,8 +115,8 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
 def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
     """Return the names of buffers (except batch statistics) and attributes that training changes.
 
-    Attributes are only considered if their types are in `fedloom.models.imported.VALUES`. A copy of the module is run
-    on one sample to find them.
+    Attributes are only considered if their types are in `fedloom.models.imported.CHANGEABLE_TYPES`. A copy of the
+    module is run on one sample to find them.
     """
     probe = _probe(module, fed)
     values = Values(probe)
@@ -124,7 +161,10 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
     with preserve_rng(), torch.enable_grad():
         for _ in range(RANDOM_PASSES):
             before = _global_state(fed.device)
-            with caught(layer, entering=spot is not None and spot.entering) as features:
+            with (
+                attribute_error("model", module, "a trial on a few samples"),
+                caught(layer, entering=spot is not None and spot.entering) as features,
+            ):
                 ends = [probe(x), *features]
             total = torch.stack([end.sum() for end in ends]).sum()
             slopes: tuple[Tensor | None, ...] = torch.autograd.grad(total, list(left.values()), allow_unused=True)
@@ -149,7 +189,8 @@ def _probe(module: nn.Module, fed: Federation) -> nn.Module:
 
 @torch.no_grad()
 def _tried(probe: nn.Module, fed: Federation) -> Tensor:
-    outputs: Tensor = probe(repeat_single(fed.fetch(fed.parts["train"].index[:1])))
+    with attribute_error("model", probe, "a trial on one sample"):
+        outputs: Tensor = probe(repeat_single(fed.fetch(fed.parts["train"].index[:1])))
     return outputs
 
 

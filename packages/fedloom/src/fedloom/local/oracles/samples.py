@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.errors import CodeError, ConfigError, cause_of
 from fedloom.imports import Function
+from fedloom.seeds import as_global, generator
 from fedloom.tasks import number
 from fedloom.tasks.figures import wide
 
@@ -167,8 +168,10 @@ def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int)
     return torch.stack([outputs.sum() * 0, *parts]).sum() * weight
 
 
-def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
-    """Try a user's loss and metrics on the outputs ``[b, k]`` for a few samples or positions.
+def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
+    """Try a user's loss and metrics, on the outputs ``[b, k]`` for a few samples or positions.
+
+    Return the names of the functions whose values differ between two equal calls (see `_is_unseeded`).
 
     Raises:
         ConfigError: a function fails or does not return a single number, or the loss is a sum, is not finite, has no
@@ -178,13 +181,16 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
         outputs, y = outputs[y >= 0], y[y >= 0]
     if task.objective.loss is not None:
         _check_reduction(task.objective.loss, outputs, y)
+    user_metrics = [metric for metric in task.objective.metrics if isinstance(metric, Function)]
     try:
-        for metric in task.objective.metrics:
-            if isinstance(metric, Function):
-                number(metric, "metric", wide(outputs), y.cpu())
+        for metric in user_metrics:
+            number(metric, "metric", wide(outputs), y.cpu())
         task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
+        unseeded = [
+            f"metric {m.display_name!r}" for m in user_metrics if _is_unseeded(m, "metric", wide(outputs), y.cpu())
+        ]
         if task.objective.loss is None:
-            return
+            return unseeded
         name, value = task.objective.loss.display_name, number(task.objective.loss, "loss", outputs.clone(), y)
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
@@ -232,6 +238,19 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             rule="loss-is-a-sum",
             fix="return the mean over the batch from {task.loss}",
         )
+    return unseeded + [f"loss {name!r}"] * _is_unseeded(task.objective.loss, "loss", outputs, y)
+
+
+def _is_unseeded(function: Function, what: str, outputs: Tensor, y: Tensor) -> bool:
+    """Return True if two equal calls differ although the global generators start in the same state.
+
+    Such a function draws from its own generator, counts its calls, or reads a clock.
+    """
+    values = list[float]()
+    for _ in range(2):
+        with as_global(generator(0, purpose="probe"), outputs.device):
+            values.append(number(function, what, outputs.clone(), y))
+    return values[0] != values[1] and not all(map(math.isnan, values))
 
 
 def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:

@@ -74,10 +74,10 @@ class Bench:
         experiment: experiment to measure.
         data_dir: folder of data sets.
         rounds: number of rounds to measure. One additional round is run first and is not measured.
-        oracles: names of the oracles to measure in addition to the one that the experiment would use. If it is empty,
-            all oracles that support the model are measured.
+        oracles: names of the oracles to measure in addition to the one that the experiment would use. If no oracles are
+            named, all oracles that support the model are measured.
         workers: numbers of workers to measure in addition to the number that the experiment would use, or ``auto``. If
-            it is empty, one worker and one worker per core are measured.
+            no numbers are given, one worker and one worker per core are measured.
 
     Raises:
         DataError: the data cannot be read.
@@ -226,7 +226,7 @@ def _seconds(cost: RoundCost) -> float:
 def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
     """Return the time in seconds that each client of a federation adds to a round, even outside the cohort.
 
-    It is the slope between two federations of different sizes whose clients have one sample each.
+    This time is the slope between two federations of different sizes whose clients have one sample each.
     """
     many = min(CROWD_SIZE, CROWD_BYTES // max(1, row))
     setting, few = setting.with_(sampler=Uniform(clients=cohort)), max(cohort, many // 10)

@@ -155,8 +155,8 @@ def play(
         setting: setting of the run.
         fed: the clients and their data.
         clock: function that returns the time in seconds.
-        through: function that is called with the workers before every round. It returns the workers that compute the
-            round. These may wrap the given workers.
+        through: function that is called with the workers before every round. The function returns the workers that
+            compute the round. The returned workers may wrap the given ones.
 
     Raises:
         ConfigError: a value is invalid, or values do not work together (Refused).

@@ -35,9 +35,9 @@ class GradientCost(NamedTuple):
         clients: time spent at the clients, in units of FedAvg's time per gradient.
         server: all other time (the server's step, messages, and the stored rows of the clients), in the same units.
         forward: number of samples that are only passed forward, per gradient.
-        oracle: name of the oracle that computed the gradients. The PyTorch oracle computes terms of the loss that the
-            compiled kernels do not support.
-        reason: reason why the measurements are missing. It is empty otherwise.
+        oracle: name of the oracle that computed the gradients. PyTorch computes terms that the compiled kernels do not
+            support.
+        reason: reason why the measurements are missing. The reason is empty if the measurements exist.
     """
 
     method: str

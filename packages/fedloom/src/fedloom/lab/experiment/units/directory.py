@@ -58,7 +58,7 @@ class ExperimentDirectory:
     def check(self, *, joins: bool = False) -> None:
         """Raise an error if the directory is not a run directory, or belongs to a different experiment.
 
-        Its methods and seeds may differ from those of this experiment.
+        The methods and seeds of the directory may differ from those of this experiment.
 
         If other processes are working on the directory (``joins``), methods and seeds must be equal.
 

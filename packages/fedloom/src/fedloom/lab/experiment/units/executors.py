@@ -116,9 +116,8 @@ def compute_units(
         units: text that identifies each unit.
         interrupted: function that is called repeatedly to check whether the user has stopped the work. No more replies
             are collected after it has returned True.
-        compute: function that the executor calls with (text of the experiment, unit[, data]). It returns the bytes of a
-            `UnitReply`. It
-            must be a public function.
+        compute: function that the executor calls with (text of the experiment, unit[, data]). The function returns the
+            bytes of a `UnitReply`. The function must be public.
 
     Yields:
         The index of each unit and its reply, in the order in which the units end.

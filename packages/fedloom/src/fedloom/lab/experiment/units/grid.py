@@ -23,8 +23,7 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
 
     Keys have the same form as for ``--set``: an option of methods, such as ``lam``, or a key of a table that a method
     may define, such as ``local.lr``. A key that starts with ``method.LABEL.`` applies to one method only. A method that
-    does
-    not have the option stays unchanged.
+    does not have the option stays unchanged.
 
     Args:
         document: content of an experiment file.

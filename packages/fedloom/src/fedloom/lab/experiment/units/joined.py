@@ -37,8 +37,8 @@ class WorkUnit(NamedTuple):
 
 ClaimedUnit = tuple[int, WorkUnit, UnitClaim]
 Work = Callable[[int, UnitClaim], str | None]
-"""Function that computes a unit, given (number of the unit, claim). It returns the reason why the unit has no result,
-or None once its state is complete. If the user interrupts it, it raises an error."""
+"""Function that computes a unit, given (number of the unit, claim). The function returns the reason why the unit has no
+result, or None once its state is complete. If the user interrupts it, it raises an error."""
 
 
 class JoinedWork:

@@ -46,8 +46,7 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
 
     Args:
         folders: paths of two or more run directories. If several directories contain the same run, it is taken from the
-            first of
-            them.
+            first of them.
         out: path of the new run directory.
 
     Returns:
@@ -55,11 +54,14 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
         these runs.
 
     Raises:
-        RunDirError: a folder is not a finished run directory, the experiments differ, the metrics of a run differ
-            between directories, or ``out`` is in use.
+        RunDirError: a folder is named twice or is not a finished run directory, the experiments differ, the metrics of
+            a run differ between directories, or ``out`` is in use.
     """
     if not is_unused(out):
         raise RunDirError(f"{out} is not empty. Name a new folder for the merged runs")
+    whole_paths = [folder.resolve() for folder in folders]
+    if twice := next((f for k, f in enumerate(folders) if whole_paths[k] in whole_paths[:k]), None):
+        raise RunDirError(f"{twice} is the same directory as another one of the call. Name every directory once")
     documents = {folder: _document(folder) for folder in folders}
     first = next(iter(documents.values()))
     for folder, document in documents.items():

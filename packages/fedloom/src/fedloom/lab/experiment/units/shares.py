@@ -30,7 +30,7 @@ class Load(NamedTuple):
     """Estimated cost of a run.
 
     Attributes:
-        alone: time in seconds of the work that is not divided into chunks. It does not depend on the number of
+        alone: time in seconds of the work that is not divided into chunks. This time does not depend on the number of
             processes.
         work: time in seconds of the local work, which is divided into chunks.
         chunks: number of chunks that a cohort is divided into. Processes beyond this number would be idle.
@@ -93,8 +93,8 @@ def decide_share(
 
     Returns:
         Number of simultaneous runs, and number of processes per run. On an accelerator, runs are computed one at a time
-        with all processes, because forked processes
-        cannot share it.
+        with all processes, because forked processes cannot
+        share it.
     """
     engine, fed = experiment.common.engine, next(iter(federations.values()))
     wanted = cores() if engine.workers == "auto" else engine.workers

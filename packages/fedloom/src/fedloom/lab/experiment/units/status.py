@@ -26,8 +26,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
     """Return a row for each run, and for each other unit in progress, with the columns run, state, who and so far.
 
     A run that has not ended is ``waiting``, ``working``, or ``left`` (its process has ended, and another process will
-    continue it). The
-    states of a run that has ended are ``done``, ``diverged``, ``interrupted`` and ``failed``.
+    continue it). The states of a run that has ended are ``done``, ``diverged``, ``interrupted`` and ``failed``.
     """
     document = update_document(tomllib.loads((out / SETTINGS_FILE).read_text(encoding="utf-8")))
     claims, ended = Claims(out / WORK_FOLDER), dict[tuple[str, int], tuple[str, str]]()

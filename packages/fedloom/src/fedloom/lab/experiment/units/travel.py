@@ -59,7 +59,7 @@ class UnitReply(NamedTuple):
 
     Attributes:
         files: contents of the files in the run's checkpoint, keyed by file name.
-        failure: reason why the run has no result. It is empty if the run has a result.
+        failure: reason why the run has no result. The reason is empty if the run has a result.
         interrupted: True if the worker was asked to stop.
         wants_data: True if the worker lacks the data, and the unit was sent without them.
         worker: name of the process that sent the reply.
@@ -84,7 +84,7 @@ class UnitReply(NamedTuple):
 
     @classmethod
     def decode(cls, content: bytes) -> UnitReply:
-        """Decode a reply and return it.
+        """Decode a reply from bytes.
 
         Raises:
             ConfigError: the bytes do not encode a reply.
@@ -148,7 +148,7 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
     Args:
         experiment: text that `pack_experiment` returned.
         unit: JSON object with the keys ``label`` and ``seed``.
-        data: bytes that `pack_experiment` returned. Each worker needs them only once.
+        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
 
     Returns:
         A `UnitReply`, encoded as bytes.

@@ -23,8 +23,7 @@ MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 HAS_INTERVAL = {"filter": "isValid(datum.low)"}
 """Filters on the rows of a chart: means over seeds, individual seeds, and means with a confidence interval. If there
-are only a few
-seeds, they are shown individually instead of as an interval."""
+are only a few seeds, they are shown individually instead of as an interval."""
 
 HIDDEN_COLUMNS = ("label", "label_narrow", "side", "place", "middle")
 """Columns of chart data that are only used for drawing."""
@@ -39,14 +38,13 @@ class Figure:
     """Chart with its data and texts.
 
     Attributes:
-        id: identifier that is unique within a report. It is also the name of the chart's files.
+        id: identifier that is unique within a report. The files of the chart also have this name.
         tab: title of the tab that shows the chart, if several charts have the same ``group``.
         chart: Vega-Lite specification that refers to the named data sets and leaves the colors to a theme.
-        data: data sets, keyed by name. ``rows`` is one of them.
+        data: data sets, keyed by name. The main data set is called ``rows``.
         layout: how the page adapts the chart to the available width. ``facet`` changes the number of columns.
-            ``square`` does
-            the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside`` changes the width
-            of the first of two charts.
+            ``square`` does the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside``
+            changes the width of the first of two charts.
         canvas: True if the page draws the chart as a bitmap because it contains a very large number of marks.
         table: name of the chart's most detailed data set, which readers can view and download.
     """
@@ -99,7 +97,7 @@ def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: ob
 def number(field: str, title: str | None = None, **more: Any) -> Spec:
     """Build a quantitative channel for a field.
 
-    Its axis does not have to start at 0, and all such axes format their ticks in the same way.
+    The axis of the channel does not have to start at 0, and all such axes format their ticks in the same way.
     """
     scale = {"zero": False, **more.pop("scale", {})}
     axis = {"tickCount": 5, "labelExpr": TICK_FORMAT, "labelOverlap": True, **more.pop("axis", {})}
@@ -188,7 +186,7 @@ def panels(
 ) -> Spec:
     """Build small multiples with one panel for each value of a field.
 
-    Each panel has its own horizontal axis, and a single title below applies to all of them.
+    Each panel has its own horizontal axis, and a single title below applies to all panels.
     """
     header = {"labelAnchor": "start", "labelLimit": 180, "titleOrient": "bottom", "titleFontWeight": "normal"}
     header |= {"titleFontSize": 11.5, "titlePadding": 4}

@@ -17,8 +17,7 @@ Spec = dict[str, Any]
 PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FILE_FONT = f"'DejaVu Sans', Verdana, {PAGE_FONT}"
 """Fonts of charts that are written to files. The width of a text is computed when the chart is rendered, so the first
-font is at least
-as wide as every other common font."""
+font is at least as wide as every other common font."""
 BLUE_COLOR, ORANGE_COLOR, GREY_COLOR = "#3b82f6", "#e0730d", "#808690"
 """Colors with a contrast ratio of at least 3 to 1 on both light and dark backgrounds."""
 INK_COLORS = ("#57606a", "#b1bac4")
@@ -53,7 +52,8 @@ def _drawable(value: object) -> Any:
 def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
     """Return the Vega-Lite configuration of the light or the dark theme.
 
-    Its first three colors are Okabe and Ito's blue, vermilion and green. They are lighter in the dark theme.
+    The first three colors of the theme are Okabe and Ito's blue, vermilion and green. These colors are lighter in the
+    dark theme.
     """
     ink, soft, line, paper = (
         ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
@@ -125,8 +125,8 @@ def svg_for_pages(spec: Spec) -> str:
 def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
     """Build an Altair chart for a notebook. Users can modify it with Altair.
 
-    If the notebook includes Vega-Lite, the chart is drawn in the notebook's theme. Otherwise an SVG is shown. Nothing
-    is downloaded in either case.
+    If the notebook includes Vega-Lite, the chart is drawn in the notebook's theme. If the notebook does not include
+    Vega-Lite, an SVG is shown. Nothing is downloaded in either case.
     """
     altair = import_charts("altair")
 

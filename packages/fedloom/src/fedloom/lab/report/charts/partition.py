@@ -23,8 +23,7 @@ ATTACKER_FLAG = "\N{BLACK FLAG}"
 """Mark that follows the name of an attacking client."""
 MAX_LISTED_CLIENTS = 60
 """Maximum number of clients whose names are shown. If there are more clients, they are sorted by their most frequent
-class and
-are not named."""
+class and are not named."""
 MAX_DRAWN_PARTITIONS = 10
 """Maximum number of partitions of a run that are drawn. Fewer are drawn if the partitions are large."""
 MAX_CLUSTER_ROUNDS, MAX_CLUSTERED_CLIENTS = 60, 60
@@ -47,9 +46,8 @@ class Skew(NamedTuple):
     Attributes:
         label: text that names the runs.
         values: ``sizes``, the numbers of samples. For classes, three more measures compare each client with the labels
-            of all clients: ``emd``
-            (sum of absolute differences, in [0, 2]), ``js`` (Jensen-Shannon divergence to base 2, in [0, 1]) and
-            ``effective_classes`` (exponential of the entropy).
+            of all clients: ``emd`` (sum of absolute differences, in [0, 2]), ``js`` (Jensen-Shannon divergence to base
+            2, in [0, 1]) and ``effective_classes`` (exponential of the entropy).
     """
 
     run: Run

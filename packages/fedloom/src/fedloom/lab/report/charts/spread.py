@@ -13,8 +13,7 @@ from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_DOTS, MIN_ROW_DOTS = 2000, 40
 """Maximum number of dots (clients times seeds) in all rows together, and number of dots that each row may always draw.
-With
-these numbers, 2,000 dots take up about 120 kB of the page."""
+With these numbers, 2,000 dots take up about 120 kB of the page."""
 Seeds = dict[int, tuple[Integers, Numbers]]
 """Clients and their values, keyed by seed."""
 

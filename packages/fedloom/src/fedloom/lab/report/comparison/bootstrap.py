@@ -2,8 +2,8 @@
 
 Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Each resample uses the
 predictions of both models for the same patients. If the subjects of the samples are known, subjects are resampled
-together
-with all of their samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69, 2007.
+together with all of their samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69,
+2007.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from fedloom.lab.report.run import Numbers
 
 BOOTSTRAP_RESAMPLES = 1000
 """Number of bootstrap resamples. The relative error of a standard error is then about 1 / sqrt(2 * 1000) = 2.2 %. Efron
-and
-Tibshirani (Section 6.4) consider 200 resamples sufficient."""
+and Tibshirani (Section 6.4) consider 200 resamples sufficient."""
 MOST_PAIRS = 10**8
 """Maximum number of pairs (an event and another patient) for which the interval of a C-index is computed."""
 
 
 def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
-    """Compute a metric of weighted test samples, ``[B]``. It is NaN where the metric is undefined.
+    """Compute a metric of weighted test samples, ``[B]``. The metric is NaN where it is undefined.
 
     Args:
         metric: ``accuracy`` (of predictions above 0.5 for targets above 0.5), ``c_index``, ``r2``, ``rmse``, ``mae`` or
-            ``deviance``. They are defined as in the tasks, in units of the label.
+            ``deviance``. These metrics are defined as in the tasks, in units of the label.
         weight: non-negative weights of the samples for each resample, ``[B, N]``.
         samples: targets and predictions of the samples, ``[N]``.
     """
@@ -69,14 +68,13 @@ def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
 def standard_error(metric: str, alone: Predicted, shared: Predicted | None = None) -> float:
     """Return the bootstrap standard error of a metric: its standard deviation over resamples of subjects.
 
-    It is NaN if the standard error cannot be computed.
+    The result is NaN if the standard error cannot be computed.
 
     Args:
         metric: name of the metric, as in `weighted_metric`.
         alone: samples with the predictions of one model.
-        shared: the same samples with the predictions of another model. If it is given, the standard error is that of
-            the difference
-            between the two models.
+        shared: the same samples with the predictions of another model. If these samples are given, the standard error
+            is that of the difference between the two models.
     """
     n, units = len(alone.target), alone.units
     subjects = int(units.max(initial=-1)) + 1

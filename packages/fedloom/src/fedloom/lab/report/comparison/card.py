@@ -35,7 +35,7 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
         The path of the file.
 
     Raises:
-        ConfigError: the file already exists. It is not replaced, because people may have edited it.
+        ConfigError: the file already exists. An existing file is not replaced, because people may have edited it.
         RunDirError: a directory is not a run, or one of its files is damaged.
         CheckpointError: the disk is full or refuses the file.
     """
@@ -51,7 +51,7 @@ def check_card(out: Path) -> None:
     """Raise an error if the file for a model card already exists.
 
     Raises:
-        ConfigError: the file already exists. It is not replaced, because people may have edited it.
+        ConfigError: the file already exists. An existing file is not replaced, because people may have edited it.
     """
     if out.exists():
         raise ConfigError(
@@ -61,11 +61,14 @@ def check_card(out: Path) -> None:
     def owns(place: Path) -> bool:
         return len(place.parts) == 2 and place.parts[0] not in RESULT_FOLDERS
 
-    check_output_file(out, FileKind("Markdown", "a model card", never), owns=owns)
+    check_output_file(out, FileKind("Markdown", "a model card", never), owns=owns, force=None)
 
 
 def card(run: Run) -> str:
-    """Render the card of the model with the best leading metric. It is a federated model if any of them ended well."""
+    """Render the card of the model with the best leading metric.
+
+    The model is a federated model if any federated model ended well.
+    """
     lead = leading_metric([run])
     shown = [row for row in contenders([run], method_rows([run])) if row.result(lead)]
     methods = [row for row in shown if row.algorithm]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,23 +21,22 @@ from fedloom.lab.report.tables import arrow, cell_text, write_difference
 
 SHOWN_PAIRS = 3
 """Maximum number of differences that are shown in a terminal and at the top of a report. The table of pairs in the
-report
-contains all of them."""
+report contains all differences."""
 
 
 class Conclusion(NamedTuple):
     """Result of a comparison, in words.
 
     Attributes:
-        task: labels of the runs that are compared with each other, if there are several groups of comparable runs. It
-            is empty if there is only one
-            group.
+        task: labels of the runs that are compared with each other, if there are several groups of comparable runs. The
+            text is empty if there is only one group.
         answer: sentence that names the winner, or states that there is none.
         pairs: one line for each compared method, with its mean, its difference from the baseline and the verdict.
-        compared: sentence that states which models are compared. It is empty if there is nothing to compare.
-        cost: sentence with the gradients and the traffic of the best method and of the baseline. It is empty if they
-            are not recorded.
-        tests: comparisons with the baseline on which ``pairs`` is based. It is empty if there is nothing to compare.
+        compared: sentence that states which models are compared. The tuple is empty if there is nothing to compare.
+        cost: sentence with the gradients and the traffic of the best method and of the baseline. The sentence is empty
+            if these costs are not recorded.
+        tests: comparisons with the baseline on which ``pairs`` is based. The sentence is empty if there is nothing to
+            compare.
     """
 
     task: str
@@ -75,8 +75,7 @@ def conclude(
             one run.
         compare_model: which of a method's models is compared.
         margin: largest difference that does not matter in practice, in the units of the leading metric. None: no
-            methods are called
-            equivalent.
+            methods are called equivalent.
     """
     lead, conclusions = leading_metric(runs), []
     several = tasks(runs, rows)
@@ -170,7 +169,9 @@ def _is_better(pair: Pair) -> bool:
 
 def _line(pair: Pair) -> str:
     one = pair.comparison
-    gap = f", {with_half(*write_difference(pair.figure, one.mean, one.half))} to {pair.reference.name}" if one else ""
+    gap = ""
+    if one and math.isfinite(one.mean):
+        gap = f", {with_half(*write_difference(pair.figure, one.mean, one.half))} to {pair.reference.name}"
     return f"{_titled(pair.row)}: {cell_text(pair.figure, pair.row.figures[pair.figure])}{gap}, {pair.words}"
 
 

@@ -2,9 +2,8 @@
 
 In practice, each client would use whichever of the global and the personal model is better on its validation part (the
 hybrid model), or the only model of the method. If hybrid models are compared, a rival is shown next to them. For each
-client, it is the better of
-local training and FedAvg, chosen on validation data by the same rule. No additional method has to be run for this
-rival.
+client, it is the better of local training and FedAvg, chosen on validation data by the same rule. No additional method
+has to be run for this rival.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Methods are compared seed by seed, with the same seed and data split. The leader is compared with the rows of all other
 methods in one family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds, no
-difference is
-tested, because so few values do not show how much they vary.
+difference is tested, because so few values do not show how much they vary.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class Winner:
     Attributes:
         row: index of the winner. None if no rows could be compared.
         rivals: indices of rows of other methods that are not significantly worse, nearest first.
-        equals: indices of rows of other methods that describe the same models. They are not treated as rivals.
+        equals: indices of rows of other methods that describe the same models. Such rows are not treated as rivals.
         runner_up: index of the best row of another method.
-        lead: mean difference from the runner-up over the seeds that both have. It is positive and in the units of the
-            criterion, before scaling.
-            For metrics that are compared as ratios (`is_ratio`), it is the logarithm of the ratio.
+        lead: mean difference from the runner-up over the seeds that both have. The lead is positive and in the units of
+            the criterion, before scaling. For metrics that are compared as ratios (`is_ratio`), the lead is the
+            logarithm of the ratio.
         half: half-width of the confidence interval on which the test is based. NaN if there are fewer than two common
             seeds.
         provisional: True if some runs have not finished.
@@ -173,10 +172,8 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
     """Return the target: 95 % of the best mean result, or the best result divided by 0.95 if smaller values are better.
 
     Only one row per method is used, regardless of which rows are shown. If no method has finished, the methods that are
-    still
-    running are used. Rows that do not belong to a method are not used, because their cost is unknown. The target is
-    NaN if no
-    rows are left or the best result is not above 0.
+    still running are used. Rows that do not belong to a method are not used, because their cost is unknown. The target
+    is NaN if no rows are left or the best result is not above 0.
 
     Args:
         runs: runs with equal data, partition and attack.
@@ -208,9 +205,7 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
     """Return the traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` needed to reach a target.
 
     The target is reached when the mean over clients reaches it. Rows that do not reach the target with every seed are
-    left out. If any
-    model
-    already meets the target before the first round, the result is empty.
+    left out. If any model already meets the target before the first round, the result is empty.
     """
     spent_by_row: dict[int, Estimate] = {}
     for i, row in enumerate(rows):

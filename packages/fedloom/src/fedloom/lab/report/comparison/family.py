@@ -2,16 +2,14 @@
 
 All comparisons on one page, model card or table form one family. Each difference is tested by a paired t-test on its
 values, one per seed. Holm's step-down procedure (`holm`) keeps the probability of any false claim in the family at 5 %
-or less. The
-interval of a difference is computed at the level that Holm's procedure applies to it. The interval
+or less. The interval of a difference is computed at the level that Holm's procedure applies to it. The interval
 therefore excludes 0 if and only if the difference is significant. A comparison with fewer than five common seeds is not
-tested and is not part of the family. If the runs of both methods with some seeds merely repeat their runs with
-another seed, these seeds count as one.
+tested and is not part of the family. If the runs of both methods with some seeds merely repeat their runs with another
+seed, these seeds count as one.
 
 If every seed splits the same samples in a new way, the results of different seeds are not independent. If the ratio of
-test to
-training samples is given, the variance is corrected as by Nadeau and Bengio. The verdict then applies to new samples
-from the same source. Without this ratio, the verdict applies to the same samples with other seeds.
+test to training samples is given, the variance is corrected as by Nadeau and Bengio. The verdict then applies to new
+samples from the same source. Without this ratio, the verdict applies to the same samples with other seeds.
 
 Reference: C. Nadeau, Y. Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003, Section 4.
 """
@@ -35,9 +33,8 @@ FAMILY_ERROR_LEVEL = 0.05
 MODERATED_LEVEL = 0.025
 """Nominal level for a family of moderated tests. At a nominal level of 5 %, moderated tests reject 7.0 % of the true
 null hypotheses that were created by flipping signs in the recorded map (19 of 270). If methods collapse with some
-seeds, the distribution has heavier tails than the prior
-assumes. At a nominal level of 2.5 %, they reject 2.6 % of all these null hypotheses, and 3 of the 60 in the four setups
-in which methods collapse."""
+seeds, the distribution has heavier tails than the prior assumes. At a nominal level of 2.5 %, they reject 2.6 % of all
+these null hypotheses, and 3 of the 60 in the four setups in which methods collapse."""
 
 
 class PairVerdict(StrEnum):
@@ -90,8 +87,7 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
         comparison: difference of the first value minus the second value. None if both rows describe the same models.
         higher: True if higher values are better.
         margin: largest difference that does not matter in practice, in the units of the comparison, above 0. None: no
-            comparison is
-            called equivalent.
+            comparison is called equivalent.
 
     >>> pair_verdict(TestedDifference(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
     <PairVerdict.EQUIVALENT: 'equivalent'>
@@ -114,7 +110,10 @@ def untested_reason(comparison: TestedDifference | None) -> str:
 
 
 def scope(ratio: float) -> str:
-    """Return the sentence that states which samples a verdict applies to. It depends on ``ratio``, as in `family`."""
+    """Return the sentence that states which samples a verdict applies to.
+
+    The scope depends on ``ratio``, as in `family`.
+    """
     if ratio:
         return "Verdicts hold for new samples from the same source (Nadeau and Bengio's correction)."
     return "Verdicts hold for these samples, with other seeds."
@@ -129,9 +128,7 @@ def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[in
         one: metric from which the other is subtracted.
         other: metric that is subtracted.
         log: True to return the logarithm of the ratio instead of the difference. The logarithm is 0 if both values are
-            0. It is
-            infinite if only one of
-            them is 0.
+            0. The logarithm is infinite if only one of the values is 0.
 
     >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
@@ -143,7 +140,10 @@ def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[in
 
 
 def log_ratio(one: float, other: float) -> float:
-    """Return the logarithm of ``one / other``. It is 0 if they are equal, and infinite if one of them is 0 or less."""
+    """Return the logarithm of ``one / other``.
+
+    The result is 0 if both values are equal, and infinite if one of them is 0 or less.
+    """
     if one == other:
         return 0.0
     if one <= 0 or other <= 0:
@@ -159,8 +159,7 @@ def family(
     Args:
         members: differences keyed by seed, keyed by the name of the comparison.
         ratio: number of test samples per training sample, for all members or keyed by name, if every seed splits the
-            same samples in a new way.
-            0: no correction is made, and the verdicts apply to these samples.
+            same samples in a new way. 0: no correction is made, and the verdicts apply to these samples.
         moderate: True to shrink the variances of the members towards a common variance (`fit_prior`) and test at
             `MODERATED_LEVEL`.
     """
@@ -237,8 +236,7 @@ def holm(p: Sequence[float]) -> list[float]:
     """Adjust p-values ``[m]`` by Holm's step-down procedure (Holm, Scand. J. Statist. 1979).
 
     The adjusted value of the k-th smallest p-value is the maximum of (m - j + 1) p_j over j <= k, but at most 1. A
-    hypothesis is
-    rejected if its adjusted p-value does not exceed the level of the family.
+    hypothesis is rejected if its adjusted p-value does not exceed the level of the family.
     """
     order = sorted(range(len(p)), key=p.__getitem__)
     adjusted, largest = [0.0] * len(p), 0.0

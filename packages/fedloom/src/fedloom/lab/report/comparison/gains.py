@@ -48,14 +48,14 @@ class Gain(NamedTuple):
 
     Attributes:
         site: name of the site or of the mean.
-        samples: number of training samples with each seed. It is empty if the numbers were not recorded.
-        events: number of training samples of the second class with each seed. It is empty unless the task has two
-            classes.
+        samples: number of training samples with each seed. The tuple is empty if the numbers were not recorded.
+        events: number of training samples of the second class with each seed. The tuple is empty unless the task has
+            two classes.
         alone: result of the site's local model, keyed by seed.
         together: result of the federated method, keyed by seed.
         comparison: result of the federated method minus that of the local model, with the sign chosen so that a
             positive value favors the federated method. All lines of the table form one family of tests.
-        reason: sentence that states why there is no gain. It is empty if there is a gain.
+        reason: sentence that states why there is no gain. The sentence is empty if there is a gain.
     """
 
     site: str
@@ -82,7 +82,7 @@ class SiteGains(NamedTuple):
     """Table of the gains at all sites of a run.
 
     Attributes:
-        run: label of the run. It is empty if there is only one run.
+        run: label of the run. The label is empty if there is only one run.
         metric: name of the leading metric.
         alone: row of the method that trains local models.
         together: row of the federated method with the best mean.
@@ -175,7 +175,7 @@ def _means(
 ) -> tuple[Estimate, Estimate]:
     """Return both means over the sites that have both results, for each seed.
 
-    They may be weighted by training samples.
+    The means may be weighted by training samples.
     """
     means: tuple[dict[int, float], dict[int, float]] = {}, {}
     for seed in alone.keys() & together.keys():

@@ -3,11 +3,9 @@
 Each variance is shrunk towards a variance that all comparisons have in common.
 
 With five seeds, a variance has four degrees of freedom, and in the first step of Holm's procedure over 56 methods, a t
-value of 12 is needed.
-Together, the variances of all methods in a setup show how large such a variance typically is. The typical variance s0^2
-is given the weight of d0 degrees of freedom. The variance s^2 of a comparison with d degrees of freedom is replaced by
-(d0 s0^2 + d s^2) / (d0 + d), and its
-t-test uses d0 + d degrees of freedom.
+value of 12 is needed. Together, the variances of all methods in a setup show how large such a variance typically is.
+The typical variance s0^2 is given the weight of d0 degrees of freedom. The variance s^2 of a comparison with d degrees
+of freedom is replaced by (d0 s0^2 + d s^2) / (d0 + d), and its t-test uses d0 + d degrees of freedom.
 
 Reference: G. K. Smyth, "Linear Models and Empirical Bayes Methods for Assessing Differential Expression in Microarray
 Experiments", Stat. Appl. Genet. Mol. Biol. 3, 2004, Sections 3 and 6.2, as implemented by limma's ``squeezeVar``.
@@ -23,8 +21,7 @@ import numpy as np
 
 LEAST_SHARE = 1e-5
 """Minimum variance that is used in the fit, as a fraction of the median variance, as in limma. Without it, the
-logarithm of a
-variance near 0 would dominate the fit."""
+logarithm of a variance near 0 would dominate the fit."""
 MOST_SEEDS = 10_000
 """Maximum number of seeds that is considered in a plan."""
 

@@ -61,7 +61,7 @@ class Pair(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Reason why the difference is not tested. It is empty if it is tested."""
+        """Reason why the difference is not tested. The reason is empty if the difference is tested."""
         return untested_reason(self.comparison)
 
     @property
@@ -102,17 +102,13 @@ def pairs(
         rows: rows of the results table, one for each model of each method.
         baseline: label of the baseline, such as ``local``. If there are several runs, it may also name a method of one
             run, such as ``local · run``. None: the default baseline of each group of runs is used (see `reference`),
-            and groups
-            without one are left out.
+            and groups without one are left out.
         models: which of a method's models is compared.
         name: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. None: the leading
-            metric is
-            compared.
+            metric is compared.
         margin: largest difference that does not matter in practice, in the units of the metric (0.01 is one percentage
-            point of accuracy). For
-            metrics that are compared as
-            ratios, it is the logarithm of the largest ratio that does not matter. None: no methods are called
-            equivalent.
+            point of accuracy). For metrics that are compared as ratios, the margin is the logarithm of the largest
+            ratio that does not matter. None: no methods are called equivalent.
 
     Raises:
         ConfigError: the method does not exist, or no row has the metric.

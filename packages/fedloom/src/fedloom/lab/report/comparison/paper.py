@@ -19,7 +19,7 @@ def results_latex(
 ) -> str:
     """Render the table of results as LaTeX (see `latex`).
 
-    It contains at most one row per method unless ``models`` is "all".
+    The table contains at most one row per method unless ``models`` is "all".
     """
     shown: list[Row] = []
     places: dict[str, list[Marks]] = {}

@@ -42,9 +42,7 @@ class RecordedComparison:
         compare_model: which of a method's models is compared (see `fedloom.lab.report.comparison.contenders.Models`).
         margin: largest difference of the leading metric that does not matter in practice, in the units of the metric
             (0.01 is one percentage point of accuracy). Methods are called equivalent if their difference lies within
-            the margin. None: no
-            methods are
-            called equivalent.
+            the margin. None: no methods are called equivalent.
 
     Raises:
         RunDirError: the folder is not a run directory, or cannot be read.
@@ -65,9 +63,9 @@ class RecordedComparison:
     def table(self) -> pa.Table:
         """Return a table with one row per method: means over seeds, half-widths of 95 % intervals (``_ci95``), status.
 
-        It has the same columns as ``results.csv`` (see `fedloom.lab.report.result_table`). If hybrid models are
-        compared, the table also
-        contains their rival: for each client, the better of local training and FedAvg on validation data.
+        The table has the same columns as ``results.csv`` (see `fedloom.lab.report.result_table`). If hybrid models are
+        compared, the table also contains their rival: for each client, the better of local training and FedAvg on
+        validation data.
         """
         return arrow(contenders(self._runs, self._rows, self.compare_model))
 
@@ -81,11 +79,9 @@ class RecordedComparison:
         Args:
             baseline: label of the method to test against. None: the baseline of the comparison.
             figure: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. None: the leading
-                metric
-                is compared.
+                metric is compared.
             margin: largest difference in the metric that does not matter in practice. For a metric that is compared as
-                ratios, it
-                is the logarithm of the largest ratio that does not matter.
+                ratios, the margin is the logarithm of the largest ratio that does not matter.
 
         Returns:
             Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference; for costs
@@ -176,9 +172,7 @@ class RecordedComparison:
             width: width of the panel, in pixels.
             height: height of the panel, in pixels.
             labels: names to show in the figure, keyed by the label of the method. Only these methods are drawn, in the
-                given order.
-                None:
-                all.
+                given order. None: all.
 
         Raises:
             ConfigError: the metric, the axis or a method does not exist.
