@@ -556,8 +556,8 @@ WRONG_DRAWS: dict[str, tuple[Any, str]] = {
     "a tensor": (lambda d: d._replace(common=torch.arange(3)), "common must be a numpy array .* got Tensor"),
     "a sample twice": (
         lambda d: d._replace(dealt=Dealt(np.r_[d.dealt.index, 299], np.r_[d.dealt.offsets[:4], 301])),
-        "dealt has 1 samples twice .first: sample 299 at client 3"),
-    "a common sample twice": (lambda d: d._replace(test=None, common=np.array([399, 399])), "common has 1 samples tw"),
+        "dealt has 1 sample twice .first: sample 299 at client 3"),
+    "a common sample twice": (lambda d: d._replace(test=None, common=np.array([399, 399])), "common has 1 sample tw"),
     "test samples of others": (
         lambda d: d._replace(test=group_by_owner(np.arange(9), (np.arange(9) + 1) % 4, 4)), "s of another client"),
     "equal names": (lambda d: d._replace(names=("a", "a", "b", "c")), "names must be 4 different names"),
