@@ -49,7 +49,7 @@ infinite if it would be beyond the last bin."""
 
 
 class Calibrated(NamedTuple):
-    """Results that are known so far.
+    """Results of a conformal analysis that are known so far.
 
     Attributes:
         terms: public facts about the analysis.

@@ -1,4 +1,6 @@
-"""Cox regression over the rows of all clients from sums, with exact times, agreed time bins, or a baseline per client.
+"""Cox regression over the rows of all clients, computed from sums.
+
+The regression uses exact times, agreed time bins, or a baseline hazard for each client.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 """

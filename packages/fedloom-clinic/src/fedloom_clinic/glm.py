@@ -1,4 +1,6 @@
-"""Linear, logistic and Poisson regression over the rows of all clients from sums, with confidence intervals.
+"""Linear, logistic and Poisson regression over the rows of all clients, computed from sums.
+
+The results include confidence intervals.
 
 References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2. Y. Wu et al., "GLORE", JAMIA
 2012.

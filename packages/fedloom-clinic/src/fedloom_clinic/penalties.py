@@ -1,4 +1,4 @@
-"""Penalties of regressions from sums: their options, and the folds of a cross-validation at each client.
+"""Penalties of regressions that are computed from sums: options, and folds of a cross-validation at each client.
 
 Firth's penalty needs tr(V dI / d beta_r), where V is the inverse of the information. If V is public, this quantity is a
 sum over rows, or it can be computed from sums over the rows at risk. Clients therefore answer two questions in every
@@ -38,7 +38,7 @@ FIT_COUNT = len(RIDGE_STRENGTHS) * (CV_FOLDS + 1)
 
 
 class Penalized(ScriptedAnalysis):
-    """Regression from sums, with a penalty."""
+    """Regression that is computed from sums over clients, with a penalty."""
 
     penalty: Literal["none", "ridge", "firth"] = Field(
         "none", description="ridge or firth. Both give finite coefficients even if columns separate the rows"

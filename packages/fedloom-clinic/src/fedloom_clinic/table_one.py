@@ -66,7 +66,10 @@ GAPS_NOTE = (
 
 
 class TableOne(ScriptedAnalysis):
-    """Table 1 of all clients from sums, by a group or by client, with tests of homogeneity over groups and clients."""
+    """Table 1 of all clients' rows, computed from sums, by group or by client.
+
+    The table contains tests of homogeneity over groups and over clients.
+    """
 
     kind: ClassVar[str] = "table-1"
     needs_table: ClassVar[bool] = True

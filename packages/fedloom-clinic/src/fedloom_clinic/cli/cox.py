@@ -1,4 +1,7 @@
-"""Command ``fedloom cox``: Cox regression over sites from sums, with the same result as for the pooled rows."""
+"""Command ``fedloom cox``: Cox regression computed from sums over sites.
+
+The result equals that of the pooled rows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Command ``fedloom glm``: linear, logistic and Poisson regression over sites from sums, equal to the pooled fit."""
+"""Command ``fedloom glm``: linear, logistic and Poisson regression computed from sums over sites.
+
+The result equals that of the pooled fit.
+"""
 
 from __future__ import annotations
 

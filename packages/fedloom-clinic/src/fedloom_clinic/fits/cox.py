@@ -1,4 +1,6 @@
-"""Cox regression over sites from sums. The fit equals the pooled fit, and the rows of patients stay at their sites.
+"""Cox regression computed from sums over sites.
+
+The fit equals the pooled fit, and the rows of patients stay at their sites.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and B.
 Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.

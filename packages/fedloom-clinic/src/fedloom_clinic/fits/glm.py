@@ -1,4 +1,6 @@
-"""Linear, logistic and Poisson regression over sites from sums, with the result and intervals of the pooled fit.
+"""Linear, logistic and Poisson regression computed from sums over sites.
+
+The results and their confidence intervals are those of the pooled fit.
 
 References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2 (canonical links, for which
 Newton's method equals Fisher scoring). Sums over sites as in Y. Wu et al., "GLORE", JAMIA 2012.

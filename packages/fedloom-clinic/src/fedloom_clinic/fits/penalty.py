@@ -1,4 +1,4 @@
-"""Penalties for regressions from sums: Firth's penalty, and ridge with a strength chosen by cross-validated likelihood.
+"""Penalties for regressions: Firth's penalty, and ridge with a strength chosen by cross-validated likelihood.
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. P. J. M. Verweij and H. C. van Houwelingen,
 "Cross-validation in survival analysis", Stat. Med. 1993. D. Firth, "Bias reduction of maximum likelihood estimates",

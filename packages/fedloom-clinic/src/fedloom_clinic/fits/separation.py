@@ -1,4 +1,4 @@
-"""Reasons why a regression from sums has no finite fit: columns that are linearly dependent, or that separate the rows.
+"""Reasons why a regression has no finite fit: columns that are linearly dependent, or that separate the rows.
 
 References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression
 models", Biometrika 1984. K. Konis, "Linear programming algorithms for detecting separated data in binary logistic

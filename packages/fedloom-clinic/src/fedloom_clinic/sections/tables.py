@@ -1,4 +1,4 @@
-"""Sections on analyses from sums.
+"""Sections on analyses that are computed from sums over clients.
 
 The sections show the numbers that a reader compares, as means over seeds. The CSV file contains all numbers.
 """

@@ -231,10 +231,10 @@ class Analysis(Value):
 
     An analysis is a frozen value whose fields are options and whose functions are pure.
 
-    An analysis by sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`. Such an analysis runs with
-    the same result in one process, at sites (with or without masking) and in a Flower app. An analysis of a run defines
-    `measure`, which uses the models of a `fedloom.engine.result.Result`. An analysis that needs additional runs defines
-    `units`.
+    An analysis that is computed from sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`. Such an
+    analysis runs with the same result in one process, at sites (with or without masking) and in a Flower app. An
+    analysis of a run defines `measure`, which uses the models of a `fedloom.engine.result.Result`. An analysis that
+    needs additional runs defines `units`.
     """
 
     kind: ClassVar[str]

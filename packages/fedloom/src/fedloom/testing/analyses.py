@@ -201,14 +201,14 @@ ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     resumes: "keep all that a question needs in the state, and compute it from the totals alone",
     few_stay_silent: "leave least counts of clients to the runner",
 }
-"""All laws of an analysis by sums, each with advice on how a violation is usually repaired."""
+"""All laws of an analysis that is computed from sums, each with advice on how a violation is usually repaired."""
 
 
 @default_to_cpu()
 def check_analysis(
     analysis: Analysis, clients: Any, *, rules: Rules | None = None, without: Collection[str] = ()
 ) -> None:
-    """Check that an analysis by sums satisfies all laws, on the data of some clients.
+    """Check that an analysis that is computed from sums satisfies all laws, on the data of some clients.
 
     Args:
         analysis: the value.
@@ -219,8 +219,8 @@ def check_analysis(
     Raises:
         AssertionError: a law is violated. The message names the first such law, the analysis, the problem and the usual
             repair.
-        ConfigError: the value is not an analysis by sums, there are fewer than two clients, or a name in ``without`` is
-            not a law.
+        ConfigError: the value is not an analysis that is computed from sums, there are fewer than two clients, or a
+            name in ``without`` is not a law.
     """
     check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
     schema, rows, _ = clients_of(clients, analysis)

@@ -189,12 +189,12 @@ class Partition(Value):
         )
 
     def _drawn(self, pool: Pool, seed: int) -> tuple[Draw, bool]:
-        """Return the draw. If the class is a user's, also return whether a second draw with this seed differs.
+        """Return the draw, and True if the class is a user's and a second draw with this seed differs.
 
         The global generators are seeded, because a user's code may draw from them.
 
         Raises:
-            ValueError: a field of the draw is wrong.
+            ValueError: the user's code returned invalid values.
         """
         draws = list[Draw]()
         for _ in range(1 if type(self).__module__.startswith("fedloom.") else 2):
