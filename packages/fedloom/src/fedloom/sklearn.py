@@ -95,7 +95,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
             "evaluate": {
                 "parts": ("train",),
-                "every": self.rounds if isinstance(self.rounds, int) and self.rounds else 1,
+                "every": self.rounds if isinstance(self.rounds, int | np.integer) and self.rounds else 1,
             },
             "engine": {"dtype": "float64"},
         }
