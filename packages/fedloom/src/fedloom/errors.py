@@ -140,7 +140,8 @@ def write_singular(text: str) -> str:
         noun += f"{in_y}y" if in_y else f"{in_is}is" if in_is else ""
         return f"1 {adjectives}{noun}{_SINGULAR_VERBS.get(verb, '')}"
 
-    return _ONE_THING.sub(write, text)
+    sentence = _ONE_THING.sub(write, text)
+    return Note.create(sentence, text.rule) if isinstance(text, Note) else sentence
 
 
 def _python(table: str, key: str | None, value: str | None) -> str:

@@ -438,4 +438,5 @@ def as_array(values: object) -> NDArray[Any]:
         return dense
     array = np.asarray(values)
     array = array.astype(object) if array.dtype.kind == "T" else array
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch reads no other byte order
     return array.astype(np.float32) if array.dtype == np.float16 else array
