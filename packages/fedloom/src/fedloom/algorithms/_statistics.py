@@ -125,10 +125,10 @@ def head_from(
 ) -> Tensor:
     """Return the least-squares head ``[..., k + 1, c]``, with a ``ridge`` penalty on all rows except the last.
 
-    The last row is the bias, which has the penalty too if ``penalize_bias`` is set. The bias is 0 for a model whose last
-    layer has no bias. If the ridge is below the rounding error of the sums, the head ignores directions in which the
-    sums are below this error, by the rule of `numpy.linalg.matrix_rank`. If several heads are optimal, the head with
-    the smallest norm is returned.
+    The last row is the bias, which has the penalty too if ``penalize_bias`` is set. The bias is 0 for a model whose
+    last layer has no bias. If the ridge is below the rounding error of the sums, the head ignores directions in which
+    the sums are below this error, by the rule of `numpy.linalg.matrix_rank`. If several heads are optimal, the head
+    with the smallest norm is returned.
     """
     features = shape_of(layout)[1]
     used = features + 1 if bias and bias_of(layout) is not None else features
