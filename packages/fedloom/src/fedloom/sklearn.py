@@ -93,7 +93,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
         tables: dict[str, dict[str, Any]] = {
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
-            "evaluate": {"parts": ("train",), "every": self.rounds or 1},
+            "evaluate": {
+                "parts": ("train",),
+                "every": self.rounds if isinstance(self.rounds, int | np.integer) and self.rounds else 1,
+            },
             "engine": {"dtype": "float64"},
         }
         choices: dict[str, Any] = {"rounds": self.rounds, "seed": seed, **tables}
@@ -140,7 +143,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _scores(self, x: object, groups: ArrayLike | None) -> Some:
         """Return probabilities or predicted values [N, k]. Each row is predicted by the model of its group."""
         check_is_fitted(self)
-        rows = torch.tensor(validate_data(self, x, reset=False), dtype=torch.float64)
+        rows = torch.tensor(np.asarray(validate_data(self, x, reset=False), np.float64))
         owners = [None] * len(rows) if groups is None else list(map(level, _groups(groups, len(rows)).tolist()))
         places: dict[str | None, list[int]] = {}
         for k, owner in enumerate(owners):
