@@ -164,7 +164,7 @@ class Search:
 
     @property
     def whole(self) -> bool:
-        """True if the search tries every setting of the space."""
+        """True if the search tries every setting of the space exactly once."""
         return self.settings <= self._tune.trials
 
     def ended(self, trials: Sequence[Trial]) -> bool:
