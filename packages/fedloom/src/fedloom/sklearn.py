@@ -91,11 +91,12 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
         cut = {"test": 0.0, "validation": 0.0}
         split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
+        rounds: Any = self.rounds  # of any type, as scikit-learn checks no option
         tables: dict[str, dict[str, Any]] = {
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
             "evaluate": {
                 "parts": ("train",),
-                "every": self.rounds if isinstance(self.rounds, int | np.integer) and self.rounds else 1,
+                "every": rounds if isinstance(rounds, int | np.integer) and rounds else 1,
             },
             "engine": {"dtype": "float64"},
         }

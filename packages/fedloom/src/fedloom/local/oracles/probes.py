@@ -67,12 +67,11 @@ def mixes_samples(module: nn.Module, fed: Federation) -> bool:
         return False
     probe, x, outputs = _probe(module, fed).eval(), fed.fetch(spread_samples(fed)), list[Tensor]()
     for pair in ([0, len(x) // 2], [0, len(x) - 1]):
-        with (
-            attribute_error("model", module, "a trial on two samples"),
-            as_global(generator(0, purpose="probe"), fed.device),
-            torch.no_grad(),
-        ):
-            outputs.append(probe(x[pair])[0].nan_to_num())
+        with as_global(generator(0, purpose="probe"), fed.device), torch.no_grad():
+            try:
+                outputs.append(probe(x[pair])[0].nan_to_num())
+            except Exception:  # of a user's code for these samples: the run names it if it uses them
+                return False
     one, other = outputs
     return not torch.allclose(one, other, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE)
 
